@@ -1,0 +1,24 @@
+"""Lightning callbacks that compile a module: one set of Inductor settings for training, another for inference.
+
+One line is enough::
+
+    Trainer(callbacks=[InductorCompile(train_mode="reduce-overhead", infer_mode="max-autotune")])
+"""
+
+from compile_callbacks.callback import InductorCompile
+from compile_callbacks.config import InductorConfig
+from compile_callbacks.passes import GraphPass, GraphPassError, graph_pass
+from compile_callbacks.region import CompileError, CompileWarning
+from compile_callbacks.report import CompileReport, PhaseReport
+
+__all__ = [
+    "CompileError",
+    "CompileReport",
+    "CompileWarning",
+    "GraphPass",
+    "GraphPassError",
+    "InductorCompile",
+    "InductorConfig",
+    "PhaseReport",
+    "graph_pass",
+]

@@ -1,0 +1,258 @@
+"""The one importer of ``torch._dynamo`` and ``torch._inductor`` internals: version differences end here.
+
+Seen working on torch 2.11 and 2.15. Each function says which private part it touches and why the public one
+does not do.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._dynamo import exc as _exc
+from torch._inductor import custom_graph_pass as _custom_graph_pass
+
+__all__ = [
+    "COMPILER_ERRORS",
+    "DYNAMO_TRIGGER",
+    "GRAPH_PASS_BASE",
+    "TORCH_PASS_TYPES",
+    "TORCH_PASSES_FLAG",
+    "CompilationRecord",
+    "GraphBreak",
+    "callback_handler",
+    "compilation_records",
+    "compile_function",
+    "compile_graph",
+    "function_with_own_cache",
+    "graph_breaks",
+    "inference_flag_of_caller",
+    "is_dynamo_wrapper",
+    "mode_names",
+    "option_names",
+    "option_type",
+    "resolve_options",
+    "run_pass",
+    "unwrap_dynamo",
+]
+
+# ---------------------------------------------------------------------------------------------- settings
+
+
+def mode_names() -> list[str]:
+    """The modes that the installed torch knows."""
+    return list(torch._inductor.list_mode_options())
+
+
+@functools.cache
+def option_names() -> frozenset[str]:
+    """The Inductor options that the installed torch knows."""
+    return frozenset(torch._inductor.list_options())
+
+
+def option_type(name: str) -> Any:
+    """The annotated type of an Inductor option. ``list_options()`` gives names alone."""
+    from torch._inductor import config
+
+    return config.get_type(name)
+
+
+def resolve_options(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> dict[str, Any]:
+    """What a mode and options come to, as patches of ``torch._inductor.config``.
+
+    Torch's own wrapper does the work, so that a mode means here what it means in ``torch.compile``, with the
+    environment variables that CUDA graphs need.
+    """
+    wrapper = torch._TorchCompileInductorWrapper(mode, dict(options) or None, dynamic)
+    return dict(wrapper.config)
+
+
+# ---------------------------------------------------------------------------------------------- compiling
+
+COMPILER_ERRORS: tuple[type[Exception], ...] = (_exc.TorchDynamoException, _exc.FailOnRecompileLimitHit)
+"""What a compiled function raises where the compiler, not the function, failed."""
+
+# Control flow of Dynamo's own, which passes through a backend on its way.
+_CONTROL_FLOW = (_exc.RestartAnalysis, _exc.SkipFrame)
+
+_COMPILE_PARAMETERS = inspect.signature(torch.compile).parameters
+
+
+def function_with_own_cache(function: types.FunctionType, name: str) -> types.FunctionType:
+    """A copy of ``function`` with a code object, and so a Dynamo cache and recompile limit, of its own.
+
+    Dynamo keeps compiled graphs per code object; two settings of one function would share its
+    ``recompile_limit``. ``torch.compile(isolate_recompiles=True)`` ends that, but is not in torch 2.11.
+    """
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+def compile_function(
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    *,
+    fullgraph: bool,
+    dynamic: bool | None,
+) -> Callable[..., Any]:
+    """``torch.compile``, isolated from other compiles of the same code where torch can (2.13 and later)."""
+    isolate = {"isolate_recompiles": True} if "isolate_recompiles" in _COMPILE_PARAMETERS else {}
+    compiled: Callable[..., Any] = torch.compile(
+        function, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **isolate
+    )
+    return compiled
+
+
+def compile_graph(
+    graph_module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    patches: Mapping[str, Any],
+    fallback: Callable[[Exception], bool],
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph, forward and backward, with Inductor.
+
+    ``compile_fx`` is what ``backend="inductor"`` calls. The backward graph is compiled with the forward one
+    (``force_non_lazy_backward_lowering``, the setting of torch's own ahead-of-time path), because a failure in
+    it would else surface in the user's ``backward()``, where the step can no longer be done eagerly.
+
+    Args:
+        graph_module: The traced graph.
+        example_inputs: Its inputs.
+        patches: Inductor settings for this graph.
+        fallback: Asked with the error where compiling fails; ``True`` has the graph run eagerly.
+
+    Returns:
+        The compiled graph, or the graph itself, untouched, where compiling failed and ``fallback`` agreed.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    # compile_fx owns and changes what it is given.
+    eager = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    try:
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            return compile_fx(graph_module, example_inputs, config_patches=dict(patches))  # type: ignore[return-value]
+    except _CONTROL_FLOW:
+        raise
+    except Exception as error:
+        if not fallback(error):
+            raise
+        return eager.forward
+
+
+def is_dynamo_wrapper(module: object) -> bool:
+    """Whether this is what ``torch.compile(module)`` returns."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def unwrap_dynamo(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside what ``torch.compile(module)`` returned."""
+    while is_dynamo_wrapper(module):
+        module = module._orig_mod  # type: ignore[assignment]
+    return module
+
+
+# ---------------------------------------------------------------------------------------------- graph passes
+
+TORCH_PASSES_FLAG = hasattr(_custom_graph_pass, "CustomInferenceAwareGraphPass")
+"""Whether torch itself hands ``is_inference`` to post-grad passes (2.13 and later; 2.11 does not)."""
+
+GRAPH_PASS_BASE: Any = getattr(
+    _custom_graph_pass, "CustomInferenceAwareGraphPass", _custom_graph_pass.CustomGraphPass
+)
+TORCH_PASS_TYPES: tuple[type, ...] = (_custom_graph_pass.CustomGraphPass,)
+
+
+def inference_flag_of_caller() -> bool:
+    """The ``is_inference`` that ``post_grad_passes`` was called with, read from its frame on the stack.
+
+    Torch 2.11 has the flag there and does not hand it on to custom passes; nothing else that a pass can reach
+    holds it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "post_grad_passes" and "is_inference" in frame.f_locals:
+            return bool(frame.f_locals["is_inference"])
+        frame = frame.f_back  # type: ignore[assignment]
+    raise RuntimeError("is_inference is known only while torch runs its post-grad passes")
+
+
+def run_pass(graph_pass: Any, graph: torch.fx.Graph, is_inference: bool) -> Any:
+    """Call a pass of ours or of torch's with the arguments that its class takes."""
+    if TORCH_PASSES_FLAG and isinstance(graph_pass, GRAPH_PASS_BASE):
+        return graph_pass(graph, is_inference)
+    return graph_pass(graph)
+
+
+# ---------------------------------------------------------------------------------------------- signals
+
+callback_handler = torch._dynamo.callback.callback_handler
+"""Torch's list of functions to call when a compile starts and ends."""
+
+DYNAMO_TRIGGER = torch._dynamo.callback.CallbackTrigger.DYNAMO
+"""The trigger of a compile that begins with tracing, not with a backward pass or a CUDA-graph recording."""
+
+
+class GraphBreak(NamedTuple):
+    """Where and why Dynamo ended a graph early."""
+
+    reason: str
+    file: str | None
+    line: int | None
+
+
+def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
+    """The graph breaks of this process since the ``after``-th, and how many there are now."""
+    reasons = torch._dynamo.utils.graph_break_reasons
+    if len(reasons) < after:  # torch._dynamo.reset() empties the list
+        after = 0
+    found = []
+    for reason in reasons[after:]:
+        where = reason.user_stack[-1] if reason.user_stack else None
+        found.append(
+            GraphBreak(reason.reason, where.filename if where else None, where.lineno if where else None)
+        )
+    return found, len(reasons)
+
+
+class CompilationRecord(NamedTuple):
+    """What torch's compilation metrics say of one compiled frame."""
+
+    compile_id: str
+    is_forward: bool
+    recompile_reason: str | None
+    failure: str | None
+    cache_hits: int
+    cache_misses: int
+    cudagraph_skip_reason: str | None
+
+
+def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
+    """The metrics of compiles that ended since the last call; ``seen`` remembers which those were."""
+    metrics = torch._dynamo.utils.get_compilation_metrics()
+    for entry in metrics:
+        key = entry.start_time_us or id(entry)
+        if key in seen or entry.compile_id is None:
+            continue
+        seen.add(key)
+        hits, misses = entry.aotautograd_local_cache_hit_count or 0, entry.aotautograd_local_cache_miss_count or 0
+        if not hits and not misses:
+            hits = entry.inductor_fx_local_cache_hit_count or 0
+            misses = entry.inductor_fx_local_cache_miss_count or 0
+        failure = f"{entry.fail_type}: {entry.fail_reason}" if entry.fail_type else None
+        yield CompilationRecord(
+            entry.compile_id,
+            entry.is_forward is not False,
+            entry.recompile_reason,
+            failure,
+            hits,
+            misses,
+            entry.cudagraph_skip_reason,
+        )

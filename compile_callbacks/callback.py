@@ -1,0 +1,285 @@
+"""`InductorCompile`: the Lightning callback; its hooks, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from compile_callbacks.checkpoint import KeyMatcher
+from compile_callbacks.choices import unknown
+from compile_callbacks.config import InductorConfig, as_config
+from compile_callbacks.loggers import log_scalars
+from compile_callbacks.passes import as_passes
+from compile_callbacks.phases import Phase
+from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, signature
+from compile_callbacks.report import CompileReport, uncompiled_report
+from compile_callbacks.session import CompileSession
+from compile_callbacks.stages import expected_steps
+from compile_callbacks.targets import adopt_compiled, check_names, find_targets
+
+Mode = str | Mapping[str, Any] | InductorConfig | None
+
+
+class InductorCompile(Callback):
+    """Compile the module with one set of Inductor settings for training, and another for inference.
+
+    Training runs with ``train_mode``; sanity check, validation, test and predict run with ``infer_mode``. The
+    module is compiled in place while the trainer runs, and is an ordinary module again after it: checkpoints,
+    copies and pickles look as if nothing had been compiled.
+
+    Args:
+        train_mode: Settings for training: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``,
+            ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), an `InductorConfig`, a mapping of
+            its fields, or ``None`` or ``"eager"`` for not compiled.
+        infer_mode: Settings for sanity check, validation, test and predict; the same choices.
+        targets: What to compile: dotted names of submodules or methods (``"net"``, ``"training_step"``), or
+            globs (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None`` takes that
+            if the module overrides it, and each direct child that holds parameters.
+        passes: Custom graph passes for both phases, see `GraphPass`.
+        baseline_steps: Steps that each phase runs eagerly first, to measure what the speedup is compared
+            with, after two to warm up; never more than half of the steps to come. 0: no baseline, no speedup.
+        on_error: What a failure of the compiler does: ``"eager"`` warns, counts it, and runs the work eagerly;
+            ``"raise"`` ends the run with a `CompileError`.
+        keep_compiled: Leave the module compiled after the trainer is done. Calls then choose the phase by
+            whether grad is enabled.
+
+    Raises:
+        ValueError: A value that is none of the choices. Targets are looked up when the trainer starts.
+        TypeError: A value of the wrong type.
+
+    Example::
+
+        >>> callback = InductorCompile(train_mode="reduce-overhead", infer_mode={"mode": "max-autotune"})
+        >>> callback.report.infer.mode
+        'max-autotune'
+    """
+
+    def __init__(
+        self,
+        train_mode: Mode = "default",
+        infer_mode: Mode = "default",
+        *,
+        targets: str | Sequence[str] | None = None,
+        passes: Sequence[Any] = (),
+        baseline_steps: int = 10,
+        on_error: OnError = "eager",
+        keep_compiled: bool = False,
+    ) -> None:
+        self.configs: dict[Phase, InductorConfig | None] = {
+            "train": as_config(train_mode, "train_mode"),
+            "infer": as_config(infer_mode, "infer_mode"),
+        }
+        self.targets = check_names(targets)
+        self.passes = as_passes(passes, "passes")
+        if isinstance(baseline_steps, bool) or not isinstance(baseline_steps, int):
+            raise TypeError(f"baseline_steps={baseline_steps!r} must be an integer, 0 or more")
+        if baseline_steps < 0:
+            raise ValueError(f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline")
+        if on_error not in ON_ERROR:
+            raise ValueError(unknown("on_error", on_error, ON_ERROR))
+        if not isinstance(keep_compiled, bool):
+            raise TypeError(f"keep_compiled={keep_compiled!r} must be True or False")
+        if not any(self.configs.values()) and (self.passes or keep_compiled):
+            idle = "passes" if self.passes else "keep_compiled"
+            rank_zero_warn(
+                f"{idle} has no effect: neither train_mode nor infer_mode compiles", category=CompileWarning
+            )
+        self.baseline_steps = baseline_steps
+        self.on_error: OnError = on_error
+        self.keep_compiled = keep_compiled
+        self._session: CompileSession | None = None
+        self._key_matcher: KeyMatcher | None = None
+        self._global_step_before = 0
+
+    @property
+    def report(self) -> CompileReport:
+        """What was measured so far; on a GPU, asking waits for the steps done so far."""
+        return self._session.report() if self._session else uncompiled_report(self.configs)
+
+    # ------------------------------------------------------------------------------------------ a trainer run
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._key_matcher = KeyMatcher(pl_module)
+        self._adopt(pl_module)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, pl_module, "train")
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._end()
+        self._log(trainer)
+        self._print()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    # ------------------------------------------------------------------------------------------ train phase
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, pl_module, "train")
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._global_step_before = trainer.global_step
+        self._step_begins(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._step_ends("train", batch, trainer.global_step - self._global_step_before)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave("train")
+        self._log(trainer)
+
+    # ------------------------------------------------------------------------------------------ infer phase
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, pl_module, "infer")
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._step_begins(trainer)
+
+    @override
+    def on_validation_batch_end(  # noqa: PLR0913
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._step_ends("validate", batch, dataloader_idx)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave("infer")
+        if trainer.state.fn == "fit":
+            self._begin(trainer, pl_module, "train")
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, pl_module, "infer")
+
+    @override
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._step_begins(trainer)
+
+    @override
+    def on_test_batch_end(  # noqa: PLR0913
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._step_ends("test", batch, dataloader_idx)
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave("infer")
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, pl_module, "infer")
+
+    @override
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._step_begins(trainer)
+
+    @override
+    def on_predict_batch_end(  # noqa: PLR0913
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._step_ends("predict", batch, dataloader_idx)
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave("infer")
+
+    # ------------------------------------------------------------------------------------------ what hooks call
+
+    def _adopt(self, pl_module: LightningModule) -> None:
+        """Take over what the user compiled by hand: our settings, clean keys."""
+        if adopted := adopt_compiled(pl_module):
+            rank_zero_info(
+                f"InductorCompile takes over {', '.join(adopted)}, compiled by hand: the original module stands "
+                "there again, compiled with train_mode and infer_mode while a trainer runs"
+            )
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
+        """Enter a phase; the first of a run installs what is compiled."""
+        session = self._session
+        if session is None or session.module is not pl_module:
+            if session is not None:
+                session.end()
+            self._adopt(pl_module)  # what configure_model made came after setup
+            targets = find_targets(pl_module, self.targets, LightningModule)
+            session = self._session = CompileSession(
+                pl_module,
+                targets,
+                self.configs,
+                passes=self.passes,
+                baseline_steps=self.baseline_steps,
+                on_error=self.on_error,
+            )
+        if not session.running:
+            session.begin(expected_steps(trainer))
+        session.enter(phase)
+
+    def _step_begins(self, trainer: Trainer) -> None:
+        if self._session:
+            self._session.step_begins(measured=not trainer.sanity_checking)
+
+    def _step_ends(self, stage: str, batch: Any, part: int) -> None:
+        if self._session:
+            self._session.step_ends(work=(stage, part, signature(batch)))
+
+    def _leave(self, phase: Phase) -> None:
+        if self._session:
+            self._session.leave(phase)
+
+    def _end(self) -> None:
+        if self._session:
+            self._session.end(keep_compiled=self.keep_compiled)
+        if self._key_matcher:
+            self._key_matcher.remove()
+            self._key_matcher = None
+
+    def _log(self, trainer: Trainer) -> None:
+        log_scalars(trainer.loggers, self.report.scalars(), trainer.global_step)
+
+    def _print(self) -> None:
+        if self.report.scalars():
+            rank_zero_info(f"{self.report}")
+

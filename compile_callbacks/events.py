@@ -1,0 +1,148 @@
+"""What torch compiled, when, for which target and phase: gathered from torch's own signals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from compile_callbacks import _torch
+from compile_callbacks.phases import Phase
+
+EventKind = Literal["compile", "cache", "graph_break", "recompile", "fallback", "cudagraph_skip"]
+
+
+class Owner(NamedTuple):
+    """The target and phase that a compile is for."""
+
+    target: str
+    phase: Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileEvent:
+    """One thing that happened while compiling.
+
+    Attributes:
+        kind: What happened.
+        target: Name of the target.
+        phase: The phase it was compiled for.
+        seconds: How long it took (kind ``"compile"``).
+        graphs: How many graphs were compiled (kind ``"compile"``).
+        cache_hits: Graphs that came from torch's cache (kind ``"cache"``).
+        cache_misses: And those that did not.
+        reason: Torch's reason.
+        file: The user's file, where torch names one.
+        line: The line in it.
+    """
+
+    kind: EventKind
+    target: str
+    phase: Phase
+    seconds: float | None = None
+    graphs: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    reason: str | None = None
+    file: str | None = None
+    line: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The event as JSON-ready data, without what it has no value for."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, 0)}
+
+
+class CompileRecorder:
+    """Listens while compiled targets run, and keeps a list of `CompileEvent`.
+
+    A compile is ours where one of our targets is being called (``owner``), or where it goes on with one that
+    was (a CUDA graph that is recorded in backward). Compiles of the user's other code are not recorded.
+
+    Args:
+        clock: Seconds, rising.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.owner: Owner | None = None
+        self.events: list[CompileEvent] = []
+        self.compiles_seen = 0
+        """Compiles in this process so far, the user's own too: a step in which this changes is no sample."""
+        self._clock = clock
+        self._owners: dict[str, Owner] = {}
+        self._running: tuple[Owner | None, float] | None = None
+        self._graphs = 0
+        self._breaks_seen = 0
+        self._records_seen: set[int] = set()
+
+    def listen(self) -> None:
+        """Begin to hear of compiles."""
+        if self._start in _torch.callback_handler.start_callbacks:
+            return
+        _, self._breaks_seen = _torch.graph_breaks(0)
+        for _ in _torch.compilation_records(self._records_seen):
+            pass
+        _torch.callback_handler.register_start_callback(self._start)
+        _torch.callback_handler.register_end_callback(self._end)
+
+    def stop(self) -> None:
+        """Hear no more, and leave nothing behind in torch."""
+        self.collect()
+        for callbacks, mine in (
+            (_torch.callback_handler.start_callbacks, self._start),
+            (_torch.callback_handler.end_callbacks, self._end),
+        ):
+            if mine in callbacks:  # torch._dynamo.reset() removes them too
+                callbacks.remove(mine)
+
+    def graph_compiled(self) -> None:
+        """Called by a target's backend for each graph that it is given."""
+        self._graphs += 1
+
+    def add(self, kind: EventKind, owner: Owner, **what: Any) -> CompileEvent:
+        """Record something that happened to a target."""
+        event = CompileEvent(kind=kind, target=owner.target, phase=owner.phase, **what)
+        self.events.append(event)
+        return event
+
+    def of(self, phase: Phase, kind: EventKind) -> list[CompileEvent]:
+        """The events of one kind and phase so far."""
+        return [event for event in self.events if event.phase == phase and event.kind == kind]
+
+    def collect(self) -> None:
+        """Read what torch has written down since the last call: it does so after a compile's end is announced."""
+        for record in _torch.compilation_records(self._records_seen):
+            owner = self._owners.get(record.compile_id)
+            if owner is None:
+                continue
+            if record.cache_hits or record.cache_misses:
+                self.add("cache", owner, cache_hits=record.cache_hits, cache_misses=record.cache_misses)
+            if record.recompile_reason:
+                self.add("recompile", owner, reason=record.recompile_reason)
+            if record.cudagraph_skip_reason:
+                self.add("cudagraph_skip", owner, reason=record.cudagraph_skip_reason)
+
+    def _start(self, args: Any) -> None:
+        self.collect()
+        self.compiles_seen += 1
+        owner = self.owner
+        if owner is not None:
+            self._owners[args.compile_id] = owner
+        elif args.callback_trigger is _torch.DYNAMO_TRIGGER:
+            self._owners.pop(args.compile_id, None)  # after torch._dynamo.reset() ids begin anew
+        else:
+            owner = self._owners.get(args.compile_id)
+        self._graphs = 0
+        self._running = owner, self._clock()
+
+    def _end(self, args: Any) -> None:
+        if self._running is None:
+            return
+        owner, started = self._running
+        self._running = None
+        breaks, self._breaks_seen = _torch.graph_breaks(self._breaks_seen)
+        if owner is None:
+            return
+        self.add("compile", owner, seconds=self._clock() - started, graphs=self._graphs)
+        for found in breaks:
+            self.add("graph_break", owner, reason=found.reason, file=found.file, line=found.line)

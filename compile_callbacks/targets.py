@@ -1,0 +1,135 @@
+"""Which parts of a module are compiled: named by the user, or chosen."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from compile_callbacks import _torch
+from compile_callbacks.choices import unknown
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: what is called is what they hold
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """Something that is compiled as one piece.
+
+    Attributes:
+        name: What reports call it: its dotted name in the root module, ``"forward"`` for the root's own.
+        module: The module that is called.
+        method: ``None`` for the module's call; else the method that is compiled instead.
+    """
+
+    name: str
+    module: nn.Module
+    method: str | None = None
+
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """What the target does uncompiled, hooks included."""
+        if self.method is None:
+            return self.module._call_impl
+        call: Callable[..., Any] = getattr(type(self.module), self.method).__get__(self.module)
+        return call
+
+
+def check_names(targets: object) -> tuple[str, ...] | None:
+    """The ``targets`` argument as names.
+
+    Raises:
+        TypeError: Not a name or a list of names.
+        ValueError: An empty list or name.
+    """
+    if targets is None:
+        return None
+    names = (targets,) if isinstance(targets, str) else targets
+    if not isinstance(names, Sequence):
+        raise TypeError(f"targets={targets!r} must be a list of names, or None to have them chosen")
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"targets={targets!r} holds {name!r}, which is not a name but a {type(name).__name__}")
+        if not name:
+            raise ValueError(f"targets={targets!r} holds an empty name; the module's own call is 'forward'")
+    if not names:
+        raise ValueError("targets is empty; give names, or None to have them chosen")
+    return tuple(names)
+
+
+def find_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Module]) -> list[Target]:
+    """The targets that ``names`` mean in ``root``.
+
+    Args:
+        root: The module to look in, a LightningModule for example.
+        names: Dotted names of submodules or methods, or globs of submodule names; ``"forward"`` is the root's
+            own call. ``None``: the root's ``forward`` if its class overrides that of ``base``, and each direct
+            child that holds parameters (for a list or dict of modules, its members).
+        base: The class whose ``forward`` does not count as one.
+
+    Raises:
+        ValueError: A name that matches nothing.
+    """
+    if names is None:
+        found = list(_chosen(root, base))
+    else:
+        found = [target for name in names for target in _matching(root, name)]
+    once: dict[tuple[int, str | None], Target] = {}
+    for target in found:
+        once.setdefault((id(target.module), target.method), target)
+    return list(once.values())
+
+
+def adopt_compiled(root: nn.Module) -> list[str]:
+    """Undo what ``torch.compile`` did to a module by hand, and say where it had.
+
+    The original takes the place of each submodule that ``torch.compile(module)`` wrapped; Lightning's own
+    ``torch.compile(lightning_module)`` leaves compiled methods on the module, which go.
+    """
+    adopted = []
+    if getattr(root, "_compiler_ctx", None) is not None:
+        root._compiler_ctx = None  # type: ignore[assignment]
+        for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
+            vars(root).pop(name, None)
+        adopted.append("the LightningModule")
+    for prefix, parent in list(root.named_modules(remove_duplicate=False)):
+        for name, child in list(parent._modules.items()):
+            if child is not None and _torch.is_dynamo_wrapper(child):
+                parent._modules[name] = _torch.unwrap_dynamo(child)
+                adopted.append(f"{prefix}.{name}".removeprefix("."))
+    return adopted
+
+
+def _chosen(root: nn.Module, base: type[nn.Module]) -> Iterator[Target]:
+    if type(root).forward is not base.forward:
+        yield Target("forward", root)
+    yield from _children(root, "")
+
+
+def _children(parent: nn.Module, prefix: str) -> Iterator[Target]:
+    for name, child in parent.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, _CONTAINERS):
+            yield from _children(child, f"{prefix}{name}.")
+        elif type(child).forward is not nn.Module.forward:
+            yield Target(prefix + name, child)
+
+
+def _matching(root: nn.Module, name: str) -> Iterator[Target]:
+    if name == "forward":
+        yield Target("forward", root)
+        return
+    modules = {path: module for path, module in root.named_modules(remove_duplicate=False) if path}
+    if matches := [path for path in modules if fnmatch.fnmatchcase(path, name)]:
+        yield from (Target(path, modules[path]) for path in matches)
+        return
+    owner_path, _, method = name.rpartition(".")
+    owner = modules.get(owner_path) if owner_path else root
+    if owner is not None and callable(getattr(type(owner), method, None)):
+        yield Target(name, owner, None if method == "forward" else method)
+        return
+    raise ValueError(unknown("targets", name, ["forward", *modules]))
