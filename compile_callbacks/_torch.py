@@ -6,11 +6,13 @@ does not do.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +24,11 @@ __all__ = [
     "COMPILER_ERRORS",
     "DYNAMO_TRIGGER",
     "GRAPH_PASS_BASE",
+    "SHARES_RECOMPILE_LIMIT",
     "TORCH_PASS_TYPES",
     "TORCH_PASSES_FLAG",
     "CompilationRecord",
+    "TraceSettings",
     "GraphBreak",
     "callback_handler",
     "compilation_records",
@@ -39,6 +43,8 @@ __all__ = [
     "option_type",
     "resolve_options",
     "run_pass",
+    "unregister",
+    "with_doubled_recompile_limit",
     "unwrap_dynamo",
 ]
 
@@ -81,7 +87,8 @@ COMPILER_ERRORS: tuple[type[Exception], ...] = (_exc.TorchDynamoException, _exc.
 # Control flow of Dynamo's own, which passes through a backend on its way.
 _CONTROL_FLOW = (_exc.RestartAnalysis, _exc.SkipFrame)
 
-_COMPILE_PARAMETERS = inspect.signature(torch.compile).parameters
+SHARES_RECOMPILE_LIMIT = "isolate_recompiles" not in inspect.signature(torch.compile).parameters
+"""Whether two settings of one code object use up one ``recompile_limit`` (torch before 2.13)."""
 
 
 def function_with_own_cache(function: types.FunctionType, name: str) -> types.FunctionType:
@@ -102,11 +109,23 @@ def compile_function(
     dynamic: bool | None,
 ) -> Callable[..., Any]:
     """``torch.compile``, isolated from other compiles of the same code where torch can (2.13 and later)."""
-    isolate = {"isolate_recompiles": True} if "isolate_recompiles" in _COMPILE_PARAMETERS else {}
+    isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
     compiled: Callable[..., Any] = torch.compile(
         function, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **isolate
     )
     return compiled
+
+
+def with_doubled_recompile_limit(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, called with room for two settings' graphs on one code object."""
+    from torch._dynamo import config
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with config.patch(recompile_limit=2 * config.recompile_limit):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def compile_graph(
@@ -198,6 +217,58 @@ callback_handler = torch._dynamo.callback.callback_handler
 
 DYNAMO_TRIGGER = torch._dynamo.callback.CallbackTrigger.DYNAMO
 """The trigger of a compile that begins with tracing, not with a backward pass or a CUDA-graph recording."""
+
+
+class TraceSettings:
+    """Dynamo settings that hold while a compile of ours is traced, and for nobody else's.
+
+    Torch reads them after it has announced a compile, so they are set there and taken back at its end: setting
+    them around each call would cost 10 µs a call.
+
+    - ``skip_nnmodule_hook_guards`` is off: by torch's default a compiled module never learns of a forward hook
+      that is registered after it was compiled.
+    - Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output:
+      a warning about code that is not the user's.
+
+    Args:
+        ours: Whether the compile that begins is ours.
+    """
+
+    def __init__(self, ours: Callable[[], bool]) -> None:
+        self._ours = ours
+        self._settings = contextlib.ExitStack()
+
+    def install(self) -> None:
+        """Begin to watch for compiles."""
+        if self._start not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._start)
+            callback_handler.register_end_callback(self._end)
+
+    def remove(self) -> None:
+        """Watch no more."""
+        unregister(self._start, self._end)
+
+    def _start(self, args: Any) -> None:
+        from torch._dynamo import config
+
+        if not self._ours():
+            return
+        self._settings.enter_context(config.patch(skip_nnmodule_hook_guards=False))
+        self._settings.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+
+    def _end(self, args: Any) -> None:
+        self._settings.close()
+
+
+def unregister(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Take two functions out of torch's lists; ``torch._dynamo.reset()`` may have done so already."""
+    for callbacks, mine in (
+        (callback_handler.start_callbacks, start),
+        (callback_handler.end_callbacks, end),
+    ):
+        if mine in callbacks:
+            callbacks.remove(mine)
 
 
 class GraphBreak(NamedTuple):

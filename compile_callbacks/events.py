@@ -68,6 +68,8 @@ class CompileRecorder:
         self.events: list[CompileEvent] = []
         self.compiles_seen = 0
         """Compiles in this process so far, the user's own too: a step in which this changes is no sample."""
+        self.broken: set[Owner] = set()
+        """Targets and phases that have a graph break."""
         self._clock = clock
         self._owners: dict[str, Owner] = {}
         self._running: tuple[Owner | None, float] | None = None
@@ -88,12 +90,7 @@ class CompileRecorder:
     def stop(self) -> None:
         """Hear no more, and leave nothing behind in torch."""
         self.collect()
-        for callbacks, mine in (
-            (_torch.callback_handler.start_callbacks, self._start),
-            (_torch.callback_handler.end_callbacks, self._end),
-        ):
-            if mine in callbacks:  # torch._dynamo.reset() removes them too
-                callbacks.remove(mine)
+        _torch.unregister(self._start, self._end)
 
     def graph_compiled(self) -> None:
         """Called by a target's backend for each graph that it is given."""
@@ -145,4 +142,5 @@ class CompileRecorder:
             return
         self.add("compile", owner, seconds=self._clock() - started, graphs=self._graphs)
         for found in breaks:
+            self.broken.add(owner)
             self.add("graph_break", owner, reason=found.reason, file=found.file, line=found.line)

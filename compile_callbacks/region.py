@@ -70,6 +70,7 @@ class CompiledRegion:
             fullgraph=config.fullgraph,
             dynamic=config.dynamic,
         )
+        self._compiled_beside_another = _torch.with_doubled_recompile_limit(self._compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.ran = True
@@ -77,8 +78,11 @@ class CompiledRegion:
             return self._eager(*args, **kwargs)
         recorder, outer = self._recorder, self._recorder.owner
         recorder.owner = self.owner
+        compiled = self._compiled
+        if _torch.SHARES_RECOMPILE_LIMIT and self.owner in recorder.broken:
+            compiled = self._compiled_beside_another  # behind a break, both phases' graphs are on the user's code
         try:
-            return self._compiled(*args, **kwargs)
+            return compiled(*args, **kwargs)
         except _torch.COMPILER_ERRORS as error:
             failure = error
         finally:

@@ -11,7 +11,7 @@ from torch import nn
 
 from compile_callbacks.baseline import Baseline
 from compile_callbacks.config import EAGER, InductorConfig
-from compile_callbacks.events import CompileRecorder
+from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.phases import Phase
 from compile_callbacks.region import CompileWarning, OnError
 from compile_callbacks.report import CompileReport, build_phase_report
@@ -53,7 +53,7 @@ class CompileSession:
         self._phase: Phase = "train"
         self._compiled = False
         self._compiles_before_step = 0
-        self._warned: set[tuple[Phase, str]] = set()
+        self._warned: set[Owner] = set()
 
     @property
     def running(self) -> bool:
@@ -106,16 +106,20 @@ class CompileSession:
         self._select(compiled=True)
 
     def leave(self, phase: Phase) -> None:
-        """A stage of this phase ends: say what was not compiled."""
+        """A stage of this phase ends: say what ran and was not compiled, unless that has been said."""
         self._recorder.collect()
         for region in self._switch.regions(phase):
-            target = region.owner.target
-            compiled = any(e.graphs for e in self._recorder.of(phase, "compile") if e.target == target)
-            if not region.ran or compiled or (phase, target) in self._warned:
+            heard = any(
+                event.kind == "fallback" or event.graphs
+                for event in self._recorder.events
+                if (event.target, event.phase) == region.owner
+            )
+            if not region.ran or heard or region.owner in self._warned:
                 continue
-            self._warned.add((phase, target))
+            self._warned.add(region.owner)
             warnings.warn(
-                f"target {target!r} ran in the {phase} phase without a compiled graph: {self._why(region.owner)}",
+                f"target {region.owner.target!r} ran in the {phase} phase without a compiled graph: "
+                f"{self._why(region.owner)}",
                 CompileWarning,
                 stacklevel=2,
             )
@@ -150,12 +154,12 @@ class CompileSession:
         self._compiled = compiled and self._configs[self._phase] is not None
         self._switch.select(self._phase, compiled=compiled)
 
-    def _why(self, owner: Any) -> str:
-        """Torch's reasons for compiling nothing of a target."""
+    def _why(self, owner: Owner) -> str:
+        """Torch's reason for compiling nothing of a target."""
         reasons = [
             event.reason
-            for event in self._recorder.events
-            if (event.target, event.phase) == owner and event.kind in ("graph_break", "fallback") and event.reason
+            for event in self._recorder.of(owner.phase, "graph_break")
+            if event.target == owner.target and event.reason
         ]
         return reasons[-1] if reasons else "torch gives no reason; nothing in it may be there to compile"
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compile_callbacks import _torch
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.events import CompileRecorder
 from compile_callbacks.phases import Phase
@@ -83,6 +84,7 @@ class PhaseSwitch:
             )
             for target in targets
         ]
+        self._trace_settings = _torch.TraceSettings(lambda: recorder.owner is not None)
         self._before: list[tuple[nn.Module, str, Any]] | None = None
 
     @property
@@ -95,6 +97,7 @@ class PhaseSwitch:
         if self.installed:
             return
         self._before = []
+        self._trace_settings.install()
         for dispatcher in self._dispatchers:
             module, slot = dispatcher.target.module, dispatcher.target.method or _CALL_SLOT
             self._before.append((module, slot, vars(module).get(slot, _ABSENT)))
@@ -118,6 +121,7 @@ class PhaseSwitch:
                 vars(module).pop(slot, None)
             else:
                 object.__setattr__(module, slot, before)
+        self._trace_settings.remove()
         self._before = None
 
     def regions(self, phase: Phase) -> list[CompiledRegion]:

@@ -1,0 +1,42 @@
+"""Fresh compiler state for each test, and nothing of a test left behind in torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+# One compiler cache for the whole run: the first compile of a process builds a C++ header for seconds.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="compile_callbacks_tests_"))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; threads that wait for each other only cost time
+
+import pytest
+import torch
+import torch._dynamo
+import torch._dynamo.config
+import torch._inductor.config
+from torch._dynamo.callback import callback_handler
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    """No compiled code from the test before, and no global setting of torch's changed after it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    inductor, dynamo = torch._inductor.config.get_config_copy(), torch._dynamo.config.get_config_copy()
+    environment = dict(os.environ)
+    yield
+    assert torch._inductor.config.get_config_copy() == inductor
+    assert torch._dynamo.config.get_config_copy() == dynamo
+    assert callback_handler.start_callbacks == []
+    assert callback_handler.end_callbacks == []
+    changed = {k: v for k, v in os.environ.items() if environment.get(k) != v}
+    # Lightning and torch set some of their own.
+    assert not {k for k in changed if not k.startswith(("PYTEST", "TORCHINDUCTOR", "_TORCHINDUCTOR", "PL_", "TRITON"))}

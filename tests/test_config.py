@@ -1,0 +1,155 @@
+"""`InductorConfig`: what it refuses, how it shows itself, and its key."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from compile_callbacks import GraphPass, InductorConfig, graph_pass
+from compile_callbacks.config import as_config
+
+
+class Scale(GraphPass):
+    def __init__(self, factor=2):
+        self.factor = factor
+
+    def __call__(self, graph, is_inference):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"mode": "max-autotun"}, ValueError, ["mode='max-autotun'", "did you mean 'max-autotune'", "'default'"]),
+        ({"mode": ""}, ValueError, ["mode=''"]),
+        ({"mode": 3}, TypeError, ["mode=3", "int"]),
+        ({"options": {"max_autotun": True}}, ValueError, ["options", "'max_autotun'", "'max_autotune'"]),
+        ({"options": {"max_autotune": 1}}, TypeError, ["options['max_autotune']=1", "bool", "int"]),
+        ({"options": {"max_fusion_size": "64"}}, TypeError, ["options['max_fusion_size']='64'", "int", "str"]),
+        ({"options": {"max_fusion_size": True}}, TypeError, ["options['max_fusion_size']=True", "int"]),
+        ({"options": {3: True}}, TypeError, ["3"]),
+        ({"options": ["max_autotune"]}, TypeError, ["options=['max_autotune']", "list"]),
+        ({"options": {"post_grad_custom_post_pass": 3}}, TypeError, ["post_grad_custom_post_pass", "3"]),
+        ({"mode": "default", "options": {"max_autotune": True}}, ValueError, ["mode='default'", "options="]),
+        ({"fullgraph": 1}, TypeError, ["fullgraph=1"]),
+        ({"dynamic": "yes"}, TypeError, ["dynamic='yes'"]),
+        ({"passes": [3]}, TypeError, ["passes", "3"]),
+        ({"passes": [Scale]}, TypeError, ["passes", "Scale(...)"]),
+        ({"passes": [lambda graph, is_inference: None]}, TypeError, ["passes", "graph_pass"]),
+        ({"passes": 3}, TypeError, ["passes=3"]),
+        (
+            {"passes": [Scale()], "options": {"post_grad_custom_post_pass": Scale()}},
+            ValueError,
+            ["post_grad_custom_post_pass", "passes"],
+        ),
+    ],
+)
+def test_config_refuses_bad_settings_by_name(settings, error, said):
+    with pytest.raises(error) as caught:
+        InductorConfig(**settings)
+    for words in said:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", list(torch._inductor.list_mode_options()))
+def test_config_takes_every_mode_of_the_installed_torch(mode):
+    assert InductorConfig(mode=mode).resolved_options() == torch._inductor.list_mode_options(mode)
+
+
+def test_config_is_frozen_and_its_options_too():
+    config = InductorConfig(options={"max_autotune": True})
+    with pytest.raises(AttributeError):
+        config.mode = "default"
+    with pytest.raises(TypeError):
+        config.options["max_autotune"] = False
+
+
+def test_config_does_not_follow_the_mapping_it_was_given():
+    options = {"max_autotune": True}
+    config = InductorConfig(options=options)
+    options["max_autotune"] = "wrong"
+    assert config.resolved_options() == {"max_autotune": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({}, "default"),
+        ({"mode": "default"}, "default"),
+        ({"mode": "reduce-overhead", "dynamic": False}, "reduce-overhead, dynamic=False"),
+        ({"options": {"shape_padding": True, "max_autotune": True}, "fullgraph": True},
+         "options={max_autotune: True, shape_padding: True}, fullgraph=True"),
+        ({"passes": [Scale(3)]}, "passes=[Scale]"),
+    ],
+)  # fmt: skip
+def test_describe_shows_only_what_differs(settings, shown):
+    assert InductorConfig(**settings).describe() == shown
+
+
+def test_copies_and_pickles_are_equal():
+    config = InductorConfig(options={"max_autotune": True}, dynamic=True, passes=[Scale(3)])
+    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert hash(copy.copy(config)) == hash(config)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"mode": "lite"},
+        {"dynamic": True},
+        {"fullgraph": True},
+        {"options": {"max_autotune": True}},
+        {"passes": [Scale()]},
+    ],
+)
+def test_key_tells_settings_apart(other):
+    assert InductorConfig(**other).key() != InductorConfig().key()
+    assert InductorConfig(**other).key() == InductorConfig(**other).key()
+
+
+def test_key_tells_pass_arguments_apart():
+    assert InductorConfig(passes=[Scale(2)]).key() != InductorConfig(passes=[Scale(3)]).key()
+
+
+def test_key_is_the_same_in_another_process():
+    source = (
+        "from compile_callbacks import InductorConfig;"
+        "print(InductorConfig(options={'max_autotune': True, 'shape_padding': False}, dynamic=False).key())"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", source]
+    there = subprocess.run(command, capture_output=True, text=True, check=True)
+    here = InductorConfig(options={"shape_padding": False, "max_autotune": True}, dynamic=False).key()
+    assert there.stdout.split()[-1] == here
+
+
+@pytest.mark.parametrize("value", [None, "eager"])
+def test_as_config_leaves_a_phase_eager(value):
+    assert as_config(value, "train_mode") is None
+
+
+def test_as_config_names_the_argument_and_the_nearest_choice():
+    with pytest.raises(ValueError, match=r"infer_mode='eagr' is unknown; did you mean 'eager'"):
+        as_config("eagr", "infer_mode")
+    with pytest.raises(ValueError, match=r"'optoins'.*did you mean 'options'"):
+        as_config({"optoins": {}}, "infer_mode")
+    with pytest.raises(TypeError, match="infer_mode=7"):
+        as_config(7, "infer_mode")
+
+
+def test_as_config_takes_a_mapping_of_fields():
+    config = as_config({"options": {"max_autotune": True}, "dynamic": True}, "train_mode")
+    assert config == InductorConfig(options={"max_autotune": True}, dynamic=True)
+
+
+def test_a_pass_made_of_a_function_is_shown_by_its_name():
+    @graph_pass
+    def drop_nothing(graph, is_inference):
+        pass
+
+    assert InductorConfig(passes=[drop_nothing]).describe() == "passes=[drop_nothing]"

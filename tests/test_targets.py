@@ -1,0 +1,69 @@
+"""Which parts of a module are compiled."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from models import ChildOnly, Classifier, mlp
+from torch import nn
+
+from compile_callbacks.targets import adopt_compiled, check_names, find_targets
+
+
+def names(module, targets=None):
+    return [target.name for target in find_targets(module, targets, pl.LightningModule)]
+
+
+class Parts(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.heads = nn.ModuleDict({"a": nn.Linear(2, 2)})
+        self.activation = nn.ReLU()
+        self.table = nn.ParameterList([nn.Parameter(torch.ones(2))])
+
+    def encode(self, x):
+        return self.layers[0](x)
+
+
+def test_chosen_are_an_overridden_forward_and_children_with_parameters():
+    assert names(Classifier()) == ["forward", "net"]
+    assert names(ChildOnly()) == ["net"]
+    assert names(Parts()) == ["layers.0", "layers.1", "heads.a"]
+
+
+def test_named_globbed_and_methods():
+    assert names(Parts(), ["layers.*"]) == ["layers.0", "layers.1"]
+    assert names(Parts(), ["heads.a", "encode"]) == ["heads.a", "encode"]
+    assert names(Classifier(), ["forward"]) == ["forward"]
+    assert names(Classifier(), ["net.forward"]) == ["net.forward"]
+
+
+def test_a_module_under_two_names_is_one_target():
+    module = Classifier()
+    module.same = module.net
+    assert names(module, ["net", "same"]) == ["net"]
+
+
+def test_a_name_that_matches_nothing_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"targets='nett' is unknown; did you mean 'net'\?.*'net.0'"):
+        names(Classifier(), ["nett"])
+
+
+@pytest.mark.parametrize(
+    ("targets", "error"), [(3, TypeError), ([3], TypeError), ([], ValueError), ([""], ValueError), ("", ValueError)]
+)
+def test_bad_targets_are_refused_by_name(targets, error):
+    with pytest.raises(error, match="targets"):
+        check_names(targets)
+
+
+def test_what_was_compiled_by_hand_gives_place_to_the_original():
+    net = mlp()
+    module = Classifier(torch.compile(net))
+    module.other = nn.Sequential(torch.compile(nn.Linear(2, 2)))
+    assert adopt_compiled(module) == ["net", "other.0"]
+    assert module.net is net
+    assert not [key for key in module.state_dict() if "_orig_mod" in key]
+    assert adopt_compiled(module) == []
