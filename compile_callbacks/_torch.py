@@ -25,11 +25,11 @@ __all__ = [
     "DYNAMO_TRIGGER",
     "GRAPH_PASS_BASE",
     "SHARES_RECOMPILE_LIMIT",
-    "TORCH_PASS_TYPES",
     "TORCH_PASSES_FLAG",
+    "TORCH_PASS_TYPES",
     "CompilationRecord",
-    "TraceSettings",
     "GraphBreak",
+    "TraceSettings",
     "callback_handler",
     "compilation_records",
     "compile_function",
@@ -44,8 +44,8 @@ __all__ = [
     "resolve_options",
     "run_pass",
     "unregister",
-    "with_doubled_recompile_limit",
     "unwrap_dynamo",
+    "with_doubled_recompile_limit",
 ]
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -66,7 +66,7 @@ def option_type(name: str) -> Any:
     """The annotated type of an Inductor option. ``list_options()`` gives names alone."""
     from torch._inductor import config
 
-    return config.get_type(name)
+    return config.get_type(name)  # type: ignore[attr-defined]
 
 
 def resolve_options(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> dict[str, Any]:
@@ -183,9 +183,7 @@ def unwrap_dynamo(module: torch.nn.Module) -> torch.nn.Module:
 TORCH_PASSES_FLAG = hasattr(_custom_graph_pass, "CustomInferenceAwareGraphPass")
 """Whether torch itself hands ``is_inference`` to post-grad passes (2.13 and later; 2.11 does not)."""
 
-GRAPH_PASS_BASE: Any = getattr(
-    _custom_graph_pass, "CustomInferenceAwareGraphPass", _custom_graph_pass.CustomGraphPass
-)
+GRAPH_PASS_BASE: Any = getattr(_custom_graph_pass, "CustomInferenceAwareGraphPass", _custom_graph_pass.CustomGraphPass)
 TORCH_PASS_TYPES: tuple[type, ...] = (_custom_graph_pass.CustomGraphPass,)
 
 
@@ -287,9 +285,7 @@ def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
     found = []
     for reason in reasons[after:]:
         where = reason.user_stack[-1] if reason.user_stack else None
-        found.append(
-            GraphBreak(reason.reason, where.filename if where else None, where.lineno if where else None)
-        )
+        found.append(GraphBreak(reason.reason, where.filename if where else None, where.lineno if where else None))
     return found, len(reasons)
 
 
@@ -313,7 +309,10 @@ def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
         if key in seen or entry.compile_id is None:
             continue
         seen.add(key)
-        hits, misses = entry.aotautograd_local_cache_hit_count or 0, entry.aotautograd_local_cache_miss_count or 0
+        hits, misses = (
+            entry.aotautograd_local_cache_hit_count or 0,
+            entry.aotautograd_local_cache_miss_count or 0,
+        )
         if not hits and not misses:
             hits = entry.inductor_fx_local_cache_hit_count or 0
             misses = entry.inductor_fx_local_cache_miss_count or 0

@@ -85,9 +85,7 @@ class InductorCompile(Callback):
             raise TypeError(f"keep_compiled={keep_compiled!r} must be True or False")
         if not any(self.configs.values()) and (self.passes or keep_compiled):
             idle = "passes" if self.passes else "keep_compiled"
-            rank_zero_warn(
-                f"{idle} has no effect: neither train_mode nor infer_mode compiles", category=CompileWarning
-            )
+            rank_zero_warn(f"{idle} has no effect: neither train_mode nor infer_mode compiles", category=CompileWarning)
         self.baseline_steps = baseline_steps
         self.on_error: OnError = on_error
         self.keep_compiled = keep_compiled
@@ -128,9 +126,7 @@ class InductorCompile(Callback):
         self._begin(trainer, pl_module, "train")
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._global_step_before = trainer.global_step
         self._step_begins(trainer)
 
@@ -153,12 +149,17 @@ class InductorCompile(Callback):
 
     @override
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._step_begins(trainer)
 
     @override
-    def on_validation_batch_end(  # noqa: PLR0913
+    def on_validation_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
@@ -181,12 +182,17 @@ class InductorCompile(Callback):
 
     @override
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._step_begins(trainer)
 
     @override
-    def on_test_batch_end(  # noqa: PLR0913
+    def on_test_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
@@ -207,12 +213,17 @@ class InductorCompile(Callback):
 
     @override
     def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._step_begins(trainer)
 
     @override
-    def on_predict_batch_end(  # noqa: PLR0913
+    def on_predict_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
@@ -282,4 +293,3 @@ class InductorCompile(Callback):
     def _print(self) -> None:
         if self.report.scalars():
             rank_zero_info(f"{self.report}")
-

@@ -44,9 +44,7 @@ class KeyMatcher:
         self._handle.remove()
 
 
-def _before_load(
-    module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *_: Any
-) -> None:
+def _before_load(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
     if prefix:  # part of a larger module's load: keys of others stand beside ours
         return
     match_keys(state_dict, module)

@@ -77,6 +77,7 @@ class GraphPass(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
     _identity: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GraphPass:
+        """Describe the pass by its class and arguments, for `uuid`."""
         self = super().__new__(cls)
         # Described now: an argument that is changed later must not change what was compiled.
         self._identity = _describe_call(cls, args, kwargs)
@@ -87,7 +88,7 @@ class GraphPass(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
         if cls.hook not in HOOK_OPTIONS:
             raise ValueError(unknown(f"{cls.__name__}.hook", cls.hook, HOOK_OPTIONS))
         if not _torch.TORCH_PASSES_FLAG and "__call__" in vars(cls):
-            cls.__call__ = _with_flag_of_torch(cls.__call__)
+            cls.__call__ = _with_flag_of_torch(cls.__call__)  # type: ignore[method-assign]
 
     @abstractmethod
     def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
@@ -132,10 +133,12 @@ class FunctionPass(GraphPass):
         self.hook = hook  # type: ignore[misc]
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        """Call the function."""
         return self.function(graph, is_inference)
 
     @property
     def name(self) -> str:
+        """The function's name."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
 
@@ -169,7 +172,7 @@ def graph_pass(
         'count_nodes'
     """
     if function is None:
-        return functools.partial(graph_pass, hook=hook)  # type: ignore[return-value]
+        return functools.partial(graph_pass, hook=hook)
     if not callable(function):
         raise TypeError(f"function={function!r} must be a function of (graph, is_inference)")
     try:
@@ -188,6 +191,7 @@ class PassSequence(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
         self.phase = phase
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
+        """Run the passes; torch before 2.13 does not give the flag."""
         if is_inference is None:
             is_inference = _torch.inference_flag_of_caller()
         with _phase(self.phase):
@@ -209,6 +213,7 @@ class PassSequence(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
             raise GraphPassError(f"{where} left a graph that is not well formed: {error}") from error
 
     def uuid(self) -> str | None:
+        """The uuids of the passes with hook point and phase; ``None`` where one has none."""
         uuids = [graph_pass.uuid() for graph_pass in self.passes]
         if any(uuid is None for uuid in uuids):
             return None
@@ -272,8 +277,8 @@ def _phase(phase: Phase) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- identity
 
 
-class _Undescribable(Exception):
-    pass
+class _UndescribableError(Exception):
+    """A value that has no text of its own."""
 
 
 def _digest(*parts: str) -> str:
@@ -287,11 +292,11 @@ def _library_version() -> str:
         return "source"
 
 
-def _describe_call(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def _describe_call(cls: type[GraphPass], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     try:
         sources = [_source(base) for base in cls.__mro__ if issubclass(base, GraphPass) and base is not GraphPass]
         return _digest(_library_version(), str(cls.hook), *sources, _describe(args), _describe(dict(kwargs)))
-    except _Undescribable:
+    except _UndescribableError:
         return None
 
 
@@ -299,14 +304,14 @@ def _source(subject: Any) -> str:
     try:
         return f"{subject.__module__}.{subject.__qualname__}\n{inspect.getsource(subject)}"
     except (OSError, TypeError) as error:
-        raise _Undescribable from error
+        raise _UndescribableError from error
 
 
 def _describe(value: Any) -> str:
     """The same text for the same value in every process.
 
     Raises:
-        _Undescribable: No such text is known for the value.
+        _UndescribableError: No such text is known for the value.
     """
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
         return f"{type(value).__name__}:{value!r}"
@@ -314,7 +319,7 @@ def _describe(value: Any) -> str:
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, GraphPass):
         if (uuid := value.uuid()) is None:
-            raise _Undescribable
+            raise _UndescribableError
         return uuid
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}[{','.join(map(_describe, value))}]"
@@ -329,4 +334,4 @@ def _describe(value: Any) -> str:
         return str(value)
     if isinstance(value, types.BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
-    raise _Undescribable
+    raise _UndescribableError

@@ -73,6 +73,7 @@ class CompiledRegion:
         self._compiled_beside_another = _torch.with_doubled_recompile_limit(self._compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the target, compiled for the phase."""
         self.ran = True
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
             return self._eager(*args, **kwargs)
@@ -91,9 +92,7 @@ class CompiledRegion:
 
     def _backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self._recorder.graph_compiled()
-        return _torch.compile_graph(
-            graph_module, example_inputs, patches=self._patches, fallback=self._may_fall_back
-        )
+        return _torch.compile_graph(graph_module, example_inputs, patches=self._patches, fallback=self._may_fall_back)
 
     def _may_fall_back(self, error: Exception) -> bool:
         """Whether a graph on which Inductor failed is to run eagerly."""

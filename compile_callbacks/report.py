@@ -104,13 +104,13 @@ class CompileReport:
 
     def __str__(self) -> str:
         """A table of plain text, a row for each figure and a column for each phase."""
-        rows = [
-            (label, *(show(self.phase(phase)) for phase in PHASES))
-            for label, show in _ROWS
-        ]
+        rows = [(label, *(show(self.phase(phase)) for phase in PHASES)) for label, show in _ROWS]
         rows.insert(0, ("", *PHASES))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = ["  ".join((row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)))) for row in rows]
+        lines = [
+            "  ".join((row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))))
+            for row in rows
+        ]
         lines.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join(line.rstrip() for line in lines)
 
@@ -151,9 +151,7 @@ def uncompiled_report(configs: Mapping[Phase, InductorConfig | None]) -> Compile
     )
 
 
-def break_even_steps(
-    compile_seconds: float | None, eager_ms: float | None, compiled_ms: float | None
-) -> float | None:
+def break_even_steps(compile_seconds: float | None, eager_ms: float | None, compiled_ms: float | None) -> float | None:
     """Steps after which the time saved has paid for compiling: seconds spent over seconds saved a step.
 
     Infinite where compiled steps are not faster, ``None`` where one of the three was not measured.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from compile_callbacks.phases import Phase
@@ -16,12 +16,12 @@ def expected_steps(trainer: Trainer) -> Mapping[Phase, float]:
     """Batches to come in each phase of the run that begins; ``math.inf`` where that is not known."""
     if trainer.state.fn == "fit":
         return {"train": _train_batches(trainer), "infer": _validation_batches(trainer)}
-    batches = {
+    batches: Mapping[str | None, Sequence[float]] = {
         "validate": trainer.num_val_batches,
         "test": trainer.num_test_batches,
         "predict": trainer.num_predict_batches,
     }
-    return {"infer": float(sum(batches.get(str(trainer.state.fn.value), [])))}
+    return {"infer": float(sum(batches.get(trainer.state.fn, ())))}
 
 
 def _train_batches(trainer: Trainer) -> float:

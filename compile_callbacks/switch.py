@@ -32,6 +32,7 @@ class Dispatcher:
         self.selected: Callable[..., Any] = self.eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what is selected."""
         if torch.compiler.is_compiling():  # inside another target's trace, or an export: be part of its graph
             return self.eager(*args, **kwargs)
         return self.selected(*args, **kwargs)
@@ -75,9 +76,7 @@ class PhaseSwitch:
             Dispatcher(
                 target,
                 {
-                    phase: CompiledRegion(
-                        target, phase, config, passes=passes, recorder=recorder, on_error=on_error
-                    )
+                    phase: CompiledRegion(target, phase, config, passes=passes, recorder=recorder, on_error=on_error)
                     for phase, config in configs.items()
                     if config is not None
                 },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -122,9 +122,9 @@ class StepTimer:
             work = max(shared, key=lambda w: min(len(eager[w]), len(compiled[w])))
             return StepTimes(tuple(eager[work]), tuple(compiled[work]))
         if compiled:
-            return StepTimes((), tuple(max(compiled.values(), key=len)))
+            return StepTimes((), tuple(_longest(compiled)))
         if eager:
-            return StepTimes(tuple(max(eager.values(), key=len)), ())
+            return StepTimes(tuple(_longest(eager)), ())
         return StepTimes()
 
     def _read(self, key: tuple[Phase, bool]) -> dict[Hashable, list[float]]:
@@ -132,6 +132,11 @@ class StepTimer:
         for work, spans in self._spans.pop(key, {}).items():
             self._milliseconds[key][work] += [span.milliseconds() for span in spans]
         return self._milliseconds.get(key, {})
+
+
+def _longest(samples: Mapping[Hashable, list[float]]) -> list[float]:
+    candidates = list(samples.values())
+    return max(candidates, key=len)
 
 
 def median_ms(samples: tuple[float, ...]) -> float | None:

@@ -288,12 +288,20 @@ def test_what_was_compiled_by_hand_is_taken_over_with_one_message(wrap, caplog):
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"train_mode": "max-autotun"}, ValueError, ["train_mode='max-autotun'", "did you mean 'max-autotune'"]),
+        (
+            {"train_mode": "max-autotun"},
+            ValueError,
+            ["train_mode='max-autotun'", "did you mean 'max-autotune'"],
+        ),
         ({"infer_mode": 3}, TypeError, ["infer_mode=3"]),
         ({"infer_mode": {"option": {}}}, ValueError, ["infer_mode", "'option'", "'options'"]),
         ({"train_mode": {"options": {"max_autotun": True}}}, ValueError, ["'max_autotun'", "'max_autotune'"]),
         ({"train_mode": {"options": {"max_autotune": "yes"}}}, TypeError, ["max_autotune", "'yes'", "bool"]),
-        ({"train_mode": {"mode": "lite", "options": {"max_autotune": True}}}, ValueError, ["mode", "options"]),
+        (
+            {"train_mode": {"mode": "lite", "options": {"max_autotune": True}}},
+            ValueError,
+            ["mode", "options"],
+        ),
         ({"targets": 3}, TypeError, ["targets=3"]),
         ({"passes": [3]}, TypeError, ["passes", "3"]),
         ({"baseline_steps": -1}, ValueError, ["baseline_steps=-1"]),

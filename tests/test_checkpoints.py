@@ -15,7 +15,11 @@ from compile_callbacks import InductorCompile
 
 def fit(module, tmp_path, *callbacks, **kwargs):
     fitted = trainer(
-        InductorCompile(baseline_steps=0), *callbacks, default_root_dir=tmp_path, enable_checkpointing=True, **kwargs
+        InductorCompile(baseline_steps=0),
+        *callbacks,
+        default_root_dir=tmp_path,
+        enable_checkpointing=True,
+        **kwargs,
     )
     fitted.fit(module, loader(4), loader(2))
     return fitted
@@ -76,7 +80,7 @@ def test_a_key_that_truly_does_not_fit_is_still_an_error(tmp_path):
     module = Classifier()
     checked = InductorCompile()
     checked.setup(trainer(), module, "fit")
-    with pytest.raises(RuntimeError, match="net.9.weight"):
+    with pytest.raises(RuntimeError, match=r"net\.9\.weight"):
         module.load_state_dict({**module.state_dict(), "_orig_mod.net.9.weight": torch.ones(1)})
     checked.on_exception(trainer(), module, RuntimeError())
     with pytest.raises(RuntimeError, match="_orig_mod"):

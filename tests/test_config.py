@@ -25,12 +25,20 @@ class Scale(GraphPass):
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
-        ({"mode": "max-autotun"}, ValueError, ["mode='max-autotun'", "did you mean 'max-autotune'", "'default'"]),
+        (
+            {"mode": "max-autotun"},
+            ValueError,
+            ["mode='max-autotun'", "did you mean 'max-autotune'", "'default'"],
+        ),
         ({"mode": ""}, ValueError, ["mode=''"]),
         ({"mode": 3}, TypeError, ["mode=3", "int"]),
         ({"options": {"max_autotun": True}}, ValueError, ["options", "'max_autotun'", "'max_autotune'"]),
         ({"options": {"max_autotune": 1}}, TypeError, ["options['max_autotune']=1", "bool", "int"]),
-        ({"options": {"max_fusion_size": "64"}}, TypeError, ["options['max_fusion_size']='64'", "int", "str"]),
+        (
+            {"options": {"max_fusion_size": "64"}},
+            TypeError,
+            ["options['max_fusion_size']='64'", "int", "str"],
+        ),
         ({"options": {"max_fusion_size": True}}, TypeError, ["options['max_fusion_size']=True", "int"]),
         ({"options": {3: True}}, TypeError, ["3"]),
         ({"options": ["max_autotune"]}, TypeError, ["options=['max_autotune']", "list"]),

@@ -78,7 +78,8 @@ class Raises(Classifier):
 
 @pytest.mark.parametrize("on_error", ["eager", "raise"])
 @pytest.mark.parametrize(
-    ("make", "error", "said"), [(WrongShape, RuntimeError, "shapes cannot be multiplied"), (Raises, LookupError, "token")]
+    ("make", "error", "said"),
+    [(WrongShape, RuntimeError, "shapes cannot be multiplied"), (Raises, LookupError, "token")],
 )
 def test_an_error_of_the_users_code_is_raised_as_it_is(make, error, said, on_error):
     callback = InductorCompile(on_error=on_error, baseline_steps=0)

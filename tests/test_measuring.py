@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -80,7 +81,13 @@ def test_without_shared_work_there_is_one_side_alone():
 
 @pytest.mark.parametrize(
     ("seconds", "eager", "compiled", "expected"),
-    [(10, 30, 20, 1000), (10, 20, 20, math.inf), (10, 20, 30, math.inf), (None, 3, 2, None), (10, None, 2, None)],
+    [
+        (10, 30, 20, 1000),
+        (10, 20, 20, math.inf),
+        (10, 20, 30, math.inf),
+        (None, 3, 2, None),
+        (10, None, 2, None),
+    ],
 )
 def test_break_even_steps(seconds, eager, compiled, expected):
     assert break_even_steps(seconds, eager, compiled) == expected
@@ -154,7 +161,7 @@ def test_the_same_scalars_reach_tensorboard_and_csv(tmp_path):
 
     events = EventAccumulator(loggers[0].log_dir)
     events.Reload()
-    with open(f"{loggers[1].log_dir}/metrics.csv") as file:
+    with Path(loggers[1].log_dir, "metrics.csv").open() as file:
         columns = set(next(csv.reader(file)))
     assert set(events.Tags()["scalars"]) >= SCALARS
     assert columns >= SCALARS
@@ -178,7 +185,7 @@ def test_a_logger_that_raises_costs_its_numbers_not_the_run(tmp_path):
     kept = CSVLogger(tmp_path)
     with pytest.warns(CompileWarning, match="Full did not take the compile report: OSError: disk full"):
         trainer(InductorCompile(baseline_steps=0), logger=[Full(), kept]).fit(Classifier(), loader(2))
-    with open(f"{kept.log_dir}/metrics.csv") as file:
+    with Path(kept.log_dir, "metrics.csv").open() as file:
         assert "compile/train/seconds" in file.read()
 
 

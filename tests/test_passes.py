@@ -97,7 +97,9 @@ def test_torchs_own_pass_is_taken_as_it_is():
     assert Own.calls == 1
 
 
-@pytest.mark.skipif(not hasattr(torch._inductor.custom_graph_pass, "CustomInferenceAwareGraphPass"), reason="torch < 2.13")
+@pytest.mark.skipif(
+    not hasattr(torch._inductor.custom_graph_pass, "CustomInferenceAwareGraphPass"), reason="torch < 2.13"
+)
 def test_torchs_own_inference_aware_pass_is_told_too():
     seen = []
 
@@ -218,7 +220,7 @@ def test_pass_that_leaves_a_broken_graph_is_named():
         first, second = graph.call_function(torch.neg, (x,)), graph.call_function(torch.neg, (x,))
         first.args = (second,)
 
-    with pytest.raises(GraphPassError, match="'tangle'.*not well formed"):
+    with pytest.raises(GraphPassError, match=r"'tangle'.*not well formed"):
         PassSequence((tangle,), "post_grad_post", "train")(torch.fx.Graph(), False)
 
 
@@ -231,7 +233,7 @@ def test_graph_pass_refuses_what_cannot_be_called_with_graph_and_flag(function):
 def test_an_unknown_hook_point_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'post_grad_pre'"):
         graph_pass(hook="post_grad_per")(lambda graph, is_inference: None)
-    with pytest.raises(ValueError, match="Wrong.hook='never'"):
+    with pytest.raises(ValueError, match=r"Wrong\.hook='never'"):
 
         class Wrong(GraphPass):
             hook = "never"

@@ -52,7 +52,8 @@ def test_a_name_that_matches_nothing_is_refused_with_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("targets", "error"), [(3, TypeError), ([3], TypeError), ([], ValueError), ([""], ValueError), ("", ValueError)]
+    ("targets", "error"),
+    [(3, TypeError), ([3], TypeError), ([], ValueError), ([""], ValueError), ("", ValueError)],
 )
 def test_bad_targets_are_refused_by_name(targets, error):
     with pytest.raises(error, match="targets"):
