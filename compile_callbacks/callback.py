@@ -131,6 +131,12 @@ class InductorCompile(Callback):
         self._step_begins(trainer)
 
     @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session:
+            accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization
+            self._session.gradients_ready(kept=accumulates)
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import types
@@ -119,7 +120,7 @@ class InductorConfig:
         """Every Inductor option that these settings set, the mode's among them, by name."""
         return _torch.resolve_options(self.mode, self.options, self.dynamic)
 
-    @property
+    @functools.cached_property
     def uses_cudagraphs(self) -> bool:
         """Whether these settings ask for CUDA graphs."""
         return bool(self.resolved_options().get("triton.cudagraphs"))

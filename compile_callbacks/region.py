@@ -10,6 +10,7 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks.config import InductorConfig
+from compile_callbacks.cudagraphs import with_lasting_outputs
 from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.passes import pass_options
 from compile_callbacks.phases import Phase
@@ -63,6 +64,7 @@ class CompiledRegion:
         self._warned = False
         self._uncompilable: set[Any] = set()
         self._patches = {**config.resolved_options(), **pass_options((*passes, *config.passes), phase)}
+        self._cudagraphs = config.uses_cudagraphs
         name = f"{target.name}_{phase}".replace(".", "_")
         self._compiled = _torch.compile_function(
             _torch.function_with_own_cache(_calling(self._eager), name),
@@ -92,7 +94,10 @@ class CompiledRegion:
 
     def _backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self._recorder.graph_compiled()
-        return _torch.compile_graph(graph_module, example_inputs, patches=self._patches, fallback=self._may_fall_back)
+        compiled = _torch.compile_graph(
+            graph_module, example_inputs, patches=self._patches, fallback=self._may_fall_back
+        )
+        return with_lasting_outputs(compiled) if self._cudagraphs else compiled
 
     def _may_fall_back(self, error: Exception) -> bool:
         """Whether a graph on which Inductor failed is to run eagerly."""

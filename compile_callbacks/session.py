@@ -11,6 +11,7 @@ from torch import nn
 
 from compile_callbacks.baseline import Baseline
 from compile_callbacks.config import EAGER, InductorConfig
+from compile_callbacks.cudagraphs import LastingGradients
 from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.phases import Phase
 from compile_callbacks.region import CompileWarning, OnError
@@ -52,6 +53,7 @@ class CompileSession:
         self._running = False
         self._phase: Phase = "train"
         self._compiled = False
+        self._lasting_gradients = LastingGradients()
         self._compiles_before_step = 0
         self._warned: set[Owner] = set()
 
@@ -88,6 +90,16 @@ class CompileSession:
         torch.compiler.cudagraph_mark_step_begin()
         if measured:
             self._timer.start(cuda=_on_cuda(self.module))
+
+    def gradients_ready(self, *, kept: bool) -> None:
+        """A backward pass is done.
+
+        Args:
+            kept: Whether the gradients may outlive the step, as in an accumulation.
+        """
+        config = self._configs["train"]
+        if kept and self._compiled and config is not None and config.uses_cudagraphs:
+            self._lasting_gradients.keep(self.module.parameters())
 
     def step_ends(self, work: Hashable) -> None:
         """A batch ends.

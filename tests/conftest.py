@@ -39,4 +39,4 @@ def _fresh_compiler():
     assert callback_handler.end_callbacks == []
     changed = {k: v for k, v in os.environ.items() if environment.get(k) != v}
     # Lightning and torch set some of their own.
-    assert not {k for k in changed if not k.startswith(("PYTEST", "TORCHINDUCTOR", "_TORCHINDUCTOR", "PL_", "TRITON"))}
+    assert not {k for k in changed if not k.startswith(("PYTEST", "TORCHINDUCTOR", "_TORCHINDUCTOR", "PL_", "TRITON", "CUDA_DEVICE_ORDER"))}
