@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import sys
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,6 +135,7 @@ def compile_graph(
     *,
     patches: Mapping[str, Any],
     fallback: Callable[[Exception], bool],
+    on_lowered: Callable[[float, bool], None],
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph, forward and backward, with Inductor.
 
@@ -146,18 +148,27 @@ def compile_graph(
         example_inputs: Its inputs.
         patches: Inductor settings for this graph.
         fallback: Asked with the error where compiling fails; ``True`` has the graph run eagerly.
+        on_lowered: Told the seconds that each half took, and whether it was the backward one.
 
     Returns:
         The compiled graph, or the graph itself, untouched, where compiling failed and ``fallback`` agreed.
     """
     from torch._functorch import config as functorch_config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def timed_inner_compile(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        output = compile_fx_inner(*args, **kwargs)
+        on_lowered(time.perf_counter() - started, bool(kwargs.get("is_backward")))
+        return output
 
     # compile_fx owns and changes what it is given.
     eager = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     try:
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            return compile_fx(graph_module, example_inputs, config_patches=dict(patches))  # type: ignore[return-value]
+            return compile_fx(  # type: ignore[return-value]
+                graph_module, example_inputs, inner_compile=timed_inner_compile, config_patches=dict(patches)
+            )
     except _CONTROL_FLOW:
         raise
     except Exception as error:

@@ -9,8 +9,11 @@ from typing import Any, Literal, NamedTuple
 
 from compile_callbacks import _torch
 from compile_callbacks.phases import Phase
+from compile_callbacks.recompiles import explain_recompile
 
 EventKind = Literal["compile", "cache", "graph_break", "recompile", "fallback", "cudagraph_skip"]
+
+CompilePart = Literal["graph", "backward", "cudagraph"]
 
 
 class Owner(NamedTuple):
@@ -26,9 +29,12 @@ class CompileEvent:
 
     Attributes:
         kind: What happened.
+        part: What was compiled (kind ``"compile"``): ``"graph"``, forward and backward; ``"backward"``, a backward
+            that torch put off; ``"cudagraph"``, a recording.
         target: Name of the target.
         phase: The phase it was compiled for.
         seconds: How long it took (kind ``"compile"``).
+        backward_seconds: How much of it went into the backward graph.
         graphs: How many graphs were compiled (kind ``"compile"``).
         cache_hits: Graphs that came from torch's cache (kind ``"cache"``).
         cache_misses: And those that did not.
@@ -40,7 +46,9 @@ class CompileEvent:
     kind: EventKind
     target: str
     phase: Phase
+    part: CompilePart | None = None
     seconds: float | None = None
+    backward_seconds: float | None = None
     graphs: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
@@ -61,9 +69,17 @@ class CompileRecorder:
 
     Args:
         clock: Seconds, rising.
+        on_start: Called with the owner when a compile of ours begins.
+        on_end: Called when it ends.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        on_start: Callable[[Owner], None] = lambda owner: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self.owner: Owner | None = None
         self.events: list[CompileEvent] = []
         self.compiles_seen = 0
@@ -71,9 +87,13 @@ class CompileRecorder:
         self.broken: set[Owner] = set()
         """Targets and phases that have a graph break."""
         self._clock = clock
+        self._on_start = on_start
+        self._on_end = on_end
+        self._backward_seconds = 0.0
         self._owners: dict[str, Owner] = {}
         self._running: tuple[Owner | None, float] | None = None
         self._graphs = 0
+        self._part: CompilePart = "graph"
         self._breaks_seen = 0
         self._records_seen: set[int] = set()
 
@@ -96,6 +116,11 @@ class CompileRecorder:
         """Called by a target's backend for each graph that it is given."""
         self._graphs += 1
 
+    def graph_lowered(self, seconds: float, *, is_backward: bool) -> None:
+        """Called when Inductor has compiled the forward or the backward half of a graph."""
+        if is_backward:
+            self._backward_seconds += seconds
+
     def add(self, kind: EventKind, owner: Owner, **what: Any) -> CompileEvent:
         """Record something that happened to a target."""
         event = CompileEvent(kind=kind, target=owner.target, phase=owner.phase, **what)
@@ -115,7 +140,7 @@ class CompileRecorder:
             if record.cache_hits or record.cache_misses:
                 self.add("cache", owner, cache_hits=record.cache_hits, cache_misses=record.cache_misses)
             if record.recompile_reason:
-                self.add("recompile", owner, reason=record.recompile_reason)
+                self.add("recompile", owner, reason=explain_recompile(record.recompile_reason))
             if record.cudagraph_skip_reason:
                 self.add("cudagraph_skip", owner, reason=record.cudagraph_skip_reason)
 
@@ -129,8 +154,11 @@ class CompileRecorder:
             self._owners.pop(args.compile_id, None)  # after torch._dynamo.reset() ids begin anew
         else:
             owner = self._owners.get(args.compile_id)
-        self._graphs = 0
+        self._graphs, self._backward_seconds = 0, 0.0
+        self._part = _PARTS.get(args.callback_trigger.name, "graph")
         self._running = owner, self._clock()
+        if owner is not None:
+            self._on_start(owner)
 
     def _end(self, args: Any) -> None:
         if self._running is None:
@@ -140,7 +168,18 @@ class CompileRecorder:
         breaks, self._breaks_seen = _torch.graph_breaks(self._breaks_seen)
         if owner is None:
             return
-        self.add("compile", owner, seconds=self._clock() - started, graphs=self._graphs)
+        self._on_end()
+        self.add(
+            "compile",
+            owner,
+            part=self._part,
+            seconds=self._clock() - started,
+            backward_seconds=self._backward_seconds or None,
+            graphs=self._graphs,
+        )
         for found in breaks:
             self.broken.add(owner)
             self.add("graph_break", owner, reason=found.reason, file=found.file, line=found.line)
+
+
+_PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}

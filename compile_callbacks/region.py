@@ -95,7 +95,11 @@ class CompiledRegion:
     def _backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self._recorder.graph_compiled()
         compiled = _torch.compile_graph(
-            graph_module, example_inputs, patches=self._patches, fallback=self._may_fall_back
+            graph_module,
+            example_inputs,
+            patches=self._patches,
+            fallback=self._may_fall_back,
+            on_lowered=lambda seconds, backward: self._recorder.graph_lowered(seconds, is_backward=backward),
         )
         return with_lasting_outputs(compiled) if self._cudagraphs else compiled
 

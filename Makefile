@@ -1,0 +1,36 @@
+# make demo: train a ResNet on real images, with the report of what compiling cost and gained
+# make test: the test suite
+# make lint: ruff and mypy
+#
+# Each works alone, from a fresh clone: the first one makes the environment .venv here.
+
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+export UV_HTTP_TIMEOUT ?= 300
+
+.PHONY: demo test lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/resnet_digits.py --min-accuracy 0.95 $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Logs and checkpoints of the examples, in runs, stay.
+clean:
+	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+
+# torch and torchvision come together, from one index: a torchvision beside another build of torch cannot be imported.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
+	touch $@

@@ -1,0 +1,169 @@
+"""Train a ResNet-18 on scikit-learn's handwritten digits, with training and inference compiled apart.
+
+The data (1,797 images of 8x8 pixels) come with scikit-learn, so nothing is downloaded, and two CPU cores need
+about a minute. All that is not ordinary Lightning here is `InductorCompile` in the Trainer's callbacks.
+
+    python examples/resnet_digits.py --train-mode default --infer-mode default
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision.models import resnet18
+from torchvision.transforms.v2 import RandomCrop, Transform
+
+from compile_callbacks import InductorCompile
+
+HELD_OUT = 256  # images each for validation and for test: whole batches, so no batch has a shape of its own
+
+
+class DigitClassifier(LightningModule):
+    """A torchvision ResNet-18 for small grey images."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = resnet18(num_classes=10)
+        # The usual stem (stride 2, then a pooling of stride 2) would leave 2x2 of 8x8 pixels.
+        self.net.conv1 = nn.Conv2d(1, 64, kernel_size=3, padding=1, bias=False)
+        self.net.maxpool = nn.Identity()
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (N, 10) of images (N, 1, 8, 8)."""
+        return self.net(images)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0]).argmax(dim=1)
+
+    def _evaluate(self, batch: list[Tensor], split: str) -> None:
+        images, labels = batch
+        logits = self(images)
+        self.log(f"{split}/loss", F.cross_entropy(logits, labels), batch_size=len(labels))
+        accuracy = (logits.argmax(dim=1) == labels).float().mean()
+        self.log(f"{split}/accuracy", accuracy, prog_bar=True, batch_size=len(labels))
+
+    def configure_optimizers(self) -> dict[str, object]:
+        lr = self.hparams.lr
+        optimizer = torch.optim.SGD(self.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Digits(Dataset[tuple[Tensor, int]]):
+    """Images (1, 8, 8) with values from 0 to 1, and their labels."""
+
+    def __init__(self, images: Tensor, labels: list[int], transform: Transform | None = None) -> None:
+        self.images = images
+        self.labels = labels
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = self.images[index]
+        return (self.transform(image) if self.transform else image), self.labels[index]
+
+
+def make_splits() -> tuple[Digits, Digits, Digits]:
+    """The digits as train (1,285), validation (256) and test (256) sets, the same in every run."""
+    x, y = load_digits(return_X_y=True)
+    x, x_test, y, y_test = train_test_split(x, y, test_size=HELD_OUT, stratify=y, random_state=0)
+    x, x_val, y, y_val = train_test_split(x, y, test_size=HELD_OUT, stratify=y, random_state=0)
+
+    def split(pixels: np.ndarray, labels: np.ndarray, transform: Transform | None = None) -> Digits:
+        images = torch.from_numpy(pixels).float().div(16).reshape(-1, 1, 8, 8)
+        return Digits(images, labels.tolist(), transform)
+
+    shift = RandomCrop(8, padding=1)
+    return split(x, y, shift), split(x_val, y_val), split(x_test, y_test)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a ResNet-18 on scikit-learn's handwritten digits with InductorCompile.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    modes = "a torch.compile mode, or 'eager' for not compiled"
+    add = parser.add_argument
+    add("--train-mode", default="default", help=f"settings for training: {modes}")
+    add("--infer-mode", default="default", help=f"settings for validation, test and predict: {modes}")
+    add("--max-epochs", type=int, default=10, help="epochs to train")
+    add("--batch-size", type=int, default=64, help="images in a batch, in every stage")
+    add("--accelerator", default="auto", help="Lightning's accelerator: auto, cpu, gpu, ...")
+    add("--logdir", type=Path, default=Path("runs"), help="where logs and checkpoints go")
+    add("--seed", type=int, default=0, help="seed of the weights and of the order of the batches")
+    add("--min-accuracy", type=float, default=0.0, help="exit with status 1 if the test accuracy is lower")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    seed_everything(args.seed)
+    # The data are tensors in memory: a worker process would only cost time.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+    train, val, test = make_splits()
+    # drop_last: a shorter last batch would be a second shape to compile for.
+    train_loader = DataLoader(train, args.batch_size, shuffle=True, drop_last=True)
+    val_loader = DataLoader(val, args.batch_size)
+    test_loader = DataLoader(test, args.batch_size)
+
+    compiler = InductorCompile(train_mode=args.train_mode, infer_mode=args.infer_mode)
+    checkpoint = ModelCheckpoint(monitor="val/loss", filename="best")
+    logger = TensorBoardLogger(args.logdir, name="resnet_digits")
+    trainer = Trainer(
+        max_epochs=args.max_epochs,
+        accelerator=args.accelerator,
+        devices=1,
+        callbacks=[compiler, checkpoint],
+        logger=logger,
+        enable_model_summary=False,
+        log_every_n_steps=10,
+        enable_progress_bar=sys.stdout.isatty(),
+    )
+    model = DigitClassifier()
+    trainer.fit(model, train_loader, val_loader)  # prints the report table at its end
+    [metrics] = trainer.test(model, test_loader, ckpt_path="best", verbose=False)
+    few = Subset(test, range(min(args.batch_size, len(test))))  # one batch, of the shape already compiled
+    [predicted] = trainer.predict(model, DataLoader(few, args.batch_size))
+
+    print(f"predicted      {predicted[:16].tolist()}")
+    print(f"true digits    {test.labels[:16]}")
+    print(f"test accuracy  {metrics['test/accuracy']:.4f}")
+    print(f"checkpoint     {checkpoint.best_model_path}")
+    print(f"TensorBoard    tensorboard --logdir {args.logdir}")
+    return 0 if metrics["test/accuracy"] >= args.min_accuracy else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
