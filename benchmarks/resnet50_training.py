@@ -68,8 +68,9 @@ def train(batch_size: int, steps: int, *callbacks: pl.Callback, wrap=lambda modu
     module = Classifier()
     watch = Stopwatch()
     trainer = pl.Trainer(
-        accelerator="cuda", devices=1, precision="bf16-mixed", max_epochs=1, logger=False, barebones=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[*callbacks, watch],
+        accelerator="cuda", devices=1, precision="bf16-mixed", max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[*callbacks, watch],
     )  # fmt: skip
     trainer.fit(wrap(module), torch.utils.data.DataLoader(Fixed(batch_size, steps), batch_size=None))
     del trainer, module

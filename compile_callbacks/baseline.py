@@ -33,6 +33,10 @@ class Baseline:
         # Twice what is needed, for steps that turn out not to be samples (a ragged batch, another's compile).
         self._left = min(2 * self._wanted + WARMUP_STEPS, room) if self._wanted > 0 else 0
 
+    def skip(self) -> None:
+        """No eager steps: a baseline is known from before."""
+        self._planned, self._left = True, 0
+
     @property
     def running(self) -> bool:
         """Whether the next step is to run eagerly."""

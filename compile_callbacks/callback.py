@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,7 +13,7 @@ from typing_extensions import override
 from compile_callbacks.checkpoint import KeyMatcher
 from compile_callbacks.choices import unknown
 from compile_callbacks.config import InductorConfig, as_config
-from compile_callbacks.loggers import log_scalars
+from compile_callbacks.loggers import log_scalars, log_summary
 from compile_callbacks.passes import as_passes
 from compile_callbacks.phases import Phase
 from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, signature
@@ -20,6 +21,7 @@ from compile_callbacks.report import CompileReport, uncompiled_report
 from compile_callbacks.session import CompileSession
 from compile_callbacks.stages import expected_steps
 from compile_callbacks.targets import adopt_compiled, check_names, find_targets
+from compile_callbacks.terminal import print_report, say
 
 Mode = str | Mapping[str, Any] | InductorConfig | None
 
@@ -92,6 +94,8 @@ class InductorCompile(Callback):
         self._session: CompileSession | None = None
         self._key_matcher: KeyMatcher | None = None
         self._global_step_before = 0
+        self._printed = False
+        self._earlier_state: dict[str, Any] | None = None
 
     @property
     def report(self) -> CompileReport:
@@ -110,10 +114,18 @@ class InductorCompile(Callback):
         self._begin(trainer, pl_module, "train")
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._session.state_dict() if self._session else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._earlier_state = state_dict or None
+
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._end()
         self._log(trainer)
-        self._print()
+        self._summarize(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -140,7 +152,8 @@ class InductorCompile(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._step_ends("train", batch, trainer.global_step - self._global_step_before)
+        optimizer_steps = trainer.global_step - self._global_step_before
+        self._step_ends("train", batch, (trainer.accumulate_grad_batches, optimizer_steps))
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -269,7 +282,11 @@ class InductorCompile(Callback):
                 passes=self.passes,
                 baseline_steps=self.baseline_steps,
                 on_error=self.on_error,
+                say=functools.partial(say, trainer),
             )
+        if self._earlier_state is not None:
+            session.resume(self._earlier_state)
+            self._earlier_state = None
         if not session.running:
             session.begin(expected_steps(trainer))
         session.enter(phase)
@@ -278,7 +295,7 @@ class InductorCompile(Callback):
         if self._session:
             self._session.step_begins(measured=not trainer.sanity_checking)
 
-    def _step_ends(self, stage: str, batch: Any, part: int) -> None:
+    def _step_ends(self, stage: str, batch: Any, part: Hashable) -> None:
         if self._session:
             self._session.step_ends(work=(stage, part, signature(batch)))
 
@@ -296,6 +313,13 @@ class InductorCompile(Callback):
     def _log(self, trainer: Trainer) -> None:
         log_scalars(trainer.loggers, self.report.scalars(), trainer.global_step)
 
-    def _print(self) -> None:
-        if self.report.scalars():
-            rank_zero_info(f"{self.report}")
+    def _summarize(self, trainer: Trainer) -> None:
+        """The table, in the terminal and in the loggers, after a run in which something compiled or a fit."""
+        report = self.report
+        if self._session is None or not report.scalars():
+            return
+        self._session.judge()
+        log_summary(trainer.loggers, report, trainer.global_step)
+        if trainer.is_global_zero and (trainer.state.fn == "fit" or not self._printed):
+            self._printed = True
+            print_report(report)

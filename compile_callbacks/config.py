@@ -177,7 +177,7 @@ def _check_options(options: object) -> None:
         if not isinstance(name, str):
             raise TypeError(f"options has the key {name!r}, which is no option name")
         if name.replace("-", "_") not in _torch.option_names():
-            raise ValueError(unknown("options key", name, sorted(_torch.option_names())))
+            raise ValueError(unknown("options key", name, [n for n in sorted(_torch.option_names()) if n[0].islower()]))
         if name in HOOK_OPTIONS.values():
             as_passes((value,) if value is not None else (), f"options[{name!r}]")
         elif not _fits(value, expected := _torch.option_type(name.replace("-", "_"))):

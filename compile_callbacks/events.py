@@ -84,6 +84,8 @@ class CompileRecorder:
         self.events: list[CompileEvent] = []
         self.compiles_seen = 0
         """Compiles in this process so far, the user's own too: a step in which this changes is no sample."""
+        self.traces_seen = 0
+        """Those of them that are not recordings of a CUDA graph."""
         self.broken: set[Owner] = set()
         """Targets and phases that have a graph break."""
         self._clock = clock
@@ -95,6 +97,7 @@ class CompileRecorder:
         self._graphs = 0
         self._part: CompilePart = "graph"
         self._breaks_seen = 0
+        self._breaks: set[tuple[Owner, _torch.GraphBreak]] = set()
         self._records_seen: set[int] = set()
 
     def listen(self) -> None:
@@ -156,6 +159,7 @@ class CompileRecorder:
             owner = self._owners.get(args.compile_id)
         self._graphs, self._backward_seconds = 0, 0.0
         self._part = _PARTS.get(args.callback_trigger.name, "graph")
+        self.traces_seen += self._part != "cudagraph"
         self._running = owner, self._clock()
         if owner is not None:
             self._on_start(owner)
@@ -179,6 +183,10 @@ class CompileRecorder:
         )
         for found in breaks:
             self.broken.add(owner)
+            # One place breaks the graph of each frame that is traced through it, and again when recompiled.
+            if (owner, found) in self._breaks:
+                continue
+            self._breaks.add((owner, found))
             self.add("graph_break", owner, reason=found.reason, file=found.file, line=found.line)
 
 

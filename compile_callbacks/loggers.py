@@ -1,17 +1,51 @@
-"""Scalars to Lightning's loggers."""
+"""What was measured, to Lightning's loggers: scalars to all of them, and to each what else it has a place for.
+
+Each function here costs a logger that raises its numbers, not the run, and is called on every rank: loggers are
+written on rank zero.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 
+from compile_callbacks import tensorboard
+from compile_callbacks.environment import environment
+from compile_callbacks.hparams import JoinedHyperparameters, WriteEntry
+from compile_callbacks.markdown import to_markdown
+from compile_callbacks.phases import PHASES
 from compile_callbacks.region import CompileWarning
+from compile_callbacks.report import CompileReport
+from compile_callbacks.table import labels_and_cells
+
+_failed: WeakSet[Logger] = WeakSet()  # warned about once each
+_laid_out: WeakSet[Logger] = WeakSet()  # have the layout of custom scalars
 
 
+@rank_zero_only
+def join_hparams(loggers: Sequence[Logger], report: Callable[[], CompileReport]) -> None:
+    """Have TensorBoard's HPARAMS entry of the run that begins name the modes and targets.
+
+    To be called before Lightning writes the module's hyperparameters, in the callback's ``setup``.
+
+    Args:
+        loggers: The trainer's loggers.
+        report: Tells what is compiled, when the entry is written.
+    """
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger) and _compiles(report()):
+            JoinedHyperparameters(logger, _entry_writer(logger, report)).join()
+
+
+@rank_zero_only
 def log_scalars(loggers: Sequence[Logger], scalars: Mapping[str, float], step: int) -> None:
-    """Give every logger the scalars; one that raises costs its numbers, not the run.
+    """Give every logger the scalars.
 
     Args:
         loggers: The trainer's loggers.
@@ -21,11 +55,89 @@ def log_scalars(loggers: Sequence[Logger], scalars: Mapping[str, float], step: i
     if not scalars:
         return
     for logger in loggers:
-        try:
+        with _costs_its_numbers_only(logger):
             logger.log_metrics(dict(scalars), step=step)
-        except Exception as error:
-            warnings.warn(
-                f"{type(logger).__name__} did not take the compile report: {type(error).__name__}: {error}",
-                CompileWarning,
-                stacklevel=2,
-            )
+            if logger not in _laid_out and tensorboard.is_writer(experiment := _experiment(logger)):
+                tensorboard.add_layout(experiment)
+                _laid_out.add(logger)
+
+
+@rank_zero_only
+def log_summary(loggers: Sequence[Logger], report: CompileReport, step: int) -> None:
+    """Give every logger that has a place for it the whole report.
+
+    TensorBoard gets a layout of charts, the report in the text tab, and an entry under HPARAMS; Weights & Biases a
+    table; MLflow a file; Comet a text.
+
+    Args:
+        loggers: The trainer's loggers.
+        report: What was measured in the run.
+        step: The trainer's global step.
+    """
+    for logger in loggers:
+        if report.scalars():
+            with _costs_its_numbers_only(logger):
+                _summarize(logger, report, step)
+        if isinstance(logger, TensorBoardLogger):
+            _leave_hparams(logger, report)
+
+
+def _summarize(logger: Logger, report: CompileReport, step: int) -> None:
+    experiment = _experiment(logger)
+    if tensorboard.is_writer(experiment):
+        tensorboard.add_layout(experiment)
+        tensorboard.add_report(experiment, report, step)
+    elif callable(log_table := getattr(logger, "log_table", None)):  # WandbLogger
+        rows = labels_and_cells([report.phase(phase) for phase in PHASES])
+        log_table("compile_report", columns=["figure", *PHASES], data=[list(row) for row in rows], step=step)
+    elif callable(log_text := getattr(experiment, "log_text", None)):
+        text = to_markdown(report, environment())
+        if hasattr(logger, "run_id"):  # MLFlowLogger
+            log_text(logger.run_id, text, "compile_report.md")
+        else:  # CometLogger
+            log_text(text, step=step)
+
+
+def _leave_hparams(logger: TensorBoardLogger, report: CompileReport) -> None:
+    """Write the entry that the user's hyperparameters have not brought about."""
+    joined = JoinedHyperparameters.on(logger)
+    # Hyperparameters that were logged and brought about none: the logger was told to write no entry for them. The
+    # user may write one after the run (log_hyperparams with metrics), which ours would keep from counting.
+    if joined is None or logger.hparams:
+        return
+    joined.leave()
+    if report.scalars():
+        _entry_writer(logger, lambda: report)({}, {})
+
+
+def _entry_writer(logger: TensorBoardLogger, report: Callable[[], CompileReport]) -> WriteEntry:
+    def write(params: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+        prefix = logger._prefix + logger.LOGGER_JOIN_CHAR if logger._prefix else ""  # there is no public way to ask
+        names = [prefix + name for name in metrics]
+        with _costs_its_numbers_only(logger):
+            tensorboard.add_hparams(logger.experiment, params, report(), metrics=names, prefix=prefix)
+
+    return write
+
+
+def _experiment(logger: Logger) -> Any:
+    return getattr(logger, "experiment", None)
+
+
+def _compiles(report: CompileReport) -> bool:
+    return any(report.phase(phase).mode != "eager" for phase in PHASES)
+
+
+@contextlib.contextmanager
+def _costs_its_numbers_only(logger: Logger) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if logger in _failed:
+            return
+        _failed.add(logger)
+        warnings.warn(
+            f"{type(logger).__name__} did not take the compile report: {type(error).__name__}: {error}",
+            CompileWarning,
+            stacklevel=4,
+        )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from compile_callbacks.config import EAGER, InductorConfig
 from compile_callbacks.events import CompileRecorder
+from compile_callbacks.memory import PeakMemory
 from compile_callbacks.phases import PHASES, Phase
-from compile_callbacks.timing import StepTimer, median_ms
+from compile_callbacks.table import labels_and_cells, plain_table
+from compile_callbacks.timing import StepTimer, median_ms, spread_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +29,24 @@ class PhaseReport:
         cache_hits: Graphs that came out of torch's cache on disk.
         cache_misses: Graphs that did not.
         eager_step_ms: Median of the eager baseline's steps, in milliseconds.
+        eager_spread_ms: Interquartile range of the same.
         compiled_step_ms: Median of compiled steps of the same work, in milliseconds.
+        compiled_spread_ms: Interquartile range of the same.
         speedup: ``eager_step_ms / compiled_step_ms``.
         samples: Steps behind the speedup: the smaller of the two sides' counts. Without a baseline, the
             compiled steps behind ``compiled_step_ms``.
         break_even_steps: Steps after which the time saved has paid for compiling; infinite where compiled
             steps are not faster.
+        seconds_saved: Time that the compiled steps so far took less than eager ones would have, compile time
+            not taken off; negative where they took more.
+        eager_peak_memory_mb: Peak GPU memory of an eager step, in MiB; see `PeakMemory`.
+        peak_memory_mb: Peak GPU memory of a compiled step, in MiB.
         fallbacks: Times that the compiler failed and the work was done eagerly.
+        restored: Names of the figures that come from the run that this one resumes.
         events: What is behind the counts, in order.
     """
 
-    mode: str = "eager"
+    mode: str = EAGER
     targets: tuple[str, ...] = ()
     compile_seconds: float | None = None
     graphs: int = 0
@@ -46,23 +55,39 @@ class PhaseReport:
     cache_hits: int = 0
     cache_misses: int = 0
     eager_step_ms: float | None = None
+    eager_spread_ms: float | None = None
     compiled_step_ms: float | None = None
+    compiled_spread_ms: float | None = None
     speedup: float | None = None
     samples: int | None = None
     break_even_steps: float | None = None
+    seconds_saved: float | None = None
+    eager_peak_memory_mb: float | None = None
+    peak_memory_mb: float | None = None
     fallbacks: int = 0
+    restored: tuple[str, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data; an infinite ``break_even_steps`` is ``"never"``."""
-        data = asdict(self) | {"targets": list(self.targets), "events": list(self.events)}
+        data = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
         if self.break_even_steps is not None and math.isinf(self.break_even_steps):
             data["break_even_steps"] = "never"
         return data
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PhaseReport:
+        """The report that `to_dict` made ``data`` of; fields of other versions are left out."""
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {name: data[name] for name in known & data.keys()}
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        if values.get("break_even_steps") == "never":
+            values["break_even_steps"] = math.inf
+        return cls(**values)
+
     def scalars(self, phase: Phase) -> dict[str, float]:
         """What was measured, under the names that loggers get."""
-        if self.mode == "eager" or self.compile_seconds is None:
+        if self.mode == EAGER or self.compile_seconds is None:
             return {}
         values: dict[str, float | None] = {
             f"compile/{phase}/seconds": self.compile_seconds,
@@ -85,10 +110,12 @@ class CompileReport:
     Attributes:
         train: The train phase.
         infer: The infer phase.
+        before: The report of the run that this one resumes, if it does.
     """
 
     train: PhaseReport = field(default_factory=PhaseReport)
     infer: PhaseReport = field(default_factory=PhaseReport)
+    before: CompileReport | None = None
 
     def phase(self, phase: Phase) -> PhaseReport:
         """The report of a phase by its name."""
@@ -96,7 +123,19 @@ class CompileReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data."""
-        return {phase: self.phase(phase).to_dict() for phase in PHASES}
+        data: dict[str, Any] = {phase: self.phase(phase).to_dict() for phase in PHASES}
+        data["before"] = self.before.to_dict() if self.before else None
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CompileReport:
+        """The report that `to_dict` made ``data`` of."""
+        before = data.get("before")
+        return cls(
+            train=PhaseReport.from_dict(data["train"]),
+            infer=PhaseReport.from_dict(data["infer"]),
+            before=cls.from_dict(before) if before else None,
+        )
 
     def scalars(self) -> dict[str, float]:
         """What was measured in both phases, under the names that loggers get."""
@@ -104,30 +143,28 @@ class CompileReport:
 
     def __str__(self) -> str:
         """A table of plain text, a row for each figure and a column for each phase."""
-        rows = [(label, *(show(self.phase(phase)) for phase in PHASES)) for label, show in _ROWS]
-        rows.insert(0, ("", *PHASES))
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [
-            "  ".join((row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))))
-            for row in rows
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(line.rstrip() for line in lines)
+        table = plain_table([("", *PHASES)], labels_and_cells([self.phase(phase) for phase in PHASES]))
+        restored = sorted({name for phase in PHASES for name in self.phase(phase).restored})
+        return table + (f"\nfrom the run before this one: {', '.join(restored)}" if restored else "")
 
 
 def build_phase_report(
-    phase: Phase, mode: str, targets: tuple[str, ...], recorder: CompileRecorder, timer: StepTimer
+    phase: Phase,
+    config: InductorConfig | None,
+    targets: tuple[str, ...],
+    recorder: CompileRecorder,
+    timer: StepTimer,
+    memory: PeakMemory,
 ) -> PhaseReport:
-    """Put together what the recorder and the timer know of a phase."""
+    """Put together what the recorder, the timer and the memory know of a phase."""
     compiles = recorder.of(phase, "compile")
     times = timer.times(phase)
     eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
     seconds = sum(event.seconds or 0 for event in compiles) if compiles else None
-    speedup = eager_ms / compiled_ms if eager_ms is not None and compiled_ms else None
     counts = [len(side) for side in (times.eager_ms, times.compiled_ms) if side]
     return PhaseReport(
-        mode=mode,
-        targets=targets,
+        mode=config.describe() if config else EAGER,
+        targets=targets if config else (),
         compile_seconds=seconds,
         graphs=sum(event.graphs for event in compiles),
         graph_breaks=len(recorder.of(phase, "graph_break")),
@@ -135,20 +172,32 @@ def build_phase_report(
         cache_hits=sum(event.cache_hits for event in recorder.of(phase, "cache")),
         cache_misses=sum(event.cache_misses for event in recorder.of(phase, "cache")),
         eager_step_ms=eager_ms,
+        eager_spread_ms=spread_ms(times.eager_ms),
         compiled_step_ms=compiled_ms,
-        speedup=speedup,
+        compiled_spread_ms=spread_ms(times.compiled_ms),
+        speedup=eager_ms / compiled_ms if eager_ms is not None and compiled_ms else None,
         samples=min(counts) if counts else None,
         break_even_steps=break_even_steps(seconds, eager_ms, compiled_ms),
+        seconds_saved=seconds_saved(timer.steps[phase, True], eager_ms, compiled_ms),
+        eager_peak_memory_mb=memory.peak_mb(phase, compiled=False),
+        peak_memory_mb=memory.peak_mb(phase, compiled=True),
         fallbacks=len(recorder.of(phase, "fallback")),
+        restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
         events=tuple(event.to_dict() for event in recorder.events if event.phase == phase),
     )
 
 
 def uncompiled_report(configs: Mapping[Phase, InductorConfig | None]) -> CompileReport:
     """The report of settings with which nothing has run yet."""
-    return CompileReport(
-        **{phase: PhaseReport(mode=config.describe() if config else EAGER) for phase, config in configs.items()}
-    )
+    phases = {phase: PhaseReport(mode=config.describe() if config else EAGER) for phase, config in configs.items()}
+    return CompileReport(train=phases["train"], infer=phases["infer"])
+
+
+def seconds_saved(steps: int, eager_ms: float | None, compiled_ms: float | None) -> float | None:
+    """What so many compiled steps took less than eager ones would have."""
+    if eager_ms is None or compiled_ms is None:
+        return None
+    return (eager_ms - compiled_ms) * steps / 1000
 
 
 def break_even_steps(compile_seconds: float | None, eager_ms: float | None, compiled_ms: float | None) -> float | None:
@@ -160,26 +209,3 @@ def break_even_steps(compile_seconds: float | None, eager_ms: float | None, comp
         return None
     saved_ms = eager_ms - compiled_ms
     return compile_seconds * 1000 / saved_ms if saved_ms > 0 else math.inf
-
-
-def _number(value: float | None, form: str) -> str:
-    if value is None:
-        return "-"
-    return "never" if math.isinf(value) else format(value, form)
-
-
-_ROWS = (
-    ("mode", lambda p: p.mode),
-    ("targets", lambda p: ", ".join(p.targets) or "-"),
-    ("compile seconds", lambda p: _number(p.compile_seconds, ".1f")),
-    ("graphs", lambda p: str(p.graphs)),
-    ("graph breaks", lambda p: str(p.graph_breaks)),
-    ("recompiles", lambda p: str(p.recompiles)),
-    ("cache hits / misses", lambda p: f"{p.cache_hits} / {p.cache_misses}"),
-    ("eager step ms", lambda p: _number(p.eager_step_ms, ".2f")),
-    ("compiled step ms", lambda p: _number(p.compiled_step_ms, ".2f")),
-    ("speedup", lambda p: "-" if p.speedup is None else f"{p.speedup:.2f}x"),
-    ("samples", lambda p: "-" if p.samples is None else str(p.samples)),
-    ("break-even steps", lambda p: _number(p.break_even_steps, ".0f")),
-    ("fallbacks", lambda p: str(p.fallbacks)),
-)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from compile_callbacks.baseline import Baseline
-from compile_callbacks.config import EAGER, InductorConfig
+from compile_callbacks.config import InductorConfig
 from compile_callbacks.cudagraphs import LastingGradients
 from compile_callbacks.events import CompileRecorder, Owner
-from compile_callbacks.phases import Phase
+from compile_callbacks.memory import PeakMemory
+from compile_callbacks.phases import PHASES, Phase
+from compile_callbacks.progress import CompileProgress
 from compile_callbacks.region import CompileWarning, OnError
 from compile_callbacks.report import CompileReport, build_phase_report
 from compile_callbacks.switch import PhaseSwitch
 from compile_callbacks.targets import Target
 from compile_callbacks.timing import StepTimer
+
+_SAMPLES_TO_JUDGE = 5  # fewer say nothing about whether compiled steps are slower
 
 
 class CompileSession:
@@ -31,6 +35,7 @@ class CompileSession:
         passes: Graph passes for both phases.
         baseline_steps: Eager samples wanted in each phase.
         on_error: What a compiler failure does.
+        say: Takes a line of text while something compiles.
     """
 
     def __init__(
@@ -42,20 +47,27 @@ class CompileSession:
         passes: Sequence[Any] = (),
         baseline_steps: int = 0,
         on_error: OnError = "eager",
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module = module
         self._configs = dict(configs)
-        self._recorder = CompileRecorder()
+        progress = CompileProgress(say)
+        self._recorder = CompileRecorder(on_start=progress.compile_begins, on_end=progress.compile_ends)
         self._timer = StepTimer()
+        self._memory = PeakMemory()
         self._switch = PhaseSwitch(targets, configs, passes=passes, recorder=self._recorder, on_error=on_error)
         self._baselines = {phase: Baseline(baseline_steps if config else 0) for phase, config in configs.items()}
         self._target_names = tuple(target.name for target in targets)
+        self._lasting_gradients = LastingGradients()
+        self._before: CompileReport | None = None
         self._running = False
         self._phase: Phase = "train"
         self._compiled = False
-        self._lasting_gradients = LastingGradients()
-        self._compiles_before_step = 0
-        self._warned: set[Owner] = set()
+        self._cuda = False
+        self._seen_before_step = (0, 0)
+        self._warned: set[Any] = set()
+
+    # ------------------------------------------------------------------------------------------ a trainer run
 
     @property
     def running(self) -> bool:
@@ -69,10 +81,24 @@ class CompileSession:
             expected_steps: Steps to come by phase, ``math.inf`` where that is not known.
         """
         self._running = True
+        self._cuda = _on_cuda(self.module)
+        self._warn_of_idle_cudagraphs()
         self._recorder.listen()
         self._switch.install()
         for phase, steps in expected_steps.items():
             self._baselines[phase].plan(steps)
+
+    def end(self, *, keep_compiled: bool = False) -> None:
+        """The trainer run is over: the module is an ordinary one again, unless it is to stay compiled."""
+        self._running = False
+        self._recorder.stop()
+        self._timer.abandon()
+        if keep_compiled:
+            self._switch.select_by_grad_mode()
+        else:
+            self._switch.remove()
+
+    # ------------------------------------------------------------------------------------------ stages and steps
 
     def enter(self, phase: Phase) -> None:
         """A stage of this phase begins or goes on; it runs compiled until a step says otherwise."""
@@ -86,10 +112,13 @@ class CompileSession:
             measured: Whether its time may be a sample, and whether it may be an eager step of the baseline.
         """
         self._select(compiled=not (measured and self._baselines[self._phase].running))
-        self._compiles_before_step = self._recorder.compiles_seen
-        torch.compiler.cudagraph_mark_step_begin()
+        self._seen_before_step = self._recorder.compiles_seen, self._recorder.traces_seen
+        if self._cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+            if measured:
+                self._memory.start(self._phase, compiled=self._compiled)
         if measured:
-            self._timer.start(cuda=_on_cuda(self.module))
+            self._timer.start(cuda=self._cuda)
 
     def gradients_ready(self, *, kept: bool) -> None:
         """A backward pass is done.
@@ -107,12 +136,15 @@ class CompileSession:
         Args:
             work: What was to be done in it; steps of equal work are compared.
         """
+        compiles_before, traces_before = self._seen_before_step
         sample = self._timer.stop(
             self._phase,
             compiled=self._compiled,
             work=work,
-            disturbed=self._recorder.compiles_seen != self._compiles_before_step,
+            disturbed=self._recorder.compiles_seen != compiles_before,
         )
+        if self._cuda:
+            self._memory.stop(traced=self._recorder.traces_seen != traces_before)
         if self._baselines[self._phase].running and not self._compiled:
             self._baselines[self._phase].step(sample=sample)
         self._select(compiled=True)
@@ -121,50 +153,67 @@ class CompileSession:
         """A stage of this phase ends: say what ran and was not compiled, unless that has been said."""
         self._recorder.collect()
         for region in self._switch.regions(phase):
-            heard = any(
-                event.kind == "fallback" or event.graphs
-                for event in self._recorder.events
-                if (event.target, event.phase) == region.owner
-            )
-            if not region.ran or heard or region.owner in self._warned:
-                continue
-            self._warned.add(region.owner)
-            warnings.warn(
-                f"target {region.owner.target!r} ran in the {phase} phase without a compiled graph: "
-                f"{self._why(region.owner)}",
-                CompileWarning,
-                stacklevel=2,
-            )
+            if region.ran and not self._heard_of(region.owner):
+                self._warn_once(
+                    region.owner,
+                    f"target {region.owner.target!r} ran in the {phase} phase without a compiled graph: "
+                    f"{self._why(region.owner)}",
+                )
 
-    def end(self, *, keep_compiled: bool = False) -> None:
-        """The trainer run is over: the module is an ordinary one again, unless it is to stay compiled."""
-        self._running = False
-        self._recorder.stop()
-        self._timer.abandon()
-        if keep_compiled:
-            self._switch.select_by_grad_mode()
-        else:
-            self._switch.remove()
+    # ------------------------------------------------------------------------------------------ what was measured
 
     def report(self) -> CompileReport:
         """What was measured so far."""
         self._recorder.collect()
-        return CompileReport(
-            **{
-                phase: build_phase_report(
+        phases = {
+            phase: build_phase_report(phase, config, self._target_names, self._recorder, self._timer, self._memory)
+            for phase, config in self._configs.items()
+        }
+        return CompileReport(train=phases["train"], infer=phases["infer"], before=self._before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to know, as plain data: the report, and the baseline's samples."""
+        baselines = {phase: {w: list(ms) for w, ms in self._timer.baseline(phase).items()} for phase in PHASES}
+        return {"report": self.report().to_dict(), "baselines": baselines, "device": self._device_name()}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from an earlier run's `state_dict`: its baseline is not measured again on the same device."""
+        self._before = CompileReport.from_dict({**state["report"], "before": None})
+        if state["device"] != self._device_name():
+            return
+        for phase in PHASES:
+            self._timer.restore(phase, state["baselines"][phase])
+            if state["baselines"][phase]:
+                self._baselines[phase].skip()
+
+    def judge(self) -> None:
+        """Warn where compiled steps turn out slower than eager ones."""
+        report = self.report()
+        for phase in PHASES:
+            measured = report.phase(phase)
+            if measured.speedup is None or (measured.samples or 0) < _SAMPLES_TO_JUDGE:
+                continue
+            noise = max(measured.eager_spread_ms or 0, measured.compiled_spread_ms or 0)
+            if (measured.compiled_step_ms or 0) - (measured.eager_step_ms or 0) > noise:
+                self._warn_once(
                     phase,
-                    config.describe() if config else EAGER,
-                    self._target_names if config else (),
-                    self._recorder,
-                    self._timer,
+                    f"compiled {phase} steps are slower than eager ones ({measured.compiled_step_ms:.2f} ms against "
+                    f"{measured.eager_step_ms:.2f} ms) and never pay for compiling; {phase}_mode=None leaves the "
+                    "phase eager",
                 )
-                for phase, config in self._configs.items()
-            }
-        )
+
+    # ------------------------------------------------------------------------------------------ what these call
 
     def _select(self, *, compiled: bool) -> None:
         self._compiled = compiled and self._configs[self._phase] is not None
         self._switch.select(self._phase, compiled=compiled)
+
+    def _heard_of(self, owner: Owner) -> bool:
+        return any(
+            event.kind == "fallback" or event.graphs
+            for event in self._recorder.events
+            if (event.target, event.phase) == owner
+        )
 
     def _why(self, owner: Owner) -> str:
         """Torch's reason for compiling nothing of a target."""
@@ -174,6 +223,26 @@ class CompileSession:
             if event.target == owner.target and event.reason
         ]
         return reasons[-1] if reasons else "torch gives no reason; nothing in it may be there to compile"
+
+    def _warn_of_idle_cudagraphs(self) -> None:
+        if self._cuda:
+            return
+        for phase, config in self._configs.items():
+            if config is not None and config.uses_cudagraphs:
+                reason = f"{phase}_mode={config.describe()!r} asks for CUDA graphs, and the module is not on a GPU"
+                if self._warn_once((phase, "cudagraphs"), f"{reason}: they have no effect"):
+                    for target in self._target_names:
+                        self._recorder.add("cudagraph_skip", Owner(target, phase), reason=reason)
+
+    def _warn_once(self, subject: object, message: str) -> bool:
+        if subject in self._warned:
+            return False
+        self._warned.add(subject)
+        warnings.warn(message, CompileWarning, stacklevel=3)
+        return True
+
+    def _device_name(self) -> str:
+        return torch.cuda.get_device_name() if _on_cuda(self.module) else "cpu"
 
 
 def _on_cuda(module: nn.Module) -> bool:

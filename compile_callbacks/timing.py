@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,11 @@ WARMUP_STEPS = 2
 """Steps left out after the way of running changes or anything compiles: allocators, cuDNN and CUDA graphs settle
 in them (a CUDA graph is warmed up in its first call and recorded in its second)."""
 
+KEPT_SAMPLES = 1000
+"""Samples kept of each kind of work, the latest ones: a month of training must not fill the memory."""
+
+_UNREAD_SPANS = 64  # so many CUDA events are left unread before those that the GPU has passed are read
+
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -24,10 +29,12 @@ class StepTimes:
     Attributes:
         eager_ms: Eager samples, in milliseconds.
         compiled_ms: Compiled samples, in milliseconds.
+        restored: Whether the eager samples are those of an earlier run.
     """
 
     eager_ms: tuple[float, ...] = ()
     compiled_ms: tuple[float, ...] = ()
+    restored: bool = False
 
 
 class _Span:
@@ -42,7 +49,11 @@ class _Span:
     def stop(self) -> None:
         self._end = self._mark()
 
+    def passed(self) -> bool:
+        return not isinstance(self._end, torch.cuda.Event) or self._end.query()
+
     def milliseconds(self) -> float:
+        """The time; waits for the GPU to have passed the end."""
         if isinstance(self._start, torch.cuda.Event):
             assert isinstance(self._end, torch.cuda.Event)
             self._end.synchronize()
@@ -58,24 +69,42 @@ class _Span:
         return event
 
 
+class _Samples:
+    """Samples of one kind of work: those read, and the spans that are not yet."""
+
+    def __init__(self) -> None:
+        self._milliseconds: deque[float] = deque(maxlen=KEPT_SAMPLES)
+        self._unread: deque[_Span] = deque()
+
+    def add(self, span: _Span) -> None:
+        self._unread.append(span)
+        while len(self._unread) > _UNREAD_SPANS and self._unread[0].passed():
+            self._milliseconds.append(self._unread.popleft().milliseconds())
+
+    def read(self) -> tuple[float, ...]:
+        while self._unread:
+            self._milliseconds.append(self._unread.popleft().milliseconds())
+        return tuple(self._milliseconds)
+
+
 class StepTimer:
     """Times steps and keeps those that are samples.
 
-    On a GPU a step is timed by CUDA events, which are read only when somebody asks: steady training is not
-    synchronised. A step is no sample while anything compiles in it, nor are the `WARMUP_STEPS` after that or
-    after a change between eager and compiled. Samples are compared only with samples of equal work.
+    On a GPU a step is timed by CUDA events, which are read when the GPU has passed them or somebody asks: steady
+    training is not synchronised. A step is no sample while anything compiles in it, nor are the `WARMUP_STEPS`
+    after that or after a change between eager and compiled. Samples are compared only with samples of equal work.
 
     Args:
         clock: Seconds, rising; for steps on a CPU.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.steps: Counter[tuple[Phase, bool]] = Counter()
+        """All steps by phase and by whether they were compiled, samples or not."""
         self._clock = clock
-        self._spans: dict[tuple[Phase, bool], dict[Hashable, list[_Span]]] = defaultdict(lambda: defaultdict(list))
-        self._milliseconds: dict[tuple[Phase, bool], dict[Hashable, list[float]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        self._samples: dict[tuple[Phase, bool], dict[Hashable, _Samples]] = defaultdict(dict)
         self._settled: Counter[tuple[Phase, bool]] = Counter()
+        self._restored: dict[Phase, dict[str, tuple[float, ...]]] = {}
         self._running: _Span | None = None
 
     def start(self, *, cuda: bool) -> None:
@@ -88,7 +117,7 @@ class StepTimer:
         Args:
             phase: The phase it belongs to.
             compiled: Whether it ran with the compiled targets.
-            work: What was to be done; steps of equal work compare equal.
+            work: What was to be done; steps of equal work compare equal, and have the same ``repr``.
             disturbed: Whether anything compiled meanwhile.
 
         Returns:
@@ -99,13 +128,16 @@ class StepTimer:
             return False
         span.stop()
         key = phase, compiled
+        self.steps[key] += 1
         if disturbed:
             self._settled[key] = 0
             return False
         self._settled[key] += 1
         if self._settled[key] <= WARMUP_STEPS:
             return False
-        self._spans[key][work].append(span)
+        if work not in self._samples[key]:
+            self._samples[key][work] = _Samples()
+        self._samples[key][work].add(span)
         return True
 
     def abandon(self) -> None:
@@ -115,30 +147,50 @@ class StepTimer:
     def times(self, phase: Phase) -> StepTimes:
         """The samples of a phase, of the work that most eager and compiled steps share.
 
-        Where none is shared, those of the work that most steps did: with one of the two sides empty.
+        Where none is shared, the eager samples of an earlier run stand in; where those share none either, the
+        samples of the work that most steps did, with one of the two sides empty.
         """
-        eager, compiled = self._read((phase, False)), self._read((phase, True))
-        if shared := eager.keys() & compiled.keys():
-            work = max(shared, key=lambda w: min(len(eager[w]), len(compiled[w])))
-            return StepTimes(tuple(eager[work]), tuple(compiled[work]))
+        eager, compiled = self._read(phase, compiled=False), self._read(phase, compiled=True)
+        if (work := _most_shared(eager, compiled)) is not None:
+            return StepTimes(eager[work], compiled[work])
+        earlier = self._restored.get(phase, {})
+        if (work := _most_shared(earlier, compiled)) is not None:
+            return StepTimes(earlier[work], compiled[work], restored=True)
         if compiled:
-            return StepTimes((), tuple(_longest(compiled)))
+            return StepTimes((), _longest(compiled))
         if eager:
-            return StepTimes(tuple(_longest(eager)), ())
-        return StepTimes()
+            return StepTimes(_longest(eager), ())
+        return StepTimes(_longest(earlier), (), restored=True) if earlier else StepTimes()
 
-    def _read(self, key: tuple[Phase, bool]) -> dict[Hashable, list[float]]:
-        """Turn spans into milliseconds; waits for the GPU to have passed them."""
-        for work, spans in self._spans.pop(key, {}).items():
-            self._milliseconds[key][work] += [span.milliseconds() for span in spans]
-        return self._milliseconds.get(key, {})
+    def baseline(self, phase: Phase) -> dict[str, tuple[float, ...]]:
+        """The eager samples of a phase by the ``repr`` of their work, those of an earlier run among them."""
+        return {**self._restored.get(phase, {}), **self._read(phase, compiled=False)}
 
+    def restore(self, phase: Phase, baseline: Mapping[str, Sequence[float]]) -> None:
+        """Take the eager samples of an earlier run, as `baseline` gave them."""
+        self._restored[phase] = {work: tuple(samples) for work, samples in baseline.items() if samples}
 
-def _longest(samples: Mapping[Hashable, list[float]]) -> list[float]:
-    candidates = list(samples.values())
-    return max(candidates, key=len)
+    def _read(self, phase: Phase, *, compiled: bool) -> dict[str, tuple[float, ...]]:
+        return {repr(work): samples.read() for work, samples in self._samples[phase, compiled].items()}
 
 
 def median_ms(samples: tuple[float, ...]) -> float | None:
     """The median, or ``None`` of nothing."""
     return statistics.median(samples) if samples else None
+
+
+def spread_ms(samples: tuple[float, ...]) -> float | None:
+    """The interquartile range: half of the samples lie within so many milliseconds; ``None`` of fewer than four."""
+    if len(samples) < 4:
+        return None
+    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return third - first
+
+
+def _most_shared(a: Mapping[str, tuple[float, ...]], b: Mapping[str, tuple[float, ...]]) -> str | None:
+    return max(a.keys() & b.keys(), key=lambda work: min(len(a[work]), len(b[work])), default=None)
+
+
+def _longest(samples: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
+    candidates = list(samples.values())
+    return max(candidates, key=len)

@@ -37,6 +37,9 @@ def _fresh_compiler():
     assert torch._dynamo.config.get_config_copy() == dynamo
     assert callback_handler.start_callbacks == []
     assert callback_handler.end_callbacks == []
-    changed = {k: v for k, v in os.environ.items() if environment.get(k) != v}
-    # Lightning and torch set some of their own.
-    assert not {k for k in changed if not k.startswith(("PYTEST", "TORCHINDUCTOR", "_TORCHINDUCTOR", "PL_", "TRITON", "CUDA_DEVICE_ORDER"))}
+    changed = {name for name, value in os.environ.items() if environment.get(name) != value}
+    assert not {name for name in changed if not name.startswith(_SET_BY_OTHERS)}
+
+
+# torch and Lightning set some of their own.
+_SET_BY_OTHERS = ("PYTEST", "TORCHINDUCTOR", "_TORCHINDUCTOR", "PL_", "TRITON", "CUDA_DEVICE_ORDER")

@@ -47,9 +47,7 @@ def assert_equal_eager(make=Keeper, callbacks=list, **kwargs):
     assert (ours.report.train.fallbacks, ours.report.infer.fallbacks) == (0, 0)
     assert min(ours.report.train.graphs, ours.report.infer.graphs) >= 1
     close = {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(
-        [float(x) for x in compiled.losses], [float(x) for x in eager.losses], **close
-    )
+    torch.testing.assert_close([float(x) for x in compiled.losses], [float(x) for x in eager.losses], **close)
     torch.testing.assert_close(predictions, eager_predictions, **close)
     if make is Keeper:
         torch.testing.assert_close(compiled.kept, eager.kept, **close)

@@ -1,0 +1,66 @@
+"""A `CompileReport` as Markdown: tables of settings, figures, environment, and the reasons behind the counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from compile_callbacks.phases import PHASES
+from compile_callbacks.reasons import Reason, reasons
+from compile_callbacks.report import CompileReport
+from compile_callbacks.table import labels_and_cells
+
+_SETTINGS = ("mode", "targets")
+_TITLES = {
+    "graph_break": "Graph breaks",
+    "recompile": "Recompiles",
+    "fallback": "Fallbacks to eager",
+    "cudagraph_skip": "CUDA graphs not used",
+}
+_SPECIAL = re.compile(r"([\\`*_\[\]|#])")
+
+
+def to_markdown(report: CompileReport, environment: Mapping[str, str]) -> str:
+    """Render a report for TensorBoard's text tab, and for loggers that keep text.
+
+    Args:
+        report: What was measured.
+        environment: Versions and device by name.
+
+    Returns:
+        Markdown with tables.
+    """
+    rows = labels_and_cells([report.phase(phase) for phase in PHASES])
+    parts = [
+        "## Compile report",
+        "### What it cost and gained",
+        _table(("", *PHASES), [row for row in rows if row[0] not in _SETTINGS], align_right=True),
+        "### Settings",
+        _table(("", *PHASES), [row for row in rows if row[0] in _SETTINGS]),
+    ]
+    found = reasons(report)
+    for kind in dict.fromkeys([*_TITLES, *(reason.kind for reason in found)]):
+        if rows := [_reason_row(reason, times) for reason, times in found.items() if reason.kind == kind]:
+            parts.append(f"### {_TITLES.get(kind, kind.replace('_', ' ').capitalize())}")
+            parts.append(_table(("phase", "target", "times", "where", "reason"), rows))
+    if not found:
+        parts.append("No graph breaks, recompiles or fallbacks.")
+    parts += ["### Environment", _table(("", "version or name"), environment.items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _reason_row(reason: Reason, times: int) -> tuple[str, ...]:
+    return reason.phase, reason.target, str(times), reason.where or "-", reason.text
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, align_right: bool = False) -> str:
+    rule = ["---", *("--:" if align_right else "---" for _ in head[1:])]
+    lines = [head, rule, *(tuple(map(_cell, row)) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """Text as it is, in one line of a table: torch's reasons have line ends, pipes, and names like ``__call__``."""
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    escaped = (_SPECIAL.sub(r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;")) for line in lines if line)
+    return "<br>".join(escaped)

@@ -1,0 +1,46 @@
+"""Peak GPU memory of a step, eager and compiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from compile_callbacks.phases import Phase
+
+_MEASURED_STEPS = 5
+"""Steps measured of each kind, the recording of a CUDA graph among them: reading the allocator's statistics takes
+longer than a steady step should pay, and resets the peak that the user's own code may read."""
+
+
+class PeakMemory:
+    """Measures the first undisturbed steps of each phase, eager and compiled, and no more.
+
+    The peak is that of the CUDA allocator on the current device, weights and optimizer state included. Under
+    CUDA graphs it is that of the recording: a replay allocates nothing that the allocator sees.
+    """
+
+    def __init__(self) -> None:
+        self._peak_bytes: dict[tuple[Phase, bool], int] = {}
+        self._measured: Counter[tuple[Phase, bool]] = Counter()
+        self._running: tuple[Phase, bool] | None = None
+
+    def start(self, phase: Phase, *, compiled: bool) -> None:
+        """A step begins on a GPU."""
+        key = phase, compiled
+        self._running = key if self._measured[key] < _MEASURED_STEPS else None
+        if self._running:
+            torch.cuda.reset_peak_memory_stats()
+
+    def stop(self, *, traced: bool) -> None:
+        """The step ends; ``traced``, whether anything but a CUDA-graph recording compiled in it."""
+        if self._running is None or traced:
+            return
+        key = self._running
+        self._measured[key] += 1
+        self._peak_bytes[key] = max(self._peak_bytes.get(key, 0), torch.cuda.max_memory_allocated())
+
+    def peak_mb(self, phase: Phase, *, compiled: bool) -> float | None:
+        """The peak in MiB, or ``None`` where none was measured."""
+        peak = self._peak_bytes.get((phase, compiled))
+        return None if peak is None else peak / 2**20

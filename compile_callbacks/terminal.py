@@ -1,0 +1,49 @@
+"""What is said in the terminal: lines while something compiles, and the table at the end of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+from compile_callbacks.phases import PHASES
+from compile_callbacks.report import CompileReport
+from compile_callbacks.table import labels_and_cells
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_log = logging.getLogger("lightning.pytorch")  # where Lightning's users look, and how they turn it off
+
+
+def say(trainer: Trainer, line: str) -> None:
+    """A line that does not tear up a progress bar; a log line where there is no terminal. On rank zero alone."""
+    if not trainer.is_global_zero:
+        return
+    bar = trainer.progress_bar_callback
+    if bar is not None and getattr(bar, "is_enabled", False) and sys.stdout.isatty():
+        bar.print(line)
+    else:
+        _log.info(line)
+
+
+def print_report(report: CompileReport) -> None:
+    """The report's table: by rich where it is installed and there is a terminal to show it, else plain."""
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        _print_rich(report)
+    else:
+        print(f"\n{report}\n", flush=True)  # noqa: T201
+
+
+def _print_rich(report: CompileReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="torch.compile report", title_justify="left")
+    table.add_column("")
+    for phase in PHASES:
+        table.add_column(phase, justify="right")
+    for row in labels_and_cells([report.phase(phase) for phase in PHASES]):
+        table.add_row(*row)
+    Console().print(table)

@@ -1,0 +1,103 @@
+"""TensorBoard on a log folder, and a headless Chromium to look at it; for tests and for the docs' pictures."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+
+_FLAGS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+]
+
+# TensorBoard's older tabs are made of Polymer elements, whose insides document.querySelectorAll does not see.
+_DEEP = """
+const found = [];
+const look = (root) => {
+  for (const element of root.querySelectorAll("*")) {
+    if (element.matches(arguments[0])) found.push(element);
+    if (element.shadowRoot) look(element.shadowRoot);
+  }
+};
+look(document);
+for (const frame of document.querySelectorAll("iframe")) look(frame.contentDocument);
+return found.filter((element) => element.getClientRects().length > 0);
+"""
+
+
+@contextlib.contextmanager
+def tensorboard(logdir: Path) -> Iterator[str]:
+    """Serve a log folder on a free port of this machine; yields the address."""
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0"]
+    # A session of its own, so that its data server can be ended with it.
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as server:
+        try:
+            assert server.stderr is not None
+            said = []
+            for line in server.stderr:
+                said.append(line)
+                if match := re.search(r"TensorBoard \S+ at (http://\S+)", line):
+                    yield match[1]
+                    break
+            else:
+                raise RuntimeError(f"TensorBoard did not start: {''.join(said)}")
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def chromium(width: int = 1400, height: int = 900) -> Iterator[Any]:
+    """A headless Chromium with a profile of its own; yields selenium's driver."""
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    with tempfile.TemporaryDirectory(prefix="chromium_", ignore_cleanup_errors=True) as profile:
+        for flag in [*_FLAGS, f"--window-size={width},{height}", f"--user-data-dir={profile}"]:
+            options.add_argument(flag)
+        driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+        try:
+            yield driver
+        finally:
+            driver.quit()
+
+
+def visible(driver: Any, selector: str) -> list[Any]:
+    """The elements that a CSS selector matches and that are shown, those within other elements' insides too."""
+    return list(driver.execute_script(_DEEP, selector))
+
+
+def texts(driver: Any, selector: str) -> list[str]:
+    """What the elements that a CSS selector matches say."""
+    return [element.text.strip() for element in visible(driver, selector)]
+
+
+def wait_for(driver: Any, condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+    """Wait until a condition holds, and return what it gave."""
+    from selenium.common.exceptions import StaleElementReferenceException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    waiting = WebDriverWait(driver, seconds, ignored_exceptions=[StaleElementReferenceException])
+    return waiting.until(lambda _: condition(), f"not found within {seconds} s: {what}")
