@@ -30,13 +30,15 @@ __all__ = [
     "TORCH_PASS_TYPES",
     "CompilationRecord",
     "GraphBreak",
-    "TraceSettings",
+    "QuietTracing",
     "callback_handler",
     "compilation_records",
     "compile_function",
     "compile_graph",
     "function_with_own_cache",
     "graph_breaks",
+    "has_call_hooks",
+    "hooks_registered",
     "inference_flag_of_caller",
     "is_dynamo_wrapper",
     "mode_names",
@@ -46,7 +48,7 @@ __all__ = [
     "run_pass",
     "unregister",
     "unwrap_dynamo",
-    "with_doubled_recompile_limit",
+    "with_dynamo_settings",
 ]
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -123,16 +125,28 @@ def compile_function(
     return compiled
 
 
-def with_doubled_recompile_limit(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled``, called with room for two settings' graphs on one code object."""
+def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any], Any]) -> Callable[..., Any]:
+    """``compiled``, called with Dynamo settings that are functions of what they are else; costs 10 µs a call."""
     from torch._dynamo import config
 
-    @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with config.patch(recompile_limit=2 * config.recompile_limit):
+        with config.patch({name: change(getattr(config, name)) for name, change in settings.items()}):
             return compiled(*args, **kwargs)
 
     return call
+
+
+def hooks_registered() -> int:
+    """A number that grows with every hook that is registered on any module or tensor of the process."""
+    return torch.utils.hooks.RemovableHandle.next_id
+
+
+def has_call_hooks(module: torch.nn.Module) -> bool:
+    """Whether forward or backward hooks are registered on a module or within it."""
+    return any(
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        for part in module.modules()
+    )
 
 
 def compile_graph(
@@ -234,16 +248,10 @@ DYNAMO_TRIGGER = torch._dynamo.callback.CallbackTrigger.DYNAMO
 """The trigger of a compile that begins with tracing, not with a backward pass or a CUDA-graph recording."""
 
 
-class TraceSettings:
-    """Dynamo settings that hold while a compile of ours is traced, and for nobody else's.
+class QuietTracing:
+    """Hides a warning of Dynamo's that is not about the user's code, while it traces for us.
 
-    Torch reads them after it has announced a compile, so they are set there and taken back at its end: setting
-    them around each call would cost 10 µs a call.
-
-    - ``skip_nnmodule_hook_guards`` is off: by torch's default a compiled module never learns of a forward hook
-      that is registered after it was compiled.
-    - Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output:
-      a warning about code that is not the user's.
+    Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output.
 
     Args:
         ours: Whether the compile that begins is ours.
@@ -251,7 +259,7 @@ class TraceSettings:
 
     def __init__(self, ours: Callable[[], bool]) -> None:
         self._ours = ours
-        self._settings = contextlib.ExitStack()
+        self._filter = contextlib.ExitStack()
 
     def install(self) -> None:
         """Begin to watch for compiles."""
@@ -264,16 +272,12 @@ class TraceSettings:
         unregister(self._start, self._end)
 
     def _start(self, args: Any) -> None:
-        from torch._dynamo import config
-
-        if not self._ours():
-            return
-        self._settings.enter_context(config.patch(skip_nnmodule_hook_guards=False))
-        self._settings.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+        if self._ours():
+            self._filter.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
 
     def _end(self, args: Any) -> None:
-        self._settings.close()
+        self._filter.close()
 
 
 def unregister(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:

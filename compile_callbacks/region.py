@@ -65,18 +65,16 @@ class CompiledRegion:
         self._uncompilable: set[Any] = set()
         self._patches = {**config.resolved_options(), **pass_options((*passes, *config.passes), phase)}
         self._cudagraphs = config.uses_cudagraphs
-        name = f"{target.name}_{phase}".replace(".", "_")
-        self._compiled = _torch.compile_function(
-            _torch.function_with_own_cache(_calling(self._eager), name),
-            self._backend,
-            fullgraph=config.fullgraph,
-            dynamic=config.dynamic,
-        )
-        self._compiled_beside_another = _torch.with_doubled_recompile_limit(self._compiled)
+        self._config = config
+        self._guards_hooks = False
+        self._hooks_seen = -1
+        self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the target, compiled for the phase."""
         self.ran = True
+        if self._hooks_seen != _torch.hooks_registered():
+            self._look_for_hooks()
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
             return self._eager(*args, **kwargs)
         recorder, outer = self._recorder, self._recorder.owner
@@ -91,6 +89,30 @@ class CompiledRegion:
         finally:
             recorder.owner = outer
         return self._without_compiler(failure, args, kwargs)
+
+    def _compile(self) -> None:
+        name = "_".join(self.owner).replace(".", "_")
+        compiled = _torch.compile_function(
+            _torch.function_with_own_cache(_calling(self._eager), name),
+            self._backend,
+            fullgraph=self._config.fullgraph,
+            dynamic=self._config.dynamic,
+        )
+        if self._guards_hooks:
+            compiled = _torch.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
+        self._compiled = compiled
+        self._compiled_beside_another = _torch.with_dynamo_settings(compiled, recompile_limit=lambda limit: 2 * limit)
+
+    def _look_for_hooks(self) -> None:
+        """Compile anew where the first hooks were registered: by torch's default a compiled module never learns.
+
+        Guards on hooks would see it too, at a sixth more for each call's guards; so they are paid for only by a
+        module that has hooks, whose removal they notice.
+        """
+        self._hooks_seen = _torch.hooks_registered()
+        if not self._guards_hooks and _torch.has_call_hooks(self.target.module):
+            self._guards_hooks = True
+            self._compile()
 
     def _backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self._recorder.graph_compiled()

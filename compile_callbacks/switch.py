@@ -83,7 +83,7 @@ class PhaseSwitch:
             )
             for target in targets
         ]
-        self._trace_settings = _torch.TraceSettings(lambda: recorder.owner is not None)
+        self._quiet_tracing = _torch.QuietTracing(lambda: recorder.owner is not None)
         self._before: list[tuple[nn.Module, str, Any]] | None = None
 
     @property
@@ -96,7 +96,7 @@ class PhaseSwitch:
         if self.installed:
             return
         self._before = []
-        self._trace_settings.install()
+        self._quiet_tracing.install()
         for dispatcher in self._dispatchers:
             module, slot = dispatcher.target.module, dispatcher.target.method or _CALL_SLOT
             self._before.append((module, slot, vars(module).get(slot, _ABSENT)))
@@ -120,7 +120,7 @@ class PhaseSwitch:
                 vars(module).pop(slot, None)
             else:
                 object.__setattr__(module, slot, before)
-        self._trace_settings.remove()
+        self._quiet_tracing.remove()
         self._before = None
 
     def regions(self, phase: Phase) -> list[CompiledRegion]:

@@ -1,0 +1,133 @@
+"""What the callback adds to a steady training step, against the same child compiled by hand, in one run.
+
+python benchmarks/overhead.py                                      a small net on the CPU
+python benchmarks/overhead.py --device cuda --mode reduce-overhead   ResNet-50, batch 16, bf16
+
+Blocks of steps alternate between the two in one `fit`, so that both see the same machine; what is compared is
+the wall time of whole blocks, loop and hooks included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+
+import lightning.pytorch as pl
+import torch
+from resnet50_training import Classifier, Fixed
+from torch import nn
+
+from compile_callbacks import InductorCompile
+
+WARM_UP_STEPS = 40
+
+
+class SmallNet(Classifier):
+    """Steps of some milliseconds on two CPU cores."""
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        self.net = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, batch_size: int, steps: int) -> None:
+        self.batch, self.steps = (torch.randn(batch_size, 256), torch.randint(10, (batch_size,))), steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index):
+        return self.batch
+
+
+class Alternate(InductorCompile):
+    """`InductorCompile` in every other block of steps; in the others the child compiled by hand, and no hooks."""
+
+    def __init__(self, mode: str, block: int) -> None:
+        super().__init__(mode, None, baseline_steps=0, targets=["net"])
+        self.mode, self.block = mode, block
+        self.ours = True
+        self.seconds: dict[bool, list[float]] = {True: [], False: []}
+        self.started: float | None = None
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx % self.block == 0:
+            self.turn(pl_module, batch_idx)
+        if self.ours:
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_after_backward(self, trainer, pl_module):
+        if self.ours:
+            super().on_after_backward(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.ours:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def turn(self, module, batch_idx):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self.started is not None and batch_idx > 2 * WARM_UP_STEPS:
+            self.seconds[self.ours].append(now - self.started)
+        if batch_idx == 0:
+            self.dispatcher = module.net._compiled_call_impl
+            module.net.compile(mode=self.mode)
+            self.by_hand = module.net._compiled_call_impl
+        self.ours = not self.ours
+        module.net._compiled_call_impl = self.dispatcher if self.ours else self.by_hand
+        self.started = time.perf_counter()
+
+    def teardown(self, trainer, pl_module, stage):
+        pl_module.net._compiled_call_impl = self.dispatcher
+        super().teardown(trainer, pl_module, stage)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--mode", default="default")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--block", type=int, default=20, help="steps in a block")
+    parser.add_argument("--blocks", type=int, default=60, help="blocks of each kind")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_float32_matmul_precision("high")
+    steps = 2 * WARM_UP_STEPS + 2 * args.blocks * args.block + 1
+    alternate = Alternate(args.mode, args.block)
+    module, data, precision = SmallNet(), Rows(args.batch_size * 8, steps), "32-true"
+    if args.device == "cuda":
+        module, data, precision = Classifier(), Fixed(args.batch_size, steps), "bf16-mixed"
+    trainer = pl.Trainer(
+        accelerator=args.device, devices=1, precision=precision, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[alternate],
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+
+    pairs = list(zip(alternate.seconds[True], alternate.seconds[False], strict=False))
+    step_ms = {ours: statistics.median(s) / args.block * 1000 for ours, s in alternate.seconds.items()}
+    difference_us = statistics.median((ours - hand) / args.block * 1e6 for ours, hand in pairs)
+    result = {
+        "by_hand_ms": step_ms[False],
+        "callback_ms": step_ms[True],
+        "overhead_us": difference_us,
+        "overhead_percent": difference_us / step_ms[False] / 10,
+        "pairs_of_blocks": len(pairs),
+        "torch": torch.__version__,
+    }
+    print(
+        f"compiled by hand {result['by_hand_ms']:.3f} ms a step, with the callback {result['callback_ms']:.3f} ms; "
+        f"median difference of {len(pairs)} pairs of blocks: {difference_us:.1f} us, {result['overhead_percent']:.2f} %"
+    )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""TensorBoard's page on the log folder of a real run, as a browser shows it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import browser
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from models import Classifier, loader, trainer
+
+from compile_callbacks import InductorCompile
+
+pytestmark = [
+    pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium"),
+    pytest.mark.skipif(browser.DRIVER is None, reason="needs chromedriver"),
+    pytest.mark.skipif(importlib.util.find_spec("selenium") is None, reason="needs selenium"),
+]
+
+
+LINES = "tf-scalar-card path.line"
+
+
+class WithHparams(Classifier):
+    def __init__(self, lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Loads a tab of TensorBoard, on the logs of two runs."""
+    torch._dynamo.reset()
+    logdir = tmp_path_factory.mktemp("logs")
+    for mode in ("default", "max-autotune-no-cudagraphs"):
+        logger = TensorBoardLogger(logdir, name="", version=mode)
+        callback = InductorCompile(train_mode=mode, baseline_steps=2)
+        trainer(callback, logger=logger, max_epochs=2).fit(WithHparams(), loader(12), loader(8))
+    with browser.tensorboard(logdir) as address, browser.chromium() as driver:
+
+        def load(tab):
+            driver.get("about:blank")  # a change of the fragment alone would not load anew
+            driver.get(f"{address}#{tab}")
+            return driver
+
+        yield load
+
+
+def test_scalars_tab_has_the_charts(page):
+    driver = page("scalars&tagFilter=%5E(compile|step)%2F")  # without a filter, only the first two groups are open
+    names = browser.wait_for(driver, lambda: browser.texts(driver, "tf-card-heading"), "charts of scalars")
+    found = {name.splitlines()[0] for name in names}
+    assert {"compile/train/seconds", "step/train/eager_ms", "step/infer/speedup"} <= found
+    # Two runs: a line each.
+    browser.wait_for(driver, lambda: len(browser.visible(driver, LINES)) >= 2 * len(found), "two lines a chart")
+
+
+def test_custom_scalars_tab_has_eager_and_compiled_on_one_chart(page):
+    driver = page("custom_scalars")
+    card = "tf-custom-scalar-multi-line-chart-card"
+    cards = browser.wait_for(driver, lambda: browser.texts(driver, card), "charts of the layout")
+    titles = [text.splitlines()[0] for text in cards]
+    assert titles[:3] == ["ms a step, eager and compiled", "speedup", "seconds spent compiling"]
+    # Two runs, eager and compiled: four lines.
+    browser.wait_for(driver, lambda: "Matches (4)" in browser.texts(driver, card)[0], "four lines in the first chart")
+
+
+def test_text_tab_has_the_report_as_tables(page):
+    driver = page("text")
+    browser.wait_for(driver, lambda: "Compile report" in browser.texts(driver, "h2"), "the report's heading")
+    cells = browser.texts(driver, "td")
+    assert {"speedup", "mode", "max-autotune-no-cudagraphs", "torch"} <= set(cells)
+
+
+def test_hparams_tab_has_one_row_a_run_with_modes_and_figures(page):
+    driver = page("hparams")
+    browser.wait_for(
+        driver,
+        lambda: "max-autotune-no-cudagraphs" in browser.texts(driver, "vaadin-grid-cell-content"),
+        "the mode of a run",
+    )
+    rows = browser.texts(driver, "vaadin-grid-cell-content")
+    assert {"default", "lr", "compile/train_mode", "compile/infer_mode"} <= set(rows)
