@@ -61,14 +61,8 @@ def mode_names() -> list[str]:
 
 @functools.cache
 def option_names() -> frozenset[str]:
-    """The Inductor options that the installed torch takes.
-
-    ``list_options()`` leaves out those that stand for another name, as ``force_disable_caches`` does; torch
-    looks them up in ``_config``.
-    """
-    from torch._inductor import config
-
-    return frozenset([*torch._inductor.list_options(), *config._config])  # type: ignore[attr-defined]
+    """The Inductor options that the installed torch knows."""
+    return frozenset(torch._inductor.list_options())
 
 
 def option_type(name: str) -> Any:

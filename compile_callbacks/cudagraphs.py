@@ -15,13 +15,17 @@ def with_lasting_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
     ``accessing tensor output of CUDAGraphs that has been overwritten`` where one is looked at later. An output
     that is an input, or a view of one, is handed out as it is.
     """
+    owned: list[int] | None = None  # positions of outputs in graph memory: the same in every call of one graph
 
     def call(*inputs: Any) -> Any:
-        outputs = compiled(*inputs)
-        owned = {_storage(value) for value in inputs if _is_cuda(value)}
-        return type(outputs)(
-            value.clone() if _is_cuda(value) and _storage(value) not in owned else value for value in outputs
-        )
+        nonlocal owned
+        outputs = list(compiled(*inputs))
+        if owned is None:
+            of_inputs = {_storage(value) for value in inputs if _is_cuda(value)}
+            owned = [i for i, value in enumerate(outputs) if _is_cuda(value) and _storage(value) not in of_inputs]
+        for position in owned:
+            outputs[position] = outputs[position].clone()
+        return outputs
 
     return call
 

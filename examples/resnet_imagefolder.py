@@ -158,7 +158,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     trainer.fit(model, make_loader(train, args, train=True), make_loader(val, args, train=False))
 
-    print(f"\n{compiler.report}\n")
     print(f"val accuracy  {trainer.callback_metrics['val/accuracy']:.4f}")
     print(f"checkpoint    {checkpoint.best_model_path}")
     print(f"TensorBoard   tensorboard --logdir {args.logdir}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import FEATURES, Classifier, loader, mlp, seeded, trainer
+from models import FEATURES, Classifier, Uncached, loader, mlp, seeded, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,7 +77,7 @@ def test_compiles_of_the_users_other_code_are_not_ours():
 
 def test_seconds_of_the_backward_graph_are_part_of_its_compile():
     torch.compiler.reset()
-    callback = InductorCompile({"options": {"force_disable_caches": True}}, None, baseline_steps=0)
+    callback = InductorCompile("default", None, passes=[Uncached()], baseline_steps=0)
     trainer(callback).fit(Classifier(), loader(2))
     [compile_event] = [event for event in callback.report.train.events if event["kind"] == "compile"]
     assert compile_event["part"] == "graph"

@@ -8,7 +8,7 @@ import time
 import lightning.pytorch as pl
 import pytest
 import torch
-from models import Classifier, loader, trainer
+from models import Classifier, Uncached, loader, trainer
 from torch import nn
 
 from compile_callbacks import InductorCompile
@@ -42,7 +42,7 @@ def net(width=512):
 
 def run(accelerator):
     watch = Stopwatch()
-    callback = InductorCompile({"options": {"force_disable_caches": True}}, None, baseline_steps=50)
+    callback = InductorCompile("default", None, passes=[Uncached()], baseline_steps=50)
     module = Classifier(net())
     trainer(callback, watch, accelerator=accelerator).fit(module, loader(STEPS, batch_size=64))
     return callback.report.train, watch.milliseconds
