@@ -30,7 +30,7 @@ __all__ = [
     "TORCH_PASS_TYPES",
     "CompilationRecord",
     "GraphBreak",
-    "QuietTracing",
+    "TraceSettings",
     "callback_handler",
     "compilation_records",
     "compile_function",
@@ -46,6 +46,7 @@ __all__ = [
     "option_type",
     "resolve_options",
     "run_pass",
+    "tree_leaves",
     "unregister",
     "unwrap_dynamo",
     "with_dynamo_settings",
@@ -191,6 +192,13 @@ def compile_graph(
         return eager.forward
 
 
+def tree_leaves(value: Any) -> list[Any]:
+    """The leaves of nested containers, those that others registered with torch among them."""
+    from torch.utils._pytree import tree_leaves
+
+    return tree_leaves(value)
+
+
 def is_dynamo_wrapper(module: object) -> bool:
     """Whether this is what ``torch.compile(module)`` returns."""
     return isinstance(module, torch._dynamo.OptimizedModule)
@@ -242,18 +250,26 @@ DYNAMO_TRIGGER = torch._dynamo.callback.CallbackTrigger.DYNAMO
 """The trigger of a compile that begins with tracing, not with a backward pass or a CUDA-graph recording."""
 
 
-class QuietTracing:
-    """Hides a warning of Dynamo's that is not about the user's code, while it traces for us.
+class TraceSettings:
+    """Global settings that hold while a compile of ours is traced, and for nobody else's.
 
-    Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output.
+    They are set when torch announces a compile and taken back at its end; set around each call they would cost
+    10 µs a call.
+
+    - ``torch._inductor.config.freezing``: Dynamo looks at the global alone to decide whether weights become
+      constants; ``options={"freezing": True}`` does not reach it.
+    - Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output:
+      a warning about code that is not the user's.
 
     Args:
         ours: Whether the compile that begins is ours.
+        frozen: Whether weights are to be baked in.
     """
 
-    def __init__(self, ours: Callable[[], bool]) -> None:
+    def __init__(self, *, ours: Callable[[], bool], frozen: Callable[[], bool]) -> None:
         self._ours = ours
-        self._filter = contextlib.ExitStack()
+        self._frozen = frozen
+        self._settings = contextlib.ExitStack()
 
     def install(self) -> None:
         """Begin to watch for compiles."""
@@ -266,12 +282,17 @@ class QuietTracing:
         unregister(self._start, self._end)
 
     def _start(self, args: Any) -> None:
-        if self._ours():
-            self._filter.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+        from torch._inductor import config
+
+        if not self._ours():
+            return
+        self._settings.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+        if self._frozen():
+            self._settings.enter_context(config.patch(freezing=True))
 
     def _end(self, args: Any) -> None:
-        self._filter.close()
+        self._settings.close()
 
 
 def unregister(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:

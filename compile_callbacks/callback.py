@@ -16,12 +16,14 @@ from compile_callbacks.config import InductorConfig, as_config
 from compile_callbacks.loggers import log_scalars, log_summary
 from compile_callbacks.passes import as_passes
 from compile_callbacks.phases import Phase
-from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, signature
+from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSettings
 from compile_callbacks.report import CompileReport, uncompiled_report
 from compile_callbacks.session import CompileSession
+from compile_callbacks.shapes import NEW_SHAPES, NewShapes, signature
 from compile_callbacks.stages import expected_steps
 from compile_callbacks.targets import adopt_compiled, check_names, find_targets
 from compile_callbacks.terminal import print_report, say
+from compile_callbacks.verify import VERIFY, Verify
 
 Mode = str | Mapping[str, Any] | InductorConfig | None
 
@@ -46,6 +48,11 @@ class InductorCompile(Callback):
             with, after two to warm up; never more than half of the steps to come. 0: no baseline, no speedup.
         on_error: What a failure of the compiler does: ``"eager"`` warns, counts it, and runs the work eagerly;
             ``"raise"`` ends the run with a `CompileError`.
+        verify: Compare the first batch of each phase with eager, outputs and in training gradients, and on a
+            difference that rounding does not explain: ``"warn"``; ``"eager"``, warn and leave the target eager;
+            ``"raise"``, end the run. ``"off"``: do not compare. See `compare_with_eager` for the tolerance.
+        new_shapes: What an input of a shape not seen before does: ``"recompile"``; ``"eager"``, run eagerly
+            unless a compiled graph fits (a shape that keeps coming back is compiled after all); ``"raise"``.
         keep_compiled: Leave the module compiled after the trainer is done. Calls then choose the phase by
             whether grad is enabled.
 
@@ -69,6 +76,8 @@ class InductorCompile(Callback):
         passes: Sequence[Any] = (),
         baseline_steps: int = 10,
         on_error: OnError = "eager",
+        verify: Verify = "warn",
+        new_shapes: NewShapes = "recompile",
         keep_compiled: bool = False,
     ) -> None:
         self.configs: dict[Phase, InductorConfig | None] = {
@@ -81,15 +90,23 @@ class InductorCompile(Callback):
             raise TypeError(f"baseline_steps={baseline_steps!r} must be an integer, 0 or more")
         if baseline_steps < 0:
             raise ValueError(f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline")
-        if on_error not in ON_ERROR:
-            raise ValueError(unknown("on_error", on_error, ON_ERROR))
+        _check_choice("on_error", on_error, ON_ERROR)
+        _check_choice("verify", verify, VERIFY)
+        _check_choice("new_shapes", new_shapes, NEW_SHAPES)
         if not isinstance(keep_compiled, bool):
             raise TypeError(f"keep_compiled={keep_compiled!r} must be True or False")
+        if self.configs["train"] is not None and self.configs["train"].freezes:
+            rank_zero_warn(
+                "train_mode's option 'freezing' has no effect: weights that are trained are not baked in",
+                category=CompileWarning,
+            )
         if not any(self.configs.values()) and (self.passes or keep_compiled):
             idle = "passes" if self.passes else "keep_compiled"
             rank_zero_warn(f"{idle} has no effect: neither train_mode nor infer_mode compiles", category=CompileWarning)
         self.baseline_steps = baseline_steps
         self.on_error: OnError = on_error
+        self.verify: Verify = verify
+        self.new_shapes: NewShapes = new_shapes
         self.keep_compiled = keep_compiled
         self._session: CompileSession | None = None
         self._key_matcher: KeyMatcher | None = None
@@ -140,7 +157,7 @@ class InductorCompile(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._global_step_before = trainer.global_step
-        self._step_begins(trainer)
+        self._step_begins(trainer, batch_idx)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -175,7 +192,7 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_begins(trainer)
+        self._step_begins(trainer, batch_idx)
 
     @override
     def on_validation_batch_end(
@@ -208,7 +225,7 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_begins(trainer)
+        self._step_begins(trainer, batch_idx)
 
     @override
     def on_test_batch_end(
@@ -239,7 +256,7 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_begins(trainer)
+        self._step_begins(trainer, batch_idx)
 
     @override
     def on_predict_batch_end(
@@ -281,7 +298,7 @@ class InductorCompile(Callback):
                 self.configs,
                 passes=self.passes,
                 baseline_steps=self.baseline_steps,
-                on_error=self.on_error,
+                settings=RegionSettings(on_error=self.on_error, verify=self.verify, new_shapes=self.new_shapes),
                 say=functools.partial(say, trainer),
             )
         if self._earlier_state is not None:
@@ -289,11 +306,11 @@ class InductorCompile(Callback):
             self._earlier_state = None
         if not session.running:
             session.begin(expected_steps(trainer))
-        session.enter(phase)
+        session.enter(phase, weights_stand_still=trainer.state.fn != "fit")
 
-    def _step_begins(self, trainer: Trainer) -> None:
+    def _step_begins(self, trainer: Trainer, batch_idx: int) -> None:
         if self._session:
-            self._session.step_begins(measured=not trainer.sanity_checking)
+            self._session.step_begins(first=batch_idx == 0, measured=not trainer.sanity_checking)
 
     def _step_ends(self, stage: str, batch: Any, part: Hashable) -> None:
         if self._session:
@@ -323,3 +340,8 @@ class InductorCompile(Callback):
         if trainer.is_global_zero and (trainer.state.fn == "fit" or not self._printed):
             self._printed = True
             print_report(report)
+
+
+def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(unknown(argument, value, choices))

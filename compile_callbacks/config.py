@@ -125,6 +125,11 @@ class InductorConfig:
         """Whether these settings ask for CUDA graphs."""
         return bool(self.resolved_options().get("triton.cudagraphs"))
 
+    @property
+    def freezes(self) -> bool:
+        """Whether these settings ask for weights to be baked in where they stand still."""
+        return bool(self.options.get("freezing"))
+
     def _set_fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 

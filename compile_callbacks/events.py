@@ -11,16 +11,17 @@ from compile_callbacks import _torch
 from compile_callbacks.phases import Phase
 from compile_callbacks.recompiles import explain_recompile
 
-EventKind = Literal["compile", "cache", "graph_break", "recompile", "fallback", "cudagraph_skip"]
+EventKind = Literal["compile", "cache", "graph_break", "recompile", "fallback", "cudagraph_skip", "verify"]
 
 CompilePart = Literal["graph", "backward", "cudagraph"]
 
 
 class Owner(NamedTuple):
-    """The target and phase that a compile is for."""
+    """The target and phase that a compile is for, and whether weights are baked in."""
 
     target: str
     phase: Phase
+    frozen: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class CompileEvent:
         seconds: How long it took (kind ``"compile"``).
         backward_seconds: How much of it went into the backward graph.
         graphs: How many graphs were compiled (kind ``"compile"``).
+        max_abs_error: Largest difference from eager (kind ``"verify"``; ``None`` where it was left out).
         cache_hits: Graphs that came from torch's cache (kind ``"cache"``).
         cache_misses: And those that did not.
         reason: Torch's reason.
@@ -50,6 +52,7 @@ class CompileEvent:
     seconds: float | None = None
     backward_seconds: float | None = None
     graphs: int = 0
+    max_abs_error: float | None = None
     cache_hits: int = 0
     cache_misses: int = 0
     reason: str | None = None

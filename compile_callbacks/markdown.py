@@ -1,4 +1,4 @@
-"""A `CompileReport` as Markdown: tables of settings, figures, environment, and the reasons behind the counts."""
+"""A `CompileReport` as Markdown: tables of settings and figures, of reasons, and of what it ran on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from compile_callbacks.reasons import Reason, reasons
 from compile_callbacks.report import CompileReport
 from compile_callbacks.table import labels_and_cells
 
-_SETTINGS = ("mode", "targets")
 _TITLES = {
     "graph_break": "Graph breaks",
     "recompile": "Recompiles",
@@ -31,13 +30,7 @@ def to_markdown(report: CompileReport, environment: Mapping[str, str]) -> str:
         Markdown with tables.
     """
     rows = labels_and_cells([report.phase(phase) for phase in PHASES])
-    parts = [
-        "## Compile report",
-        "### What it cost and gained",
-        _table(("", *PHASES), [row for row in rows if row[0] not in _SETTINGS], align_right=True),
-        "### Settings",
-        _table(("", *PHASES), [row for row in rows if row[0] in _SETTINGS]),
-    ]
+    parts = ["## Compile report", _table(("", *PHASES), rows)]
     found = reasons(report)
     for kind in dict.fromkeys([*_TITLES, *(reason.kind for reason in found)]):
         if rows := [_reason_row(reason, times) for reason, times in found.items() if reason.kind == kind]:
@@ -53,9 +46,8 @@ def _reason_row(reason: Reason, times: int) -> tuple[str, ...]:
     return reason.phase, reason.target, str(times), reason.where or "-", reason.text
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, align_right: bool = False) -> str:
-    rule = ["---", *("--:" if align_right else "---" for _ in head[1:])]
-    lines = [head, rule, *(tuple(map(_cell, row)) for row in rows)]
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *(tuple(map(_cell, row)) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

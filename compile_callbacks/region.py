@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,7 +16,10 @@ from compile_callbacks.cudagraphs import with_lasting_outputs
 from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.passes import pass_options
 from compile_callbacks.phases import Phase
+from compile_callbacks.shapes import NewShapes, ShapePolicy, shapes, signature
 from compile_callbacks.targets import Target
+from compile_callbacks.verify import Verify, compare_with_eager
+from compile_callbacks.weights import WeightWatch
 
 OnError = Literal["eager", "raise"]
 """What a failure of the compiler does: cost speed, or end the run."""
@@ -30,6 +35,37 @@ class CompileWarning(UserWarning):
     """Something was not compiled as asked."""
 
 
+class Isolation:
+    """Shared by the regions of one switch: while ``eager`` holds, all of them run uncompiled."""
+
+    def __init__(self) -> None:
+        self.eager = False
+
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Nothing within runs compiled, targets inside a target neither."""
+        self.eager = True
+        try:
+            yield
+        finally:
+            self.eager = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionSettings:
+    """What a region does beside compiling.
+
+    Attributes:
+        on_error: What a failure of the compiler does.
+        verify: What a difference from eager on the first call does.
+        new_shapes: What an unseen input shape does.
+    """
+
+    on_error: OnError = "eager"
+    verify: Verify = "off"
+    new_shapes: NewShapes = "recompile"
+
+
 class CompiledRegion:
     """A target compiled for a phase; called in place of the target.
 
@@ -42,7 +78,9 @@ class CompiledRegion:
         config: The settings.
         passes: Graph passes to run before those of ``config``.
         recorder: Told of everything that happens.
-        on_error: ``"eager"`` or ``"raise"``.
+        isolation: Shared with the regions of the same switch.
+        settings: What the region does beside compiling.
+        frozen: Bake the weights in, and anew when they changed; see `WeightWatch` and `suspect_weights`.
     """
 
     def __init__(
@@ -53,45 +91,120 @@ class CompiledRegion:
         *,
         passes: Sequence[Any] = (),
         recorder: CompileRecorder,
-        on_error: OnError = "eager",
+        isolation: Isolation | None = None,
+        settings: RegionSettings | None = None,
+        frozen: bool = False,
     ) -> None:
         self.target = target
-        self.owner = Owner(target.name, phase)
+        self.owner = Owner(target.name, phase, frozen)
         self.ran = False
+        self._settings = settings or RegionSettings()
+        self._config = config
         self._eager = target.eager
         self._recorder = recorder
-        self._on_error = on_error
+        self._isolation = isolation or Isolation()
+        self._shapes = ShapePolicy(self._settings.new_shapes)
+        self._unverified = self._settings.verify != "off"
+        self._gave_up = False
         self._warned = False
         self._uncompilable: set[Any] = set()
-        self._patches = {**config.resolved_options(), **pass_options((*passes, *config.passes), phase)}
-        self._cudagraphs = config.uses_cudagraphs
-        self._config = config
+        self._patches = {
+            **config.resolved_options(),
+            **pass_options((*passes, *config.passes), phase),
+            "freezing": frozen,
+        }
         self._guards_hooks = False
         self._hooks_seen = -1
+        self._weights = WeightWatch(target.module)
+        self._suspects_weights = True
+        self._baked_in = False
         self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the target, compiled for the phase."""
+        if self._isolation.eager:
+            return self._eager(*args, **kwargs)
         self.ran = True
+        if self._gave_up:
+            return self._eager(*args, **kwargs)
+        if self.owner.frozen:
+            self._refreeze_if_weights_changed()
         if self._hooks_seen != _torch.hooks_registered():
             self._look_for_hooks()
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
             return self._eager(*args, **kwargs)
         recorder, outer = self._recorder, self._recorder.owner
         recorder.owner = self.owner
-        compiled = self._compiled
-        if _torch.SHARES_RECOMPILE_LIMIT and self.owner in recorder.broken:
-            compiled = self._compiled_beside_another  # behind a break, both phases' graphs are on the user's code
         try:
-            return compiled(*args, **kwargs)
+            if self._unverified:
+                self._verify(args, kwargs)
+                if self._gave_up:
+                    return self._eager(*args, **kwargs)
+            if (stance := self._shapes.stance(args, kwargs)) is not None:
+                return self._call_under(stance, args, kwargs)
+            return self._call_compiled(*args, **kwargs)
         except _torch.COMPILER_ERRORS as error:
             failure = error
         finally:
             recorder.owner = outer
         return self._without_compiler(failure, args, kwargs)
 
+    def suspect_weights(self) -> None:
+        """Look at the contents of the weights before the next call: a stage begins, and may have swapped them."""
+        self._suspects_weights = True
+
+    def _refreeze_if_weights_changed(self) -> None:
+        if self._weights.changed(thorough=self._suspects_weights) and self._baked_in:
+            self._compile()
+        self._suspects_weights, self._baked_in = False, True
+
+    def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        if _torch.SHARES_RECOMPILE_LIMIT and self.owner in self._recorder.broken:
+            # Behind a break, both phases' graphs are on the user's code.
+            return self._compiled_beside_another(*args, **kwargs)
+        return self._compiled(*args, **kwargs)
+
+    def _call_under(self, stance: str, args: Any, kwargs: Any) -> Any:
+        """A call of a shape that was not seen before, which is not to compile."""
+        try:
+            # A target inside this one would else meet the stance too, and take it for its own first call.
+            with self._isolation.uncompiled(), torch.compiler.set_stance(stance):  # type: ignore[arg-type]
+                return self._call_compiled(*args, **kwargs)
+        except RuntimeError as error:
+            if stance not in str(error):
+                raise
+        target, phase, _ = self.owner
+        raise CompileError(
+            f"target {target!r} was called in the {phase} phase with inputs of the shapes {shapes((args, kwargs))}, "
+            "for which it is not compiled, and new_shapes='raise'; give 'recompile' or 'eager' to admit them"
+        )
+
+    def _verify(self, args: Any, kwargs: Any) -> None:
+        """Compare with eager, once, and do what the user asked for."""
+        self._unverified = False
+
+        def eager(*args: Any, **kwargs: Any) -> Any:
+            with self._isolation.uncompiled():
+                return self._eager(*args, **kwargs)
+
+        compared = compare_with_eager(self.target.module, eager, self._call_compiled, args, kwargs)
+        target, phase, _ = self.owner
+        self._recorder.add(
+            "verify", self.owner, reason=compared.problem or compared.left_out, max_abs_error=compared.max_abs_error
+        )
+        if compared.problem is None:
+            return
+        message = f"target {target!r} does not compute in the {phase} phase what it does eagerly: {compared.problem}"
+        if self._settings.verify == "raise":
+            raise CompileError(f"{message} (verify='raise')")
+        if self._settings.verify == "eager":
+            self._gave_up = True
+            self._recorder.add("fallback", self.owner, reason=compared.problem)
+            message += "; it runs eagerly from here on (verify='eager')"
+        warnings.warn(message, CompileWarning, stacklevel=2)
+
     def _compile(self) -> None:
-        name = "_".join(self.owner).replace(".", "_")
+        name = "_".join((self.owner.target, self.owner.phase)).replace(".", "_")
         compiled = _torch.compile_function(
             _torch.function_with_own_cache(_calling(self._eager), name),
             self._backend,
@@ -115,7 +228,6 @@ class CompiledRegion:
             self._compile()
 
     def _backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self._recorder.graph_compiled()
         compiled = _torch.compile_graph(
             graph_module,
             example_inputs,
@@ -123,11 +235,12 @@ class CompiledRegion:
             fallback=self._may_fall_back,
             on_lowered=lambda seconds, backward: self._recorder.graph_lowered(seconds, is_backward=backward),
         )
-        return with_lasting_outputs(compiled) if self._cudagraphs else compiled
+        self._recorder.graph_compiled()  # here: Dynamo may restart its analysis from within, and come again
+        return with_lasting_outputs(compiled) if self._config.uses_cudagraphs else compiled
 
     def _may_fall_back(self, error: Exception) -> bool:
         """Whether a graph on which Inductor failed is to run eagerly."""
-        if self._on_error == "raise":
+        if self._settings.on_error == "raise":
             return False
         self._report(error)
         return True
@@ -136,15 +249,15 @@ class CompiledRegion:
         """The call done eagerly, after the compiler gave up on it."""
         # Where the error is the user's own, the eager call raises it as it is, with its own traceback.
         result = self._eager(*args, **kwargs)
-        if self._on_error == "raise":
-            target, phase = self.owner
+        if self._settings.on_error == "raise":
+            target, phase, _ = self.owner
             raise CompileError(f"compiling target {target!r} for the {phase} phase failed: {failure}") from failure
         self._uncompilable.add(signature(args, kwargs))
         self._report(failure)
         return result
 
     def _report(self, error: Exception) -> None:
-        target, phase = self.owner
+        target, phase, _ = self.owner
         cause = root_cause(error)
         reason = f"{type(cause).__name__}: {cause}".strip()
         self._recorder.add("fallback", self.owner, reason=reason)
@@ -158,18 +271,6 @@ class CompiledRegion:
             CompileWarning,
             stacklevel=2,
         )
-
-
-def signature(args: Any, kwargs: Any = None) -> Any:
-    """What a call's inputs look like: shapes, dtypes and devices of tensors, types of all else; hashable."""
-    if isinstance(args, torch.Tensor):
-        return tuple(args.shape), args.dtype, args.device.type, args.requires_grad
-    if isinstance(args, dict):
-        return tuple((key, signature(value)) for key, value in args.items())
-    if isinstance(args, (list, tuple)):
-        found = tuple(map(signature, args))
-        return (found, signature(kwargs)) if kwargs else found
-    return type(args)
 
 
 def root_cause(error: BaseException) -> BaseException:

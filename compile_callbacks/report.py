@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from compile_callbacks.config import EAGER, InductorConfig
-from compile_callbacks.events import CompileRecorder
+from compile_callbacks.events import CompileEvent, CompileRecorder
 from compile_callbacks.memory import PeakMemory
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.table import labels_and_cells, plain_table
@@ -41,6 +41,8 @@ class PhaseReport:
             not taken off; negative where they took more.
         eager_peak_memory_mb: Peak GPU memory of an eager step, in MiB; see `PeakMemory`.
         peak_memory_mb: Peak GPU memory of a compiled step, in MiB.
+        max_abs_error: Largest absolute difference from eager of an output's element, on the first batch.
+        verified: ``"equal"``, ``"differs"`` or ``"left out"`` (why: ``events``); ``None`` where not compared.
         fallbacks: Times that the compiler failed and the work was done eagerly.
         restored: Names of the figures that come from the run that this one resumes.
         events: What is behind the counts, in order.
@@ -64,6 +66,8 @@ class PhaseReport:
     seconds_saved: float | None = None
     eager_peak_memory_mb: float | None = None
     peak_memory_mb: float | None = None
+    max_abs_error: float | None = None
+    verified: str | None = None
     fallbacks: int = 0
     restored: tuple[str, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
@@ -181,10 +185,23 @@ def build_phase_report(
         seconds_saved=seconds_saved(timer.steps[phase, True], eager_ms, compiled_ms),
         eager_peak_memory_mb=memory.peak_mb(phase, compiled=False),
         peak_memory_mb=memory.peak_mb(phase, compiled=True),
+        max_abs_error=max(
+            (e.max_abs_error for e in recorder.of(phase, "verify") if e.max_abs_error is not None), default=None
+        ),
+        verified=_verdict(recorder.of(phase, "verify")),
         fallbacks=len(recorder.of(phase, "fallback")),
         restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
         events=tuple(event.to_dict() for event in recorder.events if event.phase == phase),
     )
+
+
+def _verdict(comparisons: Sequence[CompileEvent]) -> str | None:
+    """What came of a phase's comparisons with eager, the worst first."""
+    if any(event.reason and event.max_abs_error is not None for event in comparisons):
+        return "differs"
+    if any(event.reason for event in comparisons):
+        return "left out"
+    return "equal" if comparisons else None
 
 
 def uncompiled_report(configs: Mapping[Phase, InductorConfig | None]) -> CompileReport:

@@ -16,7 +16,7 @@ from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.memory import PeakMemory
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.progress import CompileProgress
-from compile_callbacks.region import CompileWarning, OnError
+from compile_callbacks.region import CompileWarning, RegionSettings
 from compile_callbacks.report import CompileReport, build_phase_report
 from compile_callbacks.switch import PhaseSwitch
 from compile_callbacks.targets import Target
@@ -34,7 +34,7 @@ class CompileSession:
         configs: The settings by phase; ``None`` leaves a phase eager.
         passes: Graph passes for both phases.
         baseline_steps: Eager samples wanted in each phase.
-        on_error: What a compiler failure does.
+        settings: What to do on failures, differences from eager and new shapes.
         say: Takes a line of text while something compiles.
     """
 
@@ -46,7 +46,7 @@ class CompileSession:
         *,
         passes: Sequence[Any] = (),
         baseline_steps: int = 0,
-        on_error: OnError = "eager",
+        settings: RegionSettings | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module = module
@@ -55,7 +55,7 @@ class CompileSession:
         self._recorder = CompileRecorder(on_start=progress.compile_begins, on_end=progress.compile_ends)
         self._timer = StepTimer()
         self._memory = PeakMemory()
-        self._switch = PhaseSwitch(targets, configs, passes=passes, recorder=self._recorder, on_error=on_error)
+        self._switch = PhaseSwitch(targets, configs, passes=passes, recorder=self._recorder, settings=settings)
         self._baselines = {phase: Baseline(baseline_steps if config else 0) for phase, config in configs.items()}
         self._target_names = tuple(target.name for target in targets)
         self._lasting_gradients = LastingGradients()
@@ -63,6 +63,7 @@ class CompileSession:
         self._running = False
         self._phase: Phase = "train"
         self._compiled = False
+        self._frozen = False
         self._cuda = False
         self._seen_before_step = (0, 0)
         self._warned: set[Any] = set()
@@ -100,17 +101,26 @@ class CompileSession:
 
     # ------------------------------------------------------------------------------------------ stages and steps
 
-    def enter(self, phase: Phase) -> None:
-        """A stage of this phase begins or goes on; it runs compiled until a step says otherwise."""
+    def enter(self, phase: Phase, *, weights_stand_still: bool = False) -> None:
+        """A stage of this phase begins or goes on; it runs compiled until a step says otherwise.
+
+        Args:
+            phase: The phase.
+            weights_stand_still: Whether nobody trains meanwhile, so that weights may be baked in.
+        """
         self._phase = phase
+        self._frozen = weights_stand_still
         self._select(compiled=True)
 
-    def step_begins(self, *, measured: bool = True) -> None:
+    def step_begins(self, *, first: bool = False, measured: bool = True) -> None:
         """A batch begins.
 
         Args:
+            first: Whether it is the first of its stage: whatever swaps weights for a stage has done so by now.
             measured: Whether its time may be a sample, and whether it may be an eager step of the baseline.
         """
+        if first:
+            self._switch.suspect_weights()
         self._select(compiled=not (measured and self._baselines[self._phase].running))
         self._seen_before_step = self._recorder.compiles_seen, self._recorder.traces_seen
         if self._cuda:
@@ -155,7 +165,7 @@ class CompileSession:
         for region in self._switch.regions(phase):
             if region.ran and not self._heard_of(region.owner):
                 self._warn_once(
-                    region.owner,
+                    region.owner[:2],
                     f"target {region.owner.target!r} ran in the {phase} phase without a compiled graph: "
                     f"{self._why(region.owner)}",
                 )
@@ -206,13 +216,13 @@ class CompileSession:
 
     def _select(self, *, compiled: bool) -> None:
         self._compiled = compiled and self._configs[self._phase] is not None
-        self._switch.select(self._phase, compiled=compiled)
+        self._switch.select(self._phase, compiled=compiled, frozen=self._frozen)
 
     def _heard_of(self, owner: Owner) -> bool:
         return any(
             event.kind == "fallback" or event.graphs
             for event in self._recorder.events
-            if (event.target, event.phase) == owner
+            if (event.target, event.phase) == owner[:2]
         )
 
     def _why(self, owner: Owner) -> str:

@@ -12,7 +12,7 @@ from compile_callbacks import _torch
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.events import CompileRecorder
 from compile_callbacks.phases import Phase
-from compile_callbacks.region import CompiledRegion, OnError
+from compile_callbacks.region import CompiledRegion, Isolation, RegionSettings
 from compile_callbacks.targets import Target
 
 _CALL_SLOT = "_compiled_call_impl"  # what nn.Module.compile() sets, and nn.Module.__call__ looks at
@@ -25,9 +25,15 @@ class Dispatcher:
     would run the original's weights.
     """
 
-    def __init__(self, target: Target, regions: Mapping[Phase, CompiledRegion]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        regions: Mapping[Phase, CompiledRegion],
+        frozen_regions: Mapping[Phase, CompiledRegion],
+    ) -> None:
         self.target = target
         self.regions = regions
+        self.frozen_regions = frozen_regions
         self.eager = target.eager
         self.selected: Callable[..., Any] = self.eager
 
@@ -36,6 +42,10 @@ class Dispatcher:
         if torch.compiler.is_compiling():  # inside another target's trace, or an export: be part of its graph
             return self.eager(*args, **kwargs)
         return self.selected(*args, **kwargs)
+
+    def region(self, phase: Phase, *, frozen: bool) -> CompiledRegion | None:
+        """What is compiled for a phase, with the weights baked in where that is asked for and there is such."""
+        return (self.frozen_regions.get(phase) if frozen else None) or self.regions.get(phase)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.target.method is None:
@@ -54,12 +64,15 @@ class PhaseSwitch:
     Nothing is compiled before a target is called. No wrapper module exists: ``state_dict`` keys,
     ``isinstance``, hooks and optimizers see the original modules.
 
+    A phase whose config asks for freezing has a second region a target, with the weights baked in; it is selected
+    by `select` with ``frozen=True``, for stages in which the weights stand still.
+
     Args:
         targets: What is compiled.
         configs: The settings by phase; ``None`` leaves a phase eager.
         passes: Graph passes for both phases, before those of each config.
         recorder: Told of everything that happens while compiling.
-        on_error: What a compiler failure does.
+        settings: What regions do beside compiling.
     """
 
     def __init__(
@@ -69,21 +82,34 @@ class PhaseSwitch:
         *,
         passes: Sequence[Any] = (),
         recorder: CompileRecorder,
-        on_error: OnError = "eager",
+        settings: RegionSettings | None = None,
     ) -> None:
         self.targets = tuple(targets)
+        isolation = Isolation()
+
+        def regions(target: Target, *, frozen: bool) -> dict[Phase, CompiledRegion]:
+            return {
+                phase: CompiledRegion(
+                    target,
+                    phase,
+                    config,
+                    passes=passes,
+                    recorder=recorder,
+                    isolation=isolation,
+                    settings=settings,
+                    frozen=frozen,
+                )
+                for phase, config in configs.items()
+                if config is not None and (not frozen or (config.freezes and phase == "infer"))
+            }
+
         self._dispatchers = [
-            Dispatcher(
-                target,
-                {
-                    phase: CompiledRegion(target, phase, config, passes=passes, recorder=recorder, on_error=on_error)
-                    for phase, config in configs.items()
-                    if config is not None
-                },
-            )
-            for target in targets
+            Dispatcher(target, regions(target, frozen=False), regions(target, frozen=True)) for target in targets
         ]
-        self._quiet_tracing = _torch.QuietTracing(lambda: recorder.owner is not None)
+        self._trace_settings = _torch.TraceSettings(
+            ours=lambda: recorder.owner is not None,
+            frozen=lambda: recorder.owner is not None and recorder.owner.frozen,
+        )
         self._before: list[tuple[nn.Module, str, Any]] | None = None
 
     @property
@@ -96,17 +122,29 @@ class PhaseSwitch:
         if self.installed:
             return
         self._before = []
-        self._quiet_tracing.install()
+        self._trace_settings.install()
         for dispatcher in self._dispatchers:
             module, slot = dispatcher.target.module, dispatcher.target.method or _CALL_SLOT
             self._before.append((module, slot, vars(module).get(slot, _ABSENT)))
             object.__setattr__(module, slot, dispatcher)
 
-    def select(self, phase: Phase, *, compiled: bool = True) -> None:
-        """Have the targets run with a phase's settings, or eagerly where ``compiled`` is false."""
+    def select(self, phase: Phase, *, compiled: bool = True, frozen: bool = False) -> None:
+        """Have the targets run with a phase's settings, or eagerly where ``compiled`` is false.
+
+        Args:
+            phase: The phase.
+            compiled: Whether to run compiled.
+            frozen: Whether to run with weights baked in, where the config asks for it.
+        """
         for dispatcher in self._dispatchers:
-            region = dispatcher.regions.get(phase) if compiled else None
+            region = dispatcher.region(phase, frozen=frozen) if compiled else None
             dispatcher.selected = dispatcher.eager if region is None else region
+
+    def suspect_weights(self) -> None:
+        """Have weights that are baked in looked at before they are used again."""
+        for dispatcher in self._dispatchers:
+            for region in dispatcher.frozen_regions.values():
+                region.suspect_weights()
 
     def select_by_grad_mode(self) -> None:
         """Have each call choose: the train settings where grad is enabled, else the infer settings."""
@@ -120,12 +158,17 @@ class PhaseSwitch:
                 vars(module).pop(slot, None)
             else:
                 object.__setattr__(module, slot, before)
-        self._quiet_tracing.remove()
+        self._trace_settings.remove()
         self._before = None
 
     def regions(self, phase: Phase) -> list[CompiledRegion]:
-        """The compiled regions of a phase, one a target; none where the phase is left eager."""
-        return [d.regions[phase] for d in self._dispatchers if phase in d.regions]
+        """The compiled regions of a phase; none where the phase is left eager."""
+        return [
+            regions[phase]
+            for dispatcher in self._dispatchers
+            for regions in (dispatcher.regions, dispatcher.frozen_regions)
+            if phase in regions
+        ]
 
 
 _ABSENT = object()

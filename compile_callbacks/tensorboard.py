@@ -32,11 +32,12 @@ _CHARTS = {
     "speedup": ("step/{phase}/speedup",),
     "seconds spent compiling": ("compile/{phase}/seconds",),
 }
+# TensorBoard shows five metrics unless asked for more, the user's first.
 _HPARAM_METRICS = (
     "step/{phase}/speedup",
-    "step/{phase}/eager_ms",
     "step/{phase}/compiled_ms",
     "compile/{phase}/seconds",
+    "step/{phase}/eager_ms",
 )
 
 
@@ -147,7 +148,7 @@ def add_hparams(
     """
     from torch.utils.tensorboard.summary import hparams
 
-    ours = [prefix + tag.format(phase=phase) for phase in PHASES for tag in _HPARAM_METRICS]
+    ours = [prefix + tag.format(phase=phase) for tag in _HPARAM_METRICS for phase in PHASES]
     entry = hparams(dict(_flat(params)) | hparams_of(report), dict.fromkeys([*metrics, *ours], 0.0))
     _write(writer, *entry, step=step)
 

@@ -1,0 +1,143 @@
+"""`verify`: compiled against eager on the first batch, without a trace."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import FEATURES, Classifier, loader, mlp, seeded, trainer
+from torch import nn
+
+from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile
+from compile_callbacks.verify import compare_with_eager, tolerance
+
+
+class Wrong(GraphPass):
+    """Turns ReLU's zero into one, in the graphs of one phase."""
+
+    def __init__(self, phase):
+        self.wrong_phase = phase
+
+    def __call__(self, graph, is_inference):
+        if self.phase != self.wrong_phase:
+            return
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+            node.target = torch.ops.aten.neg.default
+
+    def uuid(self):
+        return None
+
+
+def losses(*callbacks, make=Classifier, **kwargs):
+    module = seeded(make)
+    trainer(*callbacks, **kwargs).fit(module, loader(6), loader(2))
+    return module.losses
+
+
+@pytest.mark.parametrize("phase", ["train", "infer"])
+def test_a_wrong_result_is_warned_about_and_reported(phase):
+    callback = InductorCompile(passes=[Wrong(phase)], baseline_steps=0)
+    with pytest.warns(CompileWarning, match=f"does not compute in the {phase} phase what it does eagerly: output 0"):
+        losses(callback)
+    assert callback.report.phase(phase).verified == "differs"
+    assert callback.report.phase(phase).max_abs_error > 0.01
+    assert callback.report.phase("infer" if phase == "train" else "train").verified == "equal"
+
+
+def test_eager_goes_on_eagerly_with_the_right_results():
+    callback = InductorCompile(passes=[Wrong("train")], verify="eager", baseline_steps=0)
+    with pytest.warns(CompileWarning, match="runs eagerly from here on"):
+        assert losses(callback) == losses()
+    assert callback.report.train.fallbacks == 1
+
+
+def test_raise_ends_the_run():
+    with pytest.raises(CompileError, match="target 'net' does not compute in the train phase"):
+        losses(InductorCompile(passes=[Wrong("train")], verify="raise", baseline_steps=0))
+
+
+def test_off_compares_nothing():
+    callback = InductorCompile(passes=[Wrong("train")], verify="off", baseline_steps=0)
+    losses(callback)
+    assert callback.report.train.verified is None
+    assert callback.report.train.max_abs_error is None
+
+
+def test_comparing_leaves_the_run_as_it_was():
+    def final(verify):
+        module = seeded()
+        trainer(InductorCompile(verify=verify, baseline_steps=0)).fit(module, loader(6), loader(2))
+        return module.state_dict(), torch.get_rng_state()
+
+    (compared, compared_rng), (not_compared, rng) = final("warn"), final("off")
+    for key, value in compared.items():
+        assert torch.equal(value, not_compared[key]), key
+    assert torch.equal(compared_rng, rng)
+
+
+class WithDropout(Classifier):
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.5), nn.Linear(16, 3)))
+
+
+def test_dropout_leaves_the_comparison_out_in_training_alone():
+    callback = InductorCompile(baseline_steps=0)
+    losses(callback, make=WithDropout)
+    assert callback.report.train.verified == "left out"
+    assert callback.report.infer.verified == "equal"
+    [event] = [e for e in callback.report.train.events if e["kind"] == "verify"]
+    assert "random numbers" in event["reason"]
+
+
+def test_a_gradient_that_differs_is_found():
+    class HalfGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient / 2
+
+    net = mlp()
+    found = compare_with_eager(net, net, lambda x: HalfGradient.apply(net(x)), (torch.randn(8, FEATURES),), {})
+    assert "gradient" in found.problem
+    assert found.max_abs_error == 0
+
+
+def test_gradients_buffers_and_generators_are_as_before():
+    net = mlp()
+    x = torch.randn(8, FEATURES)
+    net(x).sum().backward()
+    before, gradients = copy.deepcopy(net.state_dict()), [p.grad.clone() for p in net.parameters()]
+    rng = torch.get_rng_state()
+    assert compare_with_eager(net, net, net, (x,), {}).problem is None
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), gradients, strict=True))
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_no_memory_for_it_leaves_it_out():
+    def hungry(x):
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+
+    found = compare_with_eager(mlp(), hungry, hungry, (torch.ones(2, FEATURES),), {})
+    assert "1 TiB" in found.left_out
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_in_both_is_equal(value):
+    net = mlp()
+    bad = torch.tensor([1.0, value])
+    assert compare_with_eager(net, lambda: bad, bad.clone, (), {}).problem is None
+    assert compare_with_eager(net, lambda: bad, lambda: torch.ones(2), (), {}).problem is not None
+
+
+def test_tolerance_is_half_of_the_digits_of_the_coarsest_arithmetic():
+    net = mlp()
+    assert tolerance(net, []) == pytest.approx(3.45e-4, rel=1e-2)
+    assert tolerance(net.double(), []) == pytest.approx(1.49e-8, rel=1e-2)
+    assert tolerance(net, [torch.ones(1, dtype=torch.bfloat16)]) == pytest.approx(0.0884, rel=1e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tolerance(net, []) == pytest.approx(0.0884, rel=1e-2)
