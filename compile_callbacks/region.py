@@ -106,6 +106,7 @@ class CompiledRegion:
         self._shapes = ShapePolicy(self._settings.new_shapes)
         self._unverified = self._settings.verify != "off"
         self._gave_up = False
+        self._fell_back = False
         self._warned = False
         self._uncompilable: set[Any] = set()
         self._patches = {
@@ -235,6 +236,9 @@ class CompiledRegion:
             fallback=self._may_fall_back,
             on_lowered=lambda seconds, backward: self._recorder.graph_lowered(seconds, is_backward=backward),
         )
+        if self._fell_back:
+            self._fell_back = False
+            return compiled
         self._recorder.graph_compiled()  # here: Dynamo may restart its analysis from within, and come again
         return with_lasting_outputs(compiled) if self._config.uses_cudagraphs else compiled
 
@@ -243,6 +247,7 @@ class CompiledRegion:
         if self._settings.on_error == "raise":
             return False
         self._report(error)
+        self._fell_back = True
         return True
 
     def _without_compiler(self, failure: Exception, args: Any, kwargs: Any) -> Any:
