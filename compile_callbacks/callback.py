@@ -13,7 +13,7 @@ from typing_extensions import override
 from compile_callbacks.checkpoint import KeyMatcher
 from compile_callbacks.choices import unknown
 from compile_callbacks.config import InductorConfig, as_config
-from compile_callbacks.loggers import log_scalars, log_summary
+from compile_callbacks.loggers import join_hparams, log_scalars, log_summary
 from compile_callbacks.passes import as_passes
 from compile_callbacks.phases import Phase
 from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSettings
@@ -125,6 +125,7 @@ class InductorCompile(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._key_matcher = KeyMatcher(pl_module)
         self._adopt(pl_module)
+        join_hparams(trainer.loggers, lambda: self.report)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -147,6 +148,8 @@ class InductorCompile(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._end()
+        self._log(trainer)
+        log_summary(trainer.loggers, self.report, trainer.global_step)
 
     # ------------------------------------------------------------------------------------------ train phase
 
@@ -331,12 +334,12 @@ class InductorCompile(Callback):
         log_scalars(trainer.loggers, self.report.scalars(), trainer.global_step)
 
     def _summarize(self, trainer: Trainer) -> None:
-        """The table, in the terminal and in the loggers, after a run in which something compiled or a fit."""
+        """The table in the loggers, and after a fit or a first run in the terminal."""
         report = self.report
+        log_summary(trainer.loggers, report, trainer.global_step)
         if self._session is None or not report.scalars():
             return
         self._session.judge()
-        log_summary(trainer.loggers, report, trainer.global_step)
         if trainer.is_global_zero and (trainer.state.fn == "fit" or not self._printed):
             self._printed = True
             print_report(report)

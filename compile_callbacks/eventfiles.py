@@ -1,7 +1,7 @@
 """TensorBoard event files, read strictly: a broken one is an error that names it.
 
 TensorBoard's own readers take the end of a truncated file for the end of the data, and check every byte in Python,
-minutes for a long run. This one checks each record's length, and the whole of those records that it is asked for.
+which is slow for a long run. This one checks each record's length, and the whole of those that it is asked for.
 """
 
 from __future__ import annotations

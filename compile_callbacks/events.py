@@ -97,6 +97,7 @@ class CompileRecorder:
         self._backward_seconds = 0.0
         self._owners: dict[str, Owner] = {}
         self._running: tuple[Owner | None, float] | None = None
+        self._listening = False
         self._graphs = 0
         self._part: CompilePart = "graph"
         self._breaks_seen = 0
@@ -105,6 +106,7 @@ class CompileRecorder:
 
     def listen(self) -> None:
         """Begin to hear of compiles."""
+        self._listening = True
         if self._start in _torch.callback_handler.start_callbacks:
             return
         _, self._breaks_seen = _torch.graph_breaks(0)
@@ -116,6 +118,7 @@ class CompileRecorder:
     def stop(self) -> None:
         """Hear no more, and leave nothing behind in torch."""
         self.collect()
+        self._listening = False
         _torch.unregister(self._start, self._end)
 
     def graph_compiled(self) -> None:
@@ -139,6 +142,8 @@ class CompileRecorder:
 
     def collect(self) -> None:
         """Read what torch has written down since the last call: it does so after a compile's end is announced."""
+        if not self._listening:  # what compiles now is not ours, and after torch._dynamo.reset() ids begin anew
+            return
         for record in _torch.compilation_records(self._records_seen):
             owner = self._owners.get(record.compile_id)
             if owner is None:

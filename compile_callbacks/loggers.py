@@ -10,7 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -24,8 +24,22 @@ from compile_callbacks.region import CompileWarning
 from compile_callbacks.report import CompileReport
 from compile_callbacks.table import labels_and_cells
 
-_failed: WeakSet[Logger] = WeakSet()  # warned about once each
-_laid_out: WeakSet[Logger] = WeakSet()  # have the layout of custom scalars
+
+class _Loggers:
+    """A set of loggers that keeps none of them alive, and needs none to be hashable."""
+
+    def __init__(self) -> None:
+        self._by_id: WeakValueDictionary[int, Logger] = WeakValueDictionary()
+
+    def __contains__(self, logger: Logger) -> bool:
+        return self._by_id.get(id(logger)) is logger
+
+    def add(self, logger: Logger) -> None:
+        self._by_id[id(logger)] = logger
+
+
+_failed = _Loggers()  # warned about once each
+_laid_out = _Loggers()  # have the layout of custom scalars
 
 
 @rank_zero_only

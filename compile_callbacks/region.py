@@ -18,7 +18,7 @@ from compile_callbacks.passes import pass_options
 from compile_callbacks.phases import Phase
 from compile_callbacks.shapes import NewShapes, ShapePolicy, shapes, signature
 from compile_callbacks.targets import Target
-from compile_callbacks.verify import Verify, compare_with_eager
+from compile_callbacks.verify import Comparison, Verify, call_and_compare, compare_with_eager
 from compile_callbacks.weights import WeightWatch
 
 OnError = Literal["eager", "raise"]
@@ -36,7 +36,11 @@ class CompileWarning(UserWarning):
 
 
 class Isolation:
-    """Shared by the regions of one switch: while ``eager`` holds, all of them run uncompiled."""
+    """Shared by the regions of one switch.
+
+    Attributes:
+        eager: While it holds, all of them run uncompiled.
+    """
 
     def __init__(self) -> None:
         self.eager = False
@@ -138,9 +142,8 @@ class CompiledRegion:
         recorder.owner = self.owner
         try:
             if self._unverified:
-                self._verify(args, kwargs)
-                if self._gave_up:
-                    return self._eager(*args, **kwargs)
+                self._shapes.stance(args, kwargs)  # the first call's shapes are known from here on
+                return self._verified_call(args, kwargs)
             if (stance := self._shapes.stance(args, kwargs)) is not None:
                 return self._call_under(stance, args, kwargs)
             return self._call_compiled(*args, **kwargs)
@@ -180,15 +183,28 @@ class CompiledRegion:
             "for which it is not compiled, and new_shapes='raise'; give 'recompile' or 'eager' to admit them"
         )
 
-    def _verify(self, args: Any, kwargs: Any) -> None:
-        """Compare with eager, once, and do what the user asked for."""
+    def _verified_call(self, args: Any, kwargs: Any) -> Any:
+        """The first call: compared with eager, and followed by what the user asked for."""
         self._unverified = False
 
         def eager(*args: Any, **kwargs: Any) -> Any:
             with self._isolation.uncompiled():
                 return self._eager(*args, **kwargs)
 
-        compared = compare_with_eager(self.target.module, eager, self._call_compiled, args, kwargs)
+        call = self.target.module, eager, self._call_compiled, args, kwargs
+        if not self._config.uses_cudagraphs:
+            self._judge(compare_with_eager(*call))
+            return (self._eager if self._gave_up else self._call_compiled)(*args, **kwargs)
+        compared, result = call_and_compare(*call)
+        self._judge(compared)
+        if torch.is_grad_enabled():
+            self._recorder.add("verify", self.owner, reason="gradients: CUDA graphs take no backward beside the step's")
+        if compared.problem is None:
+            return result
+        return (self._eager if self._gave_up else self._call_compiled)(*args, **kwargs)
+
+    def _judge(self, compared: Comparison) -> None:
+        """Report a comparison, and do what the user asked for where it found a difference."""
         target, phase, _ = self.owner
         self._recorder.add(
             "verify", self.owner, reason=compared.problem or compared.left_out, max_abs_error=compared.max_abs_error

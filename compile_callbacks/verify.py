@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -55,16 +55,45 @@ def compare_with_eager(
         kwargs: Inputs by name.
     """
     try:
-        with _as_before(module) as drew_random_numbers:
-            expected, expected_norms = _run(module, eager, args, kwargs)
-        if drew_random_numbers():
-            return Comparison(left_out="it draws random numbers, and compiled code draws others than eager code")
+        with _as_before(module) as state:
+            expected = _run(module, eager, args, kwargs)
+        if state.drew:
+            return Comparison(left_out=_DREW)
         with _as_before(module):
-            actual, actual_norms = _run(module, compiled, args, kwargs)
+            actual = _run(module, compiled, args, kwargs)
     except torch.OutOfMemoryError as error:
-        return Comparison(left_out=f"no memory for it: {error}".splitlines()[0])
-    allowed = tolerance(module, [*expected, *_torch.tree_leaves((args, kwargs))])
-    return _compare(expected, actual, expected_norms, actual_norms, allowed)
+        return Comparison(left_out=_no_memory(error))
+    return _compare(expected, actual, tolerance(module, [*expected.outputs, *_torch.tree_leaves((args, kwargs))]))
+
+
+def call_and_compare(
+    module: nn.Module, eager: Callable[..., Any], compiled: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Comparison, Any]:
+    """Make a compiled call and compare its outputs with eager's; for CUDA graphs, which take no call beside it.
+
+    Torch records CUDA graphs in the order of calls and lets the end of one backward free the memory of all, so
+    that one call too many spoils the gradients of the step. Gradients are not compared. Arguments are those of
+    `compare_with_eager`.
+
+    Returns:
+        The comparison, and what the compiled call gave: ``None``, with buffers and generators as before the
+        call, where it differs from eager.
+    """
+    try:
+        with _as_before(module) as state, torch.no_grad():
+            expected = _run(module, eager, args, kwargs)
+    except torch.OutOfMemoryError as error:
+        return Comparison(left_out=_no_memory(error)), compiled(*args, **kwargs)
+    if state.drew:
+        return Comparison(left_out=_DREW), compiled(*args, **kwargs)
+    with _as_before(module) as state:
+        result = compiled(*args, **kwargs)
+        actual = _Run([leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+        allowed = tolerance(module, [*expected.outputs, *_torch.tree_leaves((args, kwargs))])
+        with torch.no_grad():
+            compared = _compare(expected, actual, allowed)
+        state.keep = compared.problem is None
+    return compared, result if state.keep else None
 
 
 def tolerance(module: nn.Module, tensors: list[Any]) -> float:
@@ -89,13 +118,20 @@ def _tf32_allowed() -> bool:
     return torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
 
 
-def _run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], list[float]]:
-    """The outputs' tensors, copied, and the norms of the gradients where there are any."""
+@dataclass
+class _Run:
+    """Tensors among a call's outputs, and the norms of its gradients where there are any."""
+
+    outputs: list[torch.Tensor]
+    gradient_norms: list[float] = field(default_factory=list)
+
+
+def _run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> _Run:
     outputs = [leaf for leaf in _torch.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
     copies = [output.detach().clone() for output in outputs]
     differentiable = [output for output in outputs if output.requires_grad]
     if not differentiable or not torch.is_grad_enabled():
-        return copies, []
+        return _Run(copies)
     weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
     # A ramp: ones would have no gradient through a softmax or a layer norm.
     ramps = [
@@ -104,22 +140,21 @@ def _run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) ->
     ]
     gradients = torch.autograd.grad(differentiable, weights, ramps, allow_unused=True) if weights else ()
     norms = [torch.zeros(()) if g is None else torch.linalg.vector_norm(g.float()) for g in gradients]
-    return copies, [float(norm) for norm in norms]
+    return _Run(copies, [float(norm) for norm in norms])
 
 
-def _compare(
-    expected: list[Any], actual: list[Any], expected_norms: list[float], actual_norms: list[float], allowed: float
-) -> Comparison:
-    if [e.shape for e in expected] != [a.shape for a in actual]:
-        return Comparison(problem="outputs have other shapes than eager's")
+def _compare(expected: _Run, actual: _Run, allowed: float) -> Comparison:
+    if [e.shape for e in expected.outputs] != [a.shape for a in actual.outputs]:
+        return Comparison(max_abs_error=math.inf, problem="outputs have other shapes than eager's")
     max_abs_error, problem = 0.0, None
-    for index, (e, a) in enumerate(zip(expected, actual, strict=True)):
+    for index, (e, a) in enumerate(zip(expected.outputs, actual.outputs, strict=True)):
         apart, relative = _difference(e, a)
         max_abs_error = max(max_abs_error, apart)
         if not relative <= allowed and problem is None:
             problem = f"output {index} is off by {relative:.2g} of its norm, where rounding may make {allowed:.2g}"
-    largest = max(expected_norms, default=0.0)
-    for index, (e_norm, a_norm) in enumerate(zip(expected_norms, actual_norms, strict=True)):
+    largest = max(expected.gradient_norms, default=0.0)
+    norms = zip(expected.gradient_norms, actual.gradient_norms, strict=True)
+    for index, (e_norm, a_norm) in enumerate(norms):
         # A gradient that is nothing but rounding (a bias before a batch norm) is measured by the largest.
         off = abs(a_norm - e_norm) / max(e_norm, allowed * largest, 1e-30)
         if not off <= allowed and problem is None:
@@ -139,22 +174,36 @@ def _difference(expected: torch.Tensor, actual: torch.Tensor) -> tuple[float, fl
     return float(apart.max()), float(torch.linalg.vector_norm(apart)) / max(norm, 1e-30)
 
 
+@dataclass
+class _State:
+    """What is known of a call that is to leave no trace.
+
+    Attributes:
+        drew: Whether it drew random numbers; known at the end.
+        keep: Set it to keep the traces after all.
+    """
+
+    drew: bool = False
+    keep: bool = False
+
+
 @contextlib.contextmanager
-def _as_before(module: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Puts random number generators and buffers back; yields a function that tells whether numbers were drawn."""
+def _as_before(module: nn.Module) -> Iterator[_State]:
+    """Puts random number generators and buffers back."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     before = _generator_states()
-    drew = False
+    state = _State()
     try:
-        yield lambda: drew
+        yield state
     finally:
-        drew = any(not torch.equal(a, b) for a, b in zip(before, _generator_states(), strict=True))
-        torch.set_rng_state(before[0])
-        if len(before) > 1:
-            torch.cuda.set_rng_state(before[1])
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        state.drew = any(not torch.equal(a, b) for a, b in zip(before, _generator_states(), strict=True))
+        if not state.keep:
+            torch.set_rng_state(before[0])
+            if len(before) > 1:
+                torch.cuda.set_rng_state(before[1])
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
 
 
 def _generator_states() -> list[torch.Tensor]:
@@ -162,3 +211,10 @@ def _generator_states() -> list[torch.Tensor]:
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return states
+
+
+_DREW = "it draws random numbers, and compiled code draws others than eager code"
+
+
+def _no_memory(error: torch.OutOfMemoryError) -> str:
+    return f"no memory for it: {error}".splitlines()[0]

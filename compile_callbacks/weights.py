@@ -12,7 +12,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightWatch:
-    """Tells whether a module's weights changed since it was last asked.
+    """Tells whether a module's weights changed, or moved, since it was last asked.
 
     Args:
         module: The module whose parameters and buffers are watched.
@@ -22,6 +22,7 @@ class WeightWatch:
         self._module = module
         self._tensors: list[torch.Tensor] = []
         self._versions: list[tuple[int, int]] = []
+        self._addresses: list[int] = []
         self._contents: tuple[int, ...] | None = None
 
     def changed(self, *, thorough: bool) -> bool:
@@ -36,9 +37,12 @@ class WeightWatch:
             self._tensors = list(_tensors(self._module))
         elif self._read_versions() == self._versions:
             return False
+        before = self._contents, self._addresses
         self._versions = self._read_versions()
-        before, self._contents = self._contents, contents(self._module)
-        return self._contents != before
+        self._contents = contents(self._module)
+        # What was not folded is baked in by its address, which moves with the module, as from a GPU and back.
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        return (self._contents, self._addresses) != before
 
     def _read_versions(self) -> list[tuple[int, int]]:
         return [(tensor.data_ptr(), tensor._version) for tensor in self._tensors]

@@ -48,10 +48,15 @@ return found.filter((element) => element.getClientRects().length > 0);
 @contextlib.contextmanager
 def tensorboard(logdir: Path) -> Iterator[str]:
     """Serve a log folder on a free port of this machine; yields the address."""
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0"]
-    # A session of its own, so that its data server can be ended with it.
+    # The page shows the folder as it is named here.
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", logdir.name, "--host", "127.0.0.1", "--port", "0"]
     with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=logdir.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that its data server can be ended with it
     ) as server:
         try:
             assert server.stderr is not None

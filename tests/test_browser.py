@@ -19,9 +19,6 @@ pytestmark = [
 ]
 
 
-LINES = "tf-scalar-card path.line"
-
-
 class WithHparams(Classifier):
     def __init__(self, lr=0.1):
         super().__init__()
@@ -57,7 +54,7 @@ def test_scalars_tab_has_the_charts(page):
 
     browser.wait_for(driver, lambda: wanted <= shown(), f"charts of {wanted}")
     # Two runs: a line each.
-    browser.wait_for(driver, lambda: len(browser.visible(driver, LINES)) >= 2 * len(wanted), "two lines a chart")
+    browser.wait_for(driver, lambda: len(browser.visible(driver, "path.line")) >= 2 * len(wanted), "two lines a chart")
 
 
 def test_custom_scalars_tab_has_eager_and_compiled_on_one_chart(page):

@@ -10,7 +10,7 @@ from models import FEATURES, Classifier, loader, mlp, seeded, trainer
 from torch import nn
 
 from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile
-from compile_callbacks.verify import compare_with_eager, tolerance
+from compile_callbacks.verify import call_and_compare, compare_with_eager, tolerance
 
 
 class Wrong(GraphPass):
@@ -141,3 +141,24 @@ def test_tolerance_is_half_of_the_digits_of_the_coarsest_arithmetic():
     assert tolerance(net, [torch.ones(1, dtype=torch.bfloat16)]) == pytest.approx(0.0884, rel=1e-2)
     with torch.autocast("cpu", torch.bfloat16):
         assert tolerance(net, []) == pytest.approx(0.0884, rel=1e-2)
+
+
+def test_under_cuda_graphs_outputs_alone_are_compared_in_the_call_itself():
+    calls = []
+    net = mlp()
+
+    def right(x):
+        calls.append("compiled")
+        return net(x)
+
+    x = torch.randn(8, FEATURES)
+    before = copy.deepcopy(net.state_dict())
+    compared, result = call_and_compare(net, net, lambda x: right(x) + 1, (x,), {})
+    assert "output 0" in compared.problem
+    assert result is None
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    compared, result = call_and_compare(net, net, right, (x,), {})
+    assert compared.problem is None
+    assert result.requires_grad
+    assert calls == ["compiled"] * 2
+    assert not torch.equal(net[1].running_mean, before["1.running_mean"])  # as one call would leave it
