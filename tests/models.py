@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from compile_callbacks import GraphPass
-
 FEATURES, CLASSES = 8, 3
 
 
@@ -62,16 +60,6 @@ class ChildOnly(Classifier):
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.net(batch[0])
-
-
-class Uncached(GraphPass):
-    """Changes nothing; has torch leave its cache alone, so that every compile is a real one."""
-
-    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
-        pass
-
-    def uuid(self) -> None:
-        return None
 
 
 def loader(batches: int = 8, batch_size: int = 4, seed: int = 0) -> DataLoader:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import FEATURES, Classifier, Uncached, loader, mlp, seeded, trainer
+from models import FEATURES, Classifier, loader, mlp, seeded, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from uncached import Uncached
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, InductorConfig, PhaseReport
 from compile_callbacks.report import seconds_saved

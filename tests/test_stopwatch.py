@@ -8,8 +8,9 @@ import time
 import lightning.pytorch as pl
 import pytest
 import torch
-from models import Classifier, Uncached, loader, trainer
+from models import Classifier, loader, trainer
 from torch import nn
+from uncached import Uncached
 
 from compile_callbacks import InductorCompile
 
