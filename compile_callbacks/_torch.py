@@ -25,6 +25,7 @@ __all__ = [
     "COMPILER_ERRORS",
     "DYNAMO_TRIGGER",
     "GRAPH_PASS_BASE",
+    "OPERATOR_TYPES",
     "SHARES_RECOMPILE_LIMIT",
     "TORCH_PASSES_FLAG",
     "TORCH_PASS_TYPES",
@@ -217,6 +218,9 @@ TORCH_PASSES_FLAG = hasattr(_custom_graph_pass, "CustomInferenceAwareGraphPass")
 """Whether torch itself hands ``is_inference`` to post-grad passes (2.13 and later; 2.11 does not)."""
 
 GRAPH_PASS_BASE: Any = getattr(_custom_graph_pass, "CustomInferenceAwareGraphPass", _custom_graph_pass.CustomGraphPass)
+OPERATOR_TYPES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+"""What ``torch.ops.aten.mul.Tensor`` and ``torch.ops.aten.mul`` are."""
+
 TORCH_PASS_TYPES: tuple[type, ...] = (_custom_graph_pass.CustomGraphPass,)
 
 

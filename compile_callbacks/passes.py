@@ -330,7 +330,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, types.FunctionType):
         closed_over = [cell.cell_contents for cell in value.__closure__ or ()]
         return _source(value) + _describe([*closed_over, value.__defaults__, value.__kwdefaults__])
-    if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(value, _torch.OPERATOR_TYPES):
         return str(value)
     if isinstance(value, types.BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"

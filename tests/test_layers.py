@@ -1,0 +1,62 @@
+"""The architecture's two rules, read off the syntax tree: torch's internals and Lightning have their places."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import compile_callbacks
+
+SOURCES = sorted(Path(compile_callbacks.__file__).parent.glob("*.py"))
+INTERNALS = {"_dynamo", "_inductor", "_functorch", "_C"}
+MAY_IMPORT_LIGHTNING = {"callback.py", "loggers.py", "hparams.py", "environment.py"}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports when it runs, inside functions too."""
+    tree = ast.parse(path.read_text())
+    checked = {id(n) for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)}
+    skipped = {id(c) for n in ast.walk(tree) if id(n) in checked for c in ast.walk(n)}
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def internal_attributes(path: Path) -> set[str]:
+    """What a file reads of torch's internals as attributes, ``torch._inductor...``."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "torch"} & INTERNALS
+
+
+def test_torchs_internals_are_touched_in_one_file():
+    for path in SOURCES:
+        touched = {name for name in imports(path) if name.startswith("torch.") and set(name.split(".")) & INTERNALS}
+        touched |= internal_attributes(path)
+        assert not touched or path.name == "_torch.py", f"{path.name} touches {touched}"
+
+
+def test_lightning_is_imported_where_it_belongs():
+    for path in SOURCES:
+        used = {name for name in imports(path) if name.split(".")[0] == "lightning"}
+        assert not used or path.name in MAY_IMPORT_LIGHTNING, f"{path.name} imports {used}"
+
+
+def test_no_import_points_up():
+    graph = {
+        path.stem: {n.split(".")[1] for n in imports(path) if n.startswith("compile_callbacks.")} for path in SOURCES
+    }
+
+    def reaches(start: str, goal: str, seen: frozenset[str] = frozenset()) -> bool:
+        return any(
+            name == goal or (name not in seen and reaches(name, goal, seen | {name})) for name in graph.get(start, ())
+        )
+
+    assert [name for name in graph if reaches(name, name)] == []
+    for low in ("_torch", "config", "passes", "events", "timing", "targets", "region", "switch"):
+        assert not any(reaches(low, high) for high in ("session", "callback", "loggers", "cli")), low
