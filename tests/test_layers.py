@@ -8,8 +8,8 @@ from pathlib import Path
 import compile_callbacks
 
 SOURCES = sorted(Path(compile_callbacks.__file__).parent.glob("*.py"))
-INTERNALS = {"_dynamo", "_inductor", "_functorch", "_C"}
-MAY_IMPORT_LIGHTNING = {"callback.py", "loggers.py", "hparams.py", "environment.py"}
+INTERNALS = {"_dynamo", "_inductor", "_functorch", "_ops", "_C"}
+MAY_IMPORT_LIGHTNING = {"callback.py", "loggers.py"}
 
 
 def imports(path: Path) -> set[str]:
