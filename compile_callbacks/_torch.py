@@ -48,6 +48,7 @@ __all__ = [
     "resolve_options",
     "run_pass",
     "tree_leaves",
+    "tree_map_tensors",
     "unregister",
     "unwrap_dynamo",
     "with_dynamo_settings",
@@ -198,6 +199,13 @@ def tree_leaves(value: Any) -> list[Any]:
     from torch.utils._pytree import tree_leaves
 
     return tree_leaves(value)
+
+
+def tree_map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Nested containers with each tensor changed."""
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, change, value)
 
 
 def is_dynamo_wrapper(module: object) -> bool:

@@ -137,7 +137,9 @@ class InductorCompile(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._earlier_state = state_dict or None
+        # What LearningRateFinder restores in the middle of a run is no resume.
+        running = self._session is not None and self._session.running
+        self._earlier_state = None if running else state_dict or None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

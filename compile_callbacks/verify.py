@@ -56,11 +56,11 @@ def compare_with_eager(
     """
     try:
         with _as_before(module) as state:
-            expected = _run(module, eager, args, kwargs)
+            expected = _run(module, eager, *_apart(args, kwargs))
         if state.drew:
             return Comparison(left_out=_DREW)
         with _as_before(module):
-            actual = _run(module, compiled, args, kwargs)
+            actual = _run(module, compiled, *_apart(args, kwargs))
     except torch.OutOfMemoryError as error:
         return Comparison(left_out=_no_memory(error))
     return _compare(expected, actual, tolerance(module, [*expected.outputs, *_torch.tree_leaves((args, kwargs))]))
@@ -81,7 +81,7 @@ def call_and_compare(
     """
     try:
         with _as_before(module) as state, torch.no_grad():
-            expected = _run(module, eager, args, kwargs)
+            expected = _run(module, eager, *_apart(args, kwargs))
     except torch.OutOfMemoryError as error:
         return Comparison(left_out=_no_memory(error)), compiled(*args, **kwargs)
     if state.drew:
@@ -116,6 +116,16 @@ def tolerance(module: nn.Module, tensors: list[Any]) -> float:
 
 def _tf32_allowed() -> bool:
     return torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
+
+
+def _apart(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Copies of the inputs: the target may change them in place, and no gradient goes beyond them."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        # Cloned last: a leaf that requires grad cannot be changed in place.
+        return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+    return _torch.tree_map_tensors(copy, args), _torch.tree_map_tensors(copy, kwargs)
 
 
 @dataclass

@@ -162,3 +162,23 @@ def test_under_cuda_graphs_outputs_alone_are_compared_in_the_call_itself():
     assert result.requires_grad
     assert calls == ["compiled"] * 2
     assert not torch.equal(net[1].running_mean, before["1.running_mean"])  # as one call would leave it
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 3)
+
+    def forward(self, x):
+        x.add_(1)
+        return self.layer(x)
+
+
+def test_a_target_that_changes_its_input_in_place_does_so_once():
+    def make():
+        return Classifier(nn.Sequential(nn.Linear(FEATURES, 16), ChangesItsInput()))
+
+    torch.testing.assert_close(
+        losses(InductorCompile(targets=["net.1"], baseline_steps=0), make=make), losses(make=make)
+    )
+    torch.testing.assert_close(losses(InductorCompile(baseline_steps=0), make=make), losses(make=make))
