@@ -1,0 +1,285 @@
+"""`InductorCompile` in the company of Lightning's callbacks: each with it and without, from one seed."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import lightning.pytorch.callbacks as lightning_callbacks
+import pytest
+import torch
+from against_eager import assert_run_equals_eager, assert_same_module, assert_same_values
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
+from models import CLASSES, Classifier, loader, mlp, seeded, trainer
+from torch import nn
+
+from compile_callbacks import InductorCompile
+
+
+def fit(*callbacks, make=Classifier, **settings):
+    module = seeded(make)
+    trainer(*callbacks, max_epochs=3, **settings).fit(module, loader(), loader(2, seed=2))
+    return module
+
+
+in_both_orders = pytest.mark.parametrize("ours_first", [True, False], ids=["ours-first", "ours-last"])
+
+
+def together(ours, theirs, ours_first):
+    return (*ours, theirs) if ours_first else (theirs, *ours)
+
+
+# ------------------------------------------------------------------------------------------ averaged weights
+
+weight_averaging = pytest.mark.skipif(
+    not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="this Lightning has no WeightAveraging"
+)
+
+
+@weight_averaging
+@in_both_orders
+@pytest.mark.parametrize("name", ["WeightAveraging", "EMAWeightAveraging"])
+def test_weight_averaging_equals_eager(name, ours_first):
+    arguments = {"decay": 0.7} if name.startswith("EMA") else {}
+
+    def run(*ours):
+        average = getattr(lightning_callbacks, name)(**arguments)
+        return fit(*together(ours, average, ours_first), val_check_interval=4)
+
+    assert_run_equals_eager(run)
+
+
+class SwapsData(pl.Callback):
+    """An exponential average by hand, which validation runs with: swapped in through ``.data``."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.average = [p.detach().clone() for p in pl_module.parameters()]
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        torch._foreach_lerp_(self.average, [p.detach() for p in pl_module.parameters()], 0.3)
+
+    def swap(self, pl_module):
+        for position, parameter in enumerate(pl_module.parameters()):
+            parameter.data, self.average[position] = self.average[position], parameter.data
+
+    def on_validation_start(self, trainer, pl_module):
+        self.swap(pl_module)
+
+    def on_validation_end(self, trainer, pl_module):
+        self.swap(pl_module)
+
+
+@in_both_orders
+def test_an_average_swapped_in_through_data_equals_eager(ours_first):
+    def run(*ours):
+        return fit(*together(ours, SwapsData(), ours_first), val_check_interval=4)
+
+    eager, _, _ = assert_run_equals_eager(run)
+    assert not torch.equal(eager.validation_outputs[-1], fit(val_check_interval=4).validation_outputs[-1])
+
+
+@pytest.mark.parametrize("net", [mlp, lambda: nn.Linear(8, CLASSES)], ids=["batch-norm", "linear"])
+def test_stochastic_weight_averaging_equals_eager(net):
+    def run(*ours):
+        swa = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
+        return fit(*ours, swa, make=lambda: Classifier(net()))
+
+    assert_run_equals_eager(run)
+
+
+# ------------------------------------------------------------------------------------------ changed parameters
+
+
+@pytest.mark.parametrize("lottery_ticket", [True, False])
+def test_pruning_equals_eager(lottery_ticket):
+    def run(*ours):
+        pruning = ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=lottery_ticket)
+        return fit(*ours, pruning)
+
+    eager, _, _ = assert_run_equals_eager(run)
+    assert (eager.net[0].weight == 0).float().mean() > 0.3
+
+
+def test_pruning_left_in_place_equals_eager():
+    def run(*ours):
+        return fit(*ours, ModelPruning("l1_unstructured", amount=0.3, make_pruning_permanent=False))
+
+    _, compiled, _ = assert_run_equals_eager(run)
+    assert "net.0.weight_mask" in compiled.state_dict()
+
+
+class Transfer(Classifier):
+    """A backbone that is frozen at first, and a head."""
+
+    def __init__(self):
+        super().__init__(nn.Identity())
+        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+class FreezesAgain(pl.Callback):
+    """Freezes the backbone anew in the last epoch."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 2:
+            BackboneFinetuning.freeze(pl_module.backbone, train_bn=False)
+
+
+@pytest.mark.parametrize("baseline_steps", [0, 2])
+@pytest.mark.parametrize("train_bn", [True, False])
+def test_parameters_that_freeze_and_thaw_equal_eager(train_bn, baseline_steps):
+    backbones = []
+
+    def run(*ours):
+        thaw = BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=0.05, train_bn=train_bn, should_align=False)
+        history = Weights("backbone.0.weight")
+        backbones.append(history.seen)
+        return fit(*ours, thaw, FreezesAgain(), history, make=Transfer)
+
+    assert_run_equals_eager(run, baseline_steps=baseline_steps)
+    for start, first, second, third in backbones:
+        assert torch.equal(start, first)
+        assert not torch.equal(first, second)
+        assert torch.equal(second, third)
+
+
+class Weights(pl.Callback):
+    """Keeps a parameter as it was at the start and after each epoch."""
+
+    def __init__(self, name):
+        self.name = name
+        self.seen = []
+
+    def keep(self, trainer, pl_module):
+        self.seen.append(pl_module.get_parameter(self.name).detach().clone())
+
+    on_train_start = on_train_epoch_end = keep
+
+
+# ------------------------------------------------------------------------------------------ finders
+
+
+class Tuned(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.lr, self.batch_size = 0.1, 4
+
+    def train_dataloader(self):
+        return loader(64 // self.batch_size, self.batch_size)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class LaterLearningRateFinder(LearningRateFinder):
+    """Searches as the first epoch begins, when the module runs compiled."""
+
+    def on_fit_start(self, trainer, pl_module):
+        pass
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 0 and self.optimal_lr is None:
+            self.lr_find(trainer, pl_module)
+
+
+def fit_tuned(*callbacks, **settings):
+    module = seeded(Tuned)
+    trainer(*callbacks, max_epochs=3, **settings).fit(module, val_dataloaders=loader(2, seed=2))
+    return module
+
+
+@pytest.mark.parametrize("finder", [LearningRateFinder, LaterLearningRateFinder])
+def test_learning_rate_finder_equals_eager(finder, tmp_path):
+    def run(*ours):
+        search = finder(min_lr=1e-3, max_lr=1.0, num_training_steps=16)
+        return fit_tuned(*ours, search, default_root_dir=tmp_path)
+
+    eager, compiled, report = assert_run_equals_eager(run)
+    assert compiled.lr == pytest.approx(eager.lr)
+    assert eager.lr != 0.1
+    assert report.before is None  # what the finder restores is this run's own state
+
+
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_batch_size_finder_equals_eager(mode, tmp_path):
+    def run(*ours):
+        search = BatchSizeFinder(mode, steps_per_trial=2, init_val=4, max_trials=2)
+        return fit_tuned(*ours, search, default_root_dir=tmp_path)
+
+    eager, compiled, _ = assert_run_equals_eager(run)
+    assert compiled.batch_size == eager.batch_size > 4
+
+
+# ------------------------------------------------------------------------------------------ loops and checkpoints
+
+
+@pytest.mark.parametrize("baseline_steps", [0, 2])
+def test_a_schedule_of_gradient_accumulation_equals_eager(baseline_steps):
+    def run(*ours):
+        return fit(*ours, GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}))
+
+    assert_run_equals_eager(run, baseline_steps=baseline_steps)
+
+
+class FailsAt(Classifier):
+    batch: int | None = 5
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.batch:
+            raise OSError("disk full")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*was called without a model",
+    "ignore:.*there is no last checkpoint available",
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended",
+)
+@in_both_orders
+def test_checkpoint_on_exception_equals_eager_and_goes_on(ours_first, tmp_path):
+    def fail(folder, *ours):
+        module = seeded(FailsAt)
+        with pytest.raises(OSError, match="disk full"):
+            trainer(*together(ours, OnExceptionCheckpoint(folder), ours_first), enable_checkpointing=True).fit(
+                module, loader(), loader(2)
+            )
+        return module, folder / "on_exception.ckpt"
+
+    eager, _ = fail(tmp_path / "eager")
+    ours = InductorCompile(baseline_steps=0)
+    compiled, checkpoint = fail(tmp_path / "ours", ours)
+    assert ours.report.train.graphs >= 1
+    assert_same_module(compiled, eager)
+    assert_same_values(compiled, eager)
+
+    saved, expected = (
+        torch.load(tmp_path / which / "on_exception.ckpt", weights_only=False) for which in ("ours", "eager")
+    )
+    assert saved["global_step"] == expected["global_step"] == 5
+    for part in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(saved[part], expected[part], rtol=1e-4, atol=1e-5)
+
+    def go_on(*ours):
+        module = seeded(FailsAt)
+        module.batch = None
+        trainer(*ours, max_epochs=2).fit(module, loader(), loader(2), ckpt_path=checkpoint)
+        return module
+
+    assert_run_equals_eager(go_on)
