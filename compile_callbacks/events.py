@@ -89,6 +89,8 @@ class CompileRecorder:
         """Compiles in this process so far, the user's own too: a step in which this changes is no sample."""
         self.traces_seen = 0
         """Those of them that are not recordings of a CUDA graph."""
+        self.limits_hit: dict[Owner, str] = {}
+        """Targets and phases that torch compiles for no further inputs, and what it compiled anew for last."""
         self.broken: set[Owner] = set()
         """Targets and phases that have a graph break."""
         self._clock = clock
@@ -147,6 +149,7 @@ class CompileRecorder:
         for record in _torch.compilation_records(self._records_seen):
             owner = self._owners.get(record.compile_id)
             if owner is None:
+                self._look_for_limit(record)
                 continue
             if record.cache_hits or record.cache_misses:
                 self.add("cache", owner, cache_hits=record.cache_hits, cache_misses=record.cache_misses)
@@ -154,6 +157,17 @@ class CompileRecorder:
                 self.add("recompile", owner, reason=explain_recompile(record.recompile_reason))
             if record.cudagraph_skip_reason:
                 self.add("cudagraph_skip", owner, reason=record.cudagraph_skip_reason)
+
+    def _look_for_limit(self, record: _torch.CompilationRecord) -> None:
+        """Torch gives up on a frame at its recompile limit without announcing a compile."""
+        if not record.hit_recompile_limit:
+            return
+        frame = _torch.frame_of(record.compile_id)
+        owner = next((owner for known, owner in self._owners.items() if _torch.frame_of(known) == frame), None)
+        if owner is not None and owner not in self.limits_hit:
+            last = explain_recompile(record.recompile_reason) if record.recompile_reason else "torch gives no reason"
+            self.limits_hit[owner] = last
+            self.add("fallback", owner, reason=f"torch's recompile limit is reached; the last reason: {last}")
 
     def _start(self, args: Any) -> None:
         self.collect()

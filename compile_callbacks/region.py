@@ -186,6 +186,9 @@ class CompiledRegion:
     def _verified_call(self, args: Any, kwargs: Any) -> Any:
         """The first call: compared with eager, and followed by what the user asked for."""
         self._unverified = False
+        if left_out := _why_not_twice(self.target):
+            self._recorder.add("verify", self.owner, reason=left_out)
+            return self._call_compiled(*args, **kwargs)
 
         def eager(*args: Any, **kwargs: Any) -> Any:
             with self._isolation.uncompiled():
@@ -292,6 +295,15 @@ class CompiledRegion:
             CompileWarning,
             stacklevel=2,
         )
+
+
+def _why_not_twice(target: Target) -> str | None:
+    """Why a target is not to be called more often than the user calls it: what it does beside computing."""
+    if target.method is not None:
+        return f"{target.method} may log and count, which a second call would do again"
+    if _torch.has_call_hooks(target.module):
+        return "it has hooks, which a second call would run again"
+    return None
 
 
 def root_cause(error: BaseException) -> BaseException:

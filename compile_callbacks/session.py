@@ -162,6 +162,14 @@ class CompileSession:
     def leave(self, phase: Phase) -> None:
         """A stage of this phase ends: say what ran and was not compiled, unless that has been said."""
         self._recorder.collect()
+        for owner, reason in self._recorder.limits_hit.items():
+            self._warn_once(
+                (owner, "limit"),
+                f"target {owner.target!r} reached torch's recompile limit in the {owner.phase} phase, and runs eagerly "
+                f"wherever no graph fits that it has; the last reason to compile anew: {reason} (all of them: "
+                f"callback.report.{owner.phase}.events; dynamic=True in {owner.phase}_mode, or a fixed shape, needs "
+                "fewer graphs)",
+            )
         for region in self._switch.regions(phase):
             if region.ran and not self._heard_of(region.owner):
                 self._warn_once(

@@ -108,7 +108,9 @@ def test_hooks_that_change_outputs_equal_eager(start, stop):
     def register(module):
         return [module.net.register_forward_hook(doubles), module.net[0].register_forward_hook(doubles)]
 
-    run = lambda *ours: fit(*ours, Hooks(register, start, stop))  # noqa: E731
+    def run(*ours):
+        return fit(*ours, Hooks(register, start, stop))
+
     eager, _, _ = assert_run_equals_eager(run)
     assert eager.losses[start] != fit().losses[start]
 
@@ -135,7 +137,7 @@ def test_hooks_that_count_count_every_call(part, start, calls):
 # ------------------------------------------------------------------------------------------ the trainer's loop
 
 
-class Rivals(Classifier):
+class Rivals(Plain):
     """Two networks that train in turn, each frozen while the other does, as in a GAN."""
 
     def __init__(self):
