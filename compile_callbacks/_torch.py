@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 import time
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from torch._dynamo import exc as _exc
 from torch._inductor import custom_graph_pass as _custom_graph_pass
 
 __all__ = [
-    "COMPILER_ERRORS",
     "DYNAMO_TRIGGER",
     "GRAPH_PASS_BASE",
     "OPERATOR_TYPES",
@@ -45,6 +45,7 @@ __all__ = [
     "mode_names",
     "option_names",
     "option_type",
+    "raised_while_compiling",
     "resolve_options",
     "run_pass",
     "tree_leaves",
@@ -87,8 +88,18 @@ def resolve_options(mode: str | None, options: Mapping[str, Any], dynamic: bool 
 
 # ---------------------------------------------------------------------------------------------- compiling
 
-COMPILER_ERRORS: tuple[type[Exception], ...] = (_exc.TorchDynamoException, _exc.FailOnRecompileLimitHit)
-"""What a compiled function raises where the compiler, not the function, failed."""
+
+def raised_while_compiling(error: BaseException) -> bool:
+    """Whether an error came out of Dynamo compiling a frame, and not out of running one.
+
+    By its type or, as torch 2.11 lets an ``AssertionError`` of Dynamo's own through, by where it was raised; from
+    its own types Dynamo removes the frames that would tell.
+    """
+    if isinstance(error, (_exc.TorchDynamoException, _exc.FailOnRecompileLimitHit)):
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame, _ in frames)
+
 
 # Control flow of Dynamo's own, which passes through a backend on its way.
 _CONTROL_FLOW = (_exc.RestartAnalysis, _exc.SkipFrame)

@@ -84,6 +84,8 @@ class CompileRecorder:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.owner: Owner | None = None
+        self.on_trace: Callable[[], None] = _nothing
+        """Called when Dynamo begins to trace for the owner."""
         self.events: list[CompileEvent] = []
         self.compiles_seen = 0
         """Compiles in this process so far, the user's own too: a step in which this changes is no sample."""
@@ -184,6 +186,8 @@ class CompileRecorder:
         self.traces_seen += self._part != "cudagraph"
         self._running = owner, self._clock()
         if owner is not None:
+            if self._part == "graph":
+                self.on_trace()
             self._on_start(owner)
 
     def _end(self, args: Any) -> None:
@@ -210,6 +214,10 @@ class CompileRecorder:
                 continue
             self._breaks.add((owner, found))
             self.add("graph_break", owner, reason=found.reason, file=found.file, line=found.line)
+
+
+def _nothing() -> None:
+    pass
 
 
 _PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}

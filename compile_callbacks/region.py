@@ -14,9 +14,11 @@ from compile_callbacks import _torch
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.cudagraphs import with_lasting_outputs
 from compile_callbacks.events import CompileRecorder, Owner
+from compile_callbacks.failures import describe_failure, in_one_line
 from compile_callbacks.passes import pass_options
 from compile_callbacks.phases import Phase
 from compile_callbacks.shapes import NewShapes, ShapePolicy, shapes, signature
+from compile_callbacks.snapshot import Snapshot
 from compile_callbacks.targets import Target
 from compile_callbacks.verify import Comparison, Verify, call_and_compare, compare_with_eager
 from compile_callbacks.weights import WeightWatch
@@ -123,6 +125,7 @@ class CompiledRegion:
         self._weights = WeightWatch(target.module)
         self._suspects_weights = True
         self._baked_in = False
+        self._before_compile: Snapshot | None = None
         self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,8 +141,8 @@ class CompiledRegion:
             self._look_for_hooks()
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
             return self._eager(*args, **kwargs)
-        recorder, outer = self._recorder, self._recorder.owner
-        recorder.owner = self.owner
+        recorder, outer, outer_on_trace = self._recorder, self._recorder.owner, self._recorder.on_trace
+        recorder.owner, recorder.on_trace, self._before_compile = self.owner, self._remember, None
         try:
             if self._unverified:
                 self._shapes.stance(args, kwargs)  # the first call's shapes are known from here on
@@ -147,10 +150,12 @@ class CompiledRegion:
             if (stance := self._shapes.stance(args, kwargs)) is not None:
                 return self._call_under(stance, args, kwargs)
             return self._call_compiled(*args, **kwargs)
-        except _torch.COMPILER_ERRORS as error:
+        except Exception as error:
+            if not _torch.raised_while_compiling(error):
+                raise
             failure = error
         finally:
-            recorder.owner = outer
+            recorder.owner, recorder.on_trace = outer, outer_on_trace
         return self._without_compiler(failure, args, kwargs)
 
     def suspect_weights(self) -> None:
@@ -269,28 +274,37 @@ class CompiledRegion:
         self._fell_back = True
         return True
 
+    def _remember(self) -> None:
+        """Dynamo begins to trace: if it fails behind a graph break, what ran before the break is to be undone."""
+        if self._before_compile is None:
+            self._before_compile = Snapshot(self.target.module)
+
     def _without_compiler(self, failure: Exception, args: Any, kwargs: Any) -> Any:
         """The call done eagerly, after the compiler gave up on it."""
+        if self._before_compile is not None:
+            self._before_compile.restore()
+            self._before_compile = None
         # Where the error is the user's own, the eager call raises it as it is, with its own traceback.
         result = self._eager(*args, **kwargs)
         if self._settings.on_error == "raise":
             target, phase, _ = self.owner
-            raise CompileError(f"compiling target {target!r} for the {phase} phase failed: {failure}") from failure
+            raise CompileError(
+                f"compiling target {target!r} for the {phase} phase failed: {describe_failure(failure)}"
+            ) from failure
         self._uncompilable.add(signature(args, kwargs))
         self._report(failure)
         return result
 
     def _report(self, error: Exception) -> None:
         target, phase, _ = self.owner
-        cause = root_cause(error)
-        reason = f"{type(cause).__name__}: {cause}".strip()
+        reason = describe_failure(error)
         self._recorder.add("fallback", self.owner, reason=reason)
         if self._warned:
             return
         self._warned = True
         warnings.warn(
             f"target {target!r} runs eagerly in the {phase} phase, because the compiler failed: "
-            f"{_first_line(reason)} (the whole of it: callback.report.{phase}.events; more: "
+            f"{in_one_line(reason)} (the whole of it: callback.report.{phase}.events; more: "
             "TORCH_LOGS='+dynamo,+inductor', or on_error='raise')",
             CompileWarning,
             stacklevel=2,
@@ -306,13 +320,6 @@ def _why_not_twice(target: Target) -> str | None:
     return None
 
 
-def root_cause(error: BaseException) -> BaseException:
-    """The first error of a chain, which torch wraps in its own."""
-    while (cause := getattr(error, "inner_exception", None) or error.__cause__) is not None and cause is not error:
-        error = cause
-    return error
-
-
 def _calling(eager: Callable[..., Any]) -> Any:
     # A function of this file: Dynamo compiles nothing where it is handed torch's own _call_impl (traps: torch
     # 2.11 and 2.13 skip frames of torch.nn).
@@ -320,8 +327,3 @@ def _calling(eager: Callable[..., Any]) -> Any:
         return eager(*args, **kwargs)
 
     return region
-
-
-def _first_line(text: str, width: int = 200) -> str:
-    line = text.splitlines()[0] if text else text
-    return line if len(line) <= width else line[: width - 1] + "…"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
+from compile_callbacks.snapshot import Snapshot
 
 Verify = Literal["off", "warn", "eager", "raise"]
 """What a difference between compiled and eager does: not looked for, a warning, eager from then on, an error."""
@@ -55,9 +56,10 @@ def compare_with_eager(
         kwargs: Inputs by name.
     """
     try:
-        with _as_before(module) as state:
+        with _as_before(module) as before:
             expected = _run(module, eager, *_apart(args, kwargs))
-        if state.drew:
+            drew = before.drew()
+        if drew:
             return Comparison(left_out=_DREW)
         with _as_before(module):
             actual = _run(module, compiled, *_apart(args, kwargs))
@@ -80,20 +82,23 @@ def call_and_compare(
         call, where it differs from eager.
     """
     try:
-        with _as_before(module) as state, torch.no_grad():
+        with _as_before(module) as before, torch.no_grad():
             expected = _run(module, eager, *_apart(args, kwargs))
+            drew = before.drew()
     except torch.OutOfMemoryError as error:
         return Comparison(left_out=_no_memory(error)), compiled(*args, **kwargs)
-    if state.drew:
+    if drew:
         return Comparison(left_out=_DREW), compiled(*args, **kwargs)
-    with _as_before(module) as state:
-        result = compiled(*args, **kwargs)
-        actual = _Run([leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, torch.Tensor)])
-        allowed = tolerance(module, [*expected.outputs, *_torch.tree_leaves((args, kwargs))])
-        with torch.no_grad():
-            compared = _compare(expected, actual, allowed)
-        state.keep = compared.problem is None
-    return compared, result if state.keep else None
+    before = Snapshot(module)
+    result = compiled(*args, **kwargs)
+    actual = _Run([leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+    allowed = tolerance(module, [*expected.outputs, *_torch.tree_leaves((args, kwargs))])
+    with torch.no_grad():
+        compared = _compare(expected, actual, allowed)
+    if compared.problem is None:
+        return compared, result
+    before.restore()
+    return compared, None
 
 
 def tolerance(module: nn.Module, tensors: list[Any]) -> float:
@@ -184,43 +189,14 @@ def _difference(expected: torch.Tensor, actual: torch.Tensor) -> tuple[float, fl
     return float(apart.max()), float(torch.linalg.vector_norm(apart)) / max(norm, 1e-30)
 
 
-@dataclass
-class _State:
-    """What is known of a call that is to leave no trace.
-
-    Attributes:
-        drew: Whether it drew random numbers; known at the end.
-        keep: Set it to keep the traces after all.
-    """
-
-    drew: bool = False
-    keep: bool = False
-
-
 @contextlib.contextmanager
-def _as_before(module: nn.Module) -> Iterator[_State]:
+def _as_before(module: nn.Module) -> Iterator[Snapshot]:
     """Puts random number generators and buffers back."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    before = _generator_states()
-    state = _State()
+    snapshot = Snapshot(module)
     try:
-        yield state
+        yield snapshot
     finally:
-        state.drew = any(not torch.equal(a, b) for a, b in zip(before, _generator_states(), strict=True))
-        if not state.keep:
-            torch.set_rng_state(before[0])
-            if len(before) > 1:
-                torch.cuda.set_rng_state(before[1])
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-
-
-def _generator_states() -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
+        snapshot.restore()
 
 
 _DREW = "it draws random numbers, and compiled code draws others than eager code"

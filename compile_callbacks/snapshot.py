@@ -1,0 +1,38 @@
+"""What a forward pass leaves behind in a module, and how to take it back."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Snapshot:
+    """The buffers of a module and the states of the random number generators, as they are now.
+
+    Args:
+        module: The module; its submodules' buffers are taken too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        self._generators = _generator_states()
+
+    def drew(self) -> bool:
+        """Whether random numbers were drawn since."""
+        return any(not torch.equal(a, b) for a, b in zip(self._generators, _generator_states(), strict=True))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what has changed since."""
+        torch.set_rng_state(self._generators[0])
+        if len(self._generators) > 1:
+            torch.cuda.set_rng_state(self._generators[1])
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+
+
+def _generator_states() -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
