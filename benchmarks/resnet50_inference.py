@@ -1,0 +1,209 @@
+"""ResNet-50 inference in Lightning under CUDA graphs, bf16, channels_last, on one GPU. Three parts:
+
+predict     trainer.predict with a frozen infer phase, against a bare loop with the same Inductor settings and against
+            eager; blocks of batches of the three alternate
+validation  validation outputs of the compiled module after each epoch of a fit, against eager ones of the same weights
+memory      peak memory of a fit with validation: eager, CUDA graphs in training, and in training and inference
+
+python benchmarks/resnet50_inference.py [--parts predict validation memory] [--batch-size 128]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchvision
+
+from compile_callbacks import InductorCompile
+
+# What "reduce-overhead" and freezing come to, for a bare loop and for this library.
+FROZEN = {"triton.cudagraphs": True, "freezing": True}
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torchvision.models.resnet50().to(memory_format=torch.channels_last)
+        self.validated: list[torch.Tensor] = []
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(self.net(batch[0]))
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9, fused=True)
+
+
+class Fixed(torch.utils.data.Dataset):
+    """The same batch on the GPU each time: data loading is not what is measured."""
+
+    def __init__(self, batch_size: int, steps: int) -> None:
+        images = torch.randn(batch_size, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
+        self.batch = images, torch.randint(1000, (batch_size,), device="cuda")
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index):
+        return self.batch
+
+
+def loader(batch_size: int, steps: int) -> torch.utils.data.DataLoader:
+    return torch.utils.data.DataLoader(Fixed(batch_size, steps), batch_size=None)
+
+
+def make_trainer(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(
+        accelerator="cuda", devices=1, precision="bf16-mixed", enable_model_summary=False,
+        callbacks=list(callbacks), **(quiet | settings),
+    )  # fmt: skip
+
+
+class Interleaved(pl.Callback):
+    """Times blocks of batches of a predict run, and between them blocks of other ways to do the same work.
+
+    Each block is synchronised at both ends. The first one warms up.
+    """
+
+    def __init__(self, others: dict[str, Callable[[torch.Tensor], torch.Tensor]], block: int) -> None:
+        self.others = others
+        self.block = block
+        self.times: dict[str, list[float]] = {"trainer.predict": [], **{name: [] for name in others}}
+
+    def on_predict_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx % self.block:
+            return
+        torch.cuda.synchronize()
+        if batch_idx:
+            self.add("trainer.predict")
+        for name, call in self.others.items():
+            self.started = time.perf_counter()
+            kept = [call(batch[0]) for _ in range(self.block)]
+            torch.cuda.synchronize()
+            self.add(name)
+            del kept
+        self.started = time.perf_counter()
+
+    def add(self, name: str) -> None:
+        self.times[name].append((time.perf_counter() - self.started) / self.block * 1000)
+
+    def median_ms(self, name: str) -> float:
+        return statistics.median(self.times[name][1:])
+
+
+def bare(module: Classifier, images: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The body of a loop without Lightning: compiled by hand, frozen, outputs copied out of CUDA-graph memory."""
+    from torch._inductor import config
+
+    net = torchvision.models.resnet50().to(memory_format=torch.channels_last).cuda().eval()
+    net.load_state_dict(module.net.state_dict())
+    compiled = torch.compile(net, options=FROZEN)
+
+    def call(images: torch.Tensor) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(images).clone()
+
+    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+        with config.patch(freezing=True):  # torch looks at the global when it traces
+            call(images)
+    return call
+
+
+def predict(batch_size: int, block: int = 40, blocks: int = 10) -> dict[str, float]:
+    torch.manual_seed(0)
+    module = Classifier().eval()
+    callback = InductorCompile(None, {"options": FROZEN}, baseline_steps=0)
+    batches = loader(batch_size, block * blocks + 1)
+    others = {"bare loop": bare(module, batches.dataset.batch[0]), "eager": module.net._call_impl}
+    watch = Interleaved(others, block)
+    make_trainer(callback, watch).predict(module, batches)
+    print(callback.report, flush=True)
+    for name, ms in watch.times.items():
+        low, high = min(ms[1:]), max(ms[1:])
+        print(f"predict  {name:16} {watch.median_ms(name):7.3f} ms a batch of {batch_size} ({low:.3f} to {high:.3f})")
+    ratio = watch.median_ms("trainer.predict") / watch.median_ms("bare loop")
+    print(f"predict  trainer.predict / bare loop = {ratio:.3f}", flush=True)
+    return {name: watch.median_ms(name) for name in watch.times} | {"ratio": ratio}
+
+
+class EagerToo(pl.Callback):
+    """After each validation in a fit, what eager code gives for the same weights."""
+
+    def __init__(self, batch: torch.Tensor) -> None:
+        self.batch = batch
+        self.differences: list[float] = []
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            expected = pl_module.net._call_impl(self.batch).double()  # past what was compiled
+        norms = [
+            float(torch.linalg.vector_norm(out.double() - expected) / torch.linalg.vector_norm(expected))
+            for out in pl_module.validated
+        ]
+        pl_module.validated.clear()
+        self.differences.append(max(norms))
+
+
+def validation(batch_size: int, epochs: int = 4) -> dict[str, Any]:
+    torch.manual_seed(0)
+    batches = loader(batch_size, 3)
+    eager = EagerToo(batches.dataset.batch[0])
+    callback = InductorCompile("reduce-overhead", {"options": FROZEN}, baseline_steps=0)
+    make_trainer(callback, eager, max_epochs=epochs, num_sanity_val_steps=0).fit(
+        Classifier(), loader(batch_size, 6), batches
+    )
+    compiles = [event for event in callback.report.infer.events if event["kind"] == "compile"]
+    print(f"validation  off by {[f'{d:.1e}' for d in eager.differences]} of the norm after each epoch; ", end="")
+    print(f"{len(compiles)} compiles of the infer phase", flush=True)
+    return {"differences": eager.differences, "compiles": len(compiles)}
+
+
+def memory(batch_size: int) -> dict[str, float]:
+    peaks = {}
+    for name, modes in {
+        "eager": (None, None),
+        "train": ("reduce-overhead", None),
+        "train and infer": ("reduce-overhead", "reduce-overhead"),
+        "train and infer, no CUDA graphs": ("default", "default"),
+    }.items():
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.manual_seed(0)
+        module = Classifier()
+        callbacks = [InductorCompile(*modes, baseline_steps=0, verify="off")] if any(modes) else []
+        make_trainer(*callbacks, max_epochs=2).fit(module, loader(batch_size, 6), loader(batch_size, 3))
+        peaks[name] = torch.cuda.max_memory_reserved() / 2**30
+        print(f"memory  {name:32} {peaks[name]:6.2f} GiB reserved at most, batch {batch_size}", flush=True)
+        del module, callbacks
+    return peaks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {"predict": predict, "validation": validation, "memory": memory}
+    parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
+    parser.add_argument("--batch-size", type=int, default=128)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_float32_matmul_precision("high")
+    print(json.dumps({part: parts[part](args.batch_size) for part in args.parts}))
+
+
+if __name__ == "__main__":
+    main()
