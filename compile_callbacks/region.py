@@ -114,6 +114,7 @@ class CompiledRegion:
         self._gave_up = False
         self._fell_back = False
         self._warned = False
+        self._unsaid: str | None = None
         self._uncompilable: set[Any] = set()
         self._patches = {
             **config.resolved_options(),
@@ -143,20 +144,28 @@ class CompiledRegion:
             return self._eager(*args, **kwargs)
         recorder, outer, outer_on_trace = self._recorder, self._recorder.owner, self._recorder.on_trace
         recorder.owner, recorder.on_trace, self._before_compile = self.owner, self._remember, None
+        failure = None
         try:
-            if self._unverified:
-                self._shapes.stance(args, kwargs)  # the first call's shapes are known from here on
-                return self._verified_call(args, kwargs)
-            if (stance := self._shapes.stance(args, kwargs)) is not None:
-                return self._call_under(stance, args, kwargs)
-            return self._call_compiled(*args, **kwargs)
+            result = self._compiled_call(args, kwargs)
         except Exception as error:
             if not _torch.raised_while_compiling(error):
                 raise
             failure = error
         finally:
             recorder.owner, recorder.on_trace = outer, outer_on_trace
-        return self._without_compiler(failure, args, kwargs)
+        if failure is not None:
+            result = self._without_compiler(failure, args, kwargs)
+        if self._unsaid is not None:
+            self._say_that_it_runs_eagerly(self._unsaid)
+        return result
+
+    def _compiled_call(self, args: Any, kwargs: Any) -> Any:
+        if self._unverified:
+            self._shapes.stance(args, kwargs)  # the first call's shapes are known from here on
+            return self._verified_call(args, kwargs)
+        if (stance := self._shapes.stance(args, kwargs)) is not None:
+            return self._call_under(stance, args, kwargs)
+        return self._call_compiled(*args, **kwargs)
 
     def suspect_weights(self) -> None:
         """Look at the contents of the weights before the next call: a stage begins, and may have swapped them."""
@@ -296,18 +305,21 @@ class CompiledRegion:
         return result
 
     def _report(self, error: Exception) -> None:
-        target, phase, _ = self.owner
         reason = describe_failure(error)
         self._recorder.add("fallback", self.owner, reason=reason)
-        if self._warned:
-            return
-        self._warned = True
+        if not self._warned:
+            self._warned, self._unsaid = True, reason
+
+    def _say_that_it_runs_eagerly(self, reason: str) -> None:
+        """Warn, after the call: from within the backend, a warning that is made an error would end in Dynamo."""
+        self._unsaid = None
+        target, phase, _ = self.owner
         warnings.warn(
             f"target {target!r} runs eagerly in the {phase} phase, because the compiler failed: "
             f"{in_one_line(reason)} (the whole of it: callback.report.{phase}.events; more: "
             "TORCH_LOGS='+dynamo,+inductor', or on_error='raise')",
             CompileWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
 
 

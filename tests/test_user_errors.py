@@ -15,7 +15,12 @@ from faults import PLACES, RAGGED, Net, fit, ragged
 from models import Classifier, loader, trainer
 from torch import nn
 
-from compile_callbacks import CompileError, InductorCompile
+from compile_callbacks import CompileError, CompileWarning, InductorCompile, graph_pass
+
+
+@graph_pass
+def broken(graph, is_inference):
+    raise ZeroDivisionError("by design")
 
 
 class UserError(Exception):
@@ -193,6 +198,13 @@ def test_an_error_of_the_users_may_look_like_the_compilers(does, error, monkeypa
     assert caught.value is error
     assert callback.report.train.graphs >= 1
     assert callback.report.train.fallbacks == 0
+
+
+def test_a_warning_made_an_error_is_raised_to_the_user_and_counted_once():
+    callback = InductorCompile("default", None, targets=["net"], passes=[broken], baseline_steps=0)
+    with pytest.raises(CompileWarning, match="ZeroDivisionError: by design"):  # by this suite's settings
+        trainer(callback).fit(Classifier(), loader(2))
+    assert callback.report.train.fallbacks == 1
 
 
 class WrongShape(Classifier):
