@@ -92,8 +92,10 @@ class Interleaved(pl.Callback):
         torch.cuda.synchronize()
         if batch_idx:
             self.add("trainer.predict")
-        # Torch bakes weights in only where the global is set while it traces: in the first block.
-        with torch._inductor.config.patch(freezing=batch_idx == 0):
+        # Torch bakes weights in only where the global is set while it traces: in the first block. A trainer's
+        # precision holds in predict_step, not here.
+        frozen = torch._inductor.config.patch(freezing=batch_idx == 0)
+        with frozen, torch.autocast("cuda", torch.bfloat16):
             for name, call in self.others.items():
                 self.started = time.perf_counter()
                 kept = [call(batch[0]) for _ in range(self.block)]

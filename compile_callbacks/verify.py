@@ -127,8 +127,10 @@ def _apart(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Copies of the inputs: the target may change them in place, and no gradient goes beyond them."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
-        # Cloned last: a leaf that requires grad cannot be changed in place.
-        return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+        # Of its kind: for a tensor made in inference mode Dynamo would compile once more.
+        with torch.inference_mode(tensor.is_inference()):
+            # Cloned last: a leaf that requires grad cannot be changed in place.
+            return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
     return _torch.tree_map_tensors(copy, args), _torch.tree_map_tensors(copy, kwargs)
 
