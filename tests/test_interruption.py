@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -17,8 +18,11 @@ pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for pr
 
 # Trains until somebody interrupts it: in the fourth step, while a compiler works, or without one while the step does.
 RUN = """
-import os, shutil, stat, sys, time
+import os, shutil, signal, stat, sys, time
 from pathlib import Path
+
+# What runs in the background of a shell ignores Ctrl-C, and hands that down.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 folder, place, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 reached = folder / "reached"
@@ -117,8 +121,9 @@ def interrupt(folder: Path, place: str, how: str, seconds: float) -> tuple[int, 
         assert left == []
         return run.returncode, said
     finally:
-        subprocess.run(["pkill", "-9", "-s", str(run.pid)], check=False)
-        run.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.communicate()
 
 
 @pytest.fixture(scope="module")
