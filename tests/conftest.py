@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 
-# One compiler cache for the whole run: the first compile of a process builds a C++ header for seconds.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="compile_callbacks_tests_"))
+# One compiler cache for the whole run, all of its processes included: the first compile of a process builds a C++
+# header for seconds. A new one for each run: a pass that torch's cache spares is not seen to run.
+_OWNS_CACHE = "COMPILE_CALLBACKS_TEST_CACHE" not in os.environ
+if _OWNS_CACHE:
+    os.environ["COMPILE_CALLBACKS_TEST_CACHE"] = tempfile.mkdtemp(prefix="compile_callbacks_tests_")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["COMPILE_CALLBACKS_TEST_CACHE"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; threads that wait for each other only cost time
 
 import pytest
@@ -15,6 +20,11 @@ import torch._dynamo
 import torch._dynamo.config
 import torch._inductor.config
 from torch._dynamo.callback import callback_handler
+
+
+def pytest_unconfigure() -> None:
+    if _OWNS_CACHE:
+        shutil.rmtree(os.environ["COMPILE_CALLBACKS_TEST_CACHE"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
