@@ -8,9 +8,9 @@ import tempfile
 
 # One compiler cache for the whole run, all of its processes included: the first compile of a process builds a C++
 # header for seconds. A new one for each run: a pass that torch's cache spares is not seen to run.
-_OWNS_CACHE = "COMPILE_CALLBACKS_TEST_CACHE" not in os.environ
-if _OWNS_CACHE:
-    os.environ["COMPILE_CALLBACKS_TEST_CACHE"] = tempfile.mkdtemp(prefix="compile_callbacks_tests_")
+os.environ.setdefault(
+    "COMPILE_CALLBACKS_TEST_CACHE", os.path.join(tempfile.gettempdir(), f"compile_callbacks_tests_{os.getpid()}")
+)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["COMPILE_CALLBACKS_TEST_CACHE"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; threads that wait for each other only cost time
 
@@ -23,8 +23,9 @@ from torch._dynamo.callback import callback_handler
 
 
 def pytest_unconfigure() -> None:
-    if _OWNS_CACHE:
-        shutil.rmtree(os.environ["COMPILE_CALLBACKS_TEST_CACHE"], ignore_errors=True)
+    cache = os.environ["COMPILE_CALLBACKS_TEST_CACHE"]
+    if cache.endswith(f"_{os.getpid()}"):
+        shutil.rmtree(cache, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
