@@ -8,9 +8,7 @@ import tempfile
 
 # One compiler cache for the whole run, all of its processes included: the first compile of a process builds a C++
 # header for seconds. A new one for each run: a pass that torch's cache spares is not seen to run.
-os.environ.setdefault(
-    "COMPILE_CALLBACKS_TEST_CACHE", os.path.join(tempfile.gettempdir(), f"compile_callbacks_tests_{os.getpid()}")
-)
+os.environ.setdefault("COMPILE_CALLBACKS_TEST_CACHE", f"{tempfile.gettempdir()}/compile_callbacks_tests_{os.getpid()}")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["COMPILE_CALLBACKS_TEST_CACHE"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; threads that wait for each other only cost time
 
