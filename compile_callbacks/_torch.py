@@ -31,27 +31,40 @@ __all__ = [
     "TORCH_PASS_TYPES",
     "CompilationRecord",
     "GraphBreak",
+    "OpOverload",
     "TraceSettings",
+    "add_node",
+    "after_optimizer_steps",
+    "aside_of_main_graph",
+    "bundled_cache",
     "callback_handler",
     "compilation_records",
     "compile_function",
     "compile_graph",
+    "compile_inner",
+    "fake_tensor",
     "function_with_own_cache",
     "graph_breaks",
     "has_call_hooks",
+    "has_tensor_subclasses",
     "hooks_registered",
     "inference_flag_of_caller",
     "is_dynamo_wrapper",
     "mode_names",
+    "no_cudagraphs",
     "option_names",
     "option_type",
+    "output_code_class",
     "raised_while_compiling",
     "resolve_options",
+    "restored",
     "run_pass",
+    "serializable",
     "tree_leaves",
     "tree_map_tensors",
     "unregister",
     "unwrap_dynamo",
+    "wants_channels_last",
     "with_dynamo_settings",
 ]
 
@@ -164,6 +177,7 @@ def compile_graph(
     patches: Mapping[str, Any],
     fallback: Callable[[Exception], bool],
     on_lowered: Callable[[float, bool], None],
+    inner_compile: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph, forward and backward, with Inductor.
 
@@ -177,16 +191,17 @@ def compile_graph(
         patches: Inductor settings for this graph.
         fallback: Asked with the error where compiling fails; ``True`` has the graph run eagerly.
         on_lowered: Told the seconds that each half took, and whether it was the backward one.
+        inner_compile: Compiles what AOTAutograd makes of the graph; see `compile_inner`.
 
     Returns:
         The compiled graph, or the graph itself, untouched, where compiling failed and ``fallback`` agreed.
     """
     from torch._functorch import config as functorch_config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx
 
     def timed_inner_compile(*args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
-        output = compile_fx_inner(*args, **kwargs)
+        output = inner_compile(*args, **kwargs)
         on_lowered(time.perf_counter() - started, bool(kwargs.get("is_backward")))
         return output
 
@@ -203,6 +218,133 @@ def compile_graph(
         if not fallback(error):
             raise
         return eager.forward
+
+
+# ---------------------------------------------------------------------------------------------- folding
+
+OpOverload = torch._ops.OpOverload
+
+
+def output_code_class() -> Any:
+    """The base of compiled graphs: what derives from it may stand in torch's cache, as its ``RegionalOutputCode``."""
+    from torch._inductor.output_code import OutputCode
+
+    return OutputCode
+
+
+def compile_inner(module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor alone, on a graph of ATen operators."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    # Where AOTAutograd's cache holds whole graphs (`bundled_cache`), Inductor's own would be left out; but what is made
+    # of an empty graph without that setting could not be held.
+    empty = not any(node.op == "call_function" for node in module.graph.nodes)
+    with functorch_config.patch(bundled_autograd_cache=empty and functorch_config.bundled_autograd_cache):
+        return compile_fx_inner(module, example_inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def bundled_cache(tag: str) -> Iterator[None]:
+    """Have AOTAutograd's cache hold compiled graphs themselves, and not the keys of Inductor's cache.
+
+    Else it gives back what Inductor compiled, without what was made around it.
+
+    Args:
+        tag: What the result depends on beside graph and settings, for the cache's key.
+    """
+    from torch._functorch import config as functorch_config
+
+    before = torch.compiler.config.cache_key_tag
+    with (
+        functorch_config.patch(bundled_autograd_cache=True),
+        torch.compiler.config.patch(cache_key_tag=f"{before} {tag}".strip()),  # type: ignore[attr-defined]
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def aside_of_main_graph() -> Iterator[None]:
+    """Compile something without a trace in what torch notes down of the graph that is being compiled.
+
+    Torch keeps the strides of the last graph's outputs for the main one; and passes, tuning and CUDA graphs are the
+    user's settings for the main one.
+    """
+    from torch._inductor import config
+
+    outer = torch._guards.TracingContext.get()
+    context = torch._guards.TracingContext(outer.fake_mode)
+    plain = {option: None for option in config.get_config_copy() if option.endswith("_custom_pre_pass")}
+    plain |= {option: None for option in config.get_config_copy() if option.endswith("_custom_post_pass")}
+    with torch._guards.tracing(context), config.patch({**plain, "max_autotune": False, "triton.cudagraphs": False}):
+        yield
+
+
+def no_cudagraphs() -> Any:
+    """The setting of one graph."""
+    from torch._inductor.utils import BoxedBool
+
+    return BoxedBool(False)
+
+
+def wants_channels_last(module: torch.fx.GraphModule) -> bool:
+    """Whether Inductor will lay out this graph's convolutions channels last."""
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(module, is_inference=True))
+
+
+def add_node(
+    graph: torch.fx.Graph, target: Any, arguments: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> torch.fx.Node:
+    """A call in a graph, with its value as a fake tensor in ``meta["val"]``."""
+    kwargs = dict(kwargs or {})
+    node = graph.call_function(target, tuple(arguments), kwargs)
+    values, keywords = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    fake_mode = torch._guards.detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
+    with fake_mode or contextlib.nullcontext(), torch.no_grad():
+        node.meta["val"] = target(*values, **keywords)
+    return node
+
+
+def fake_tensor(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without memory, of the compile that is under way."""
+    with torch._guards.TracingContext.get().fake_mode:  # type: ignore[union-attr]
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def after_optimizer_steps(hook: Callable[..., None]) -> Any:
+    """Call ``hook(optimizer, args, kwargs)`` after each step of every optimizer; ``remove()`` of the result ends it."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    return register_optimizer_step_post_hook(hook)
+
+
+def has_tensor_subclasses(module: torch.nn.Module) -> bool:
+    """Whether weights of a module are tensors around other tensors, as a ``DTensor`` is."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return any(is_traceable_wrapper_subclass(tensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
+def serializable(code: Any) -> Any:
+    """A copy of a compiled graph that can be pickled."""
+    copied = copy.copy(code)
+    copied.prepare_for_serialization()
+    return copied
+
+
+def restored(code: Any, example_inputs: Sequence[Any], kwargs: Any) -> Any:
+    """A compiled graph that was pickled, made callable again."""
+    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.output_code import CompiledFxGraphConstants
+
+    constants = CompiledFxGraphConstants()
+    code, _ = FxGraphCache.cache_hit_post_compile(code, {}, constants)
+    if code is None:
+        raise RuntimeError("a compiled graph could not be loaded from torch's cache")
+    code.post_compile(example_inputs, constants, kwargs)
+    return code
 
 
 def tree_leaves(value: Any) -> list[Any]:

@@ -14,9 +14,12 @@ from typing import Any
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
 from compile_callbacks.passes import HOOK_OPTIONS, GraphPass, as_passes, pass_identity
+from compile_callbacks.phases import Phase
 
 EAGER = "eager"
 """The mode string that leaves a phase uncompiled."""
+
+_DEFAULT_FOLD_LIMIT_MB = 1024
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,10 +37,15 @@ class InductorConfig:
             for changing shapes after the first change.
         passes: Custom graph passes, run in this order: `GraphPass` objects, or objects of torch's own pass
             classes (those run at ``"post_grad_post"``).
+        fold_weights: Whether what inference graphs compute from weights alone is computed once for each version of
+            the weights, and not on each call (docs/fold_weights.md). ``None``: in the infer phase, and not in train,
+            where only modules without gradients have inference graphs.
+        fold_limit_mb: The most memory that this may take for each graph, in MiB; what would take more is computed
+            on each call, as without folding.
 
     Raises:
-        ValueError: An unknown mode or option, ``mode`` together with ``options``, or a hook point that is set
-            in ``options`` and used by ``passes``.
+        ValueError: An unknown mode or option, ``mode`` together with ``options``, a hook point that is set
+            in ``options`` and used by ``passes``, or a ``fold_limit_mb`` that is no positive number.
         TypeError: An argument or an option value of the wrong type.
 
     Example::
@@ -51,6 +59,8 @@ class InductorConfig:
     fullgraph: bool = False
     dynamic: bool | None = None
     passes: tuple[Any, ...] = ()
+    fold_weights: bool | None = None
+    fold_limit_mb: float = _DEFAULT_FOLD_LIMIT_MB
 
     def __post_init__(self) -> None:
         _check_mode(self.mode)
@@ -67,6 +77,14 @@ class InductorConfig:
             raise TypeError(f"fullgraph={self.fullgraph!r} must be True or False")
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise TypeError(f"dynamic={self.dynamic!r} must be True, False or None")
+        if self.fold_weights is not None and not isinstance(self.fold_weights, bool):
+            raise TypeError(f"fold_weights={self.fold_weights!r} must be True, False or None")
+        if isinstance(self.fold_limit_mb, bool) or not isinstance(self.fold_limit_mb, (int, float)):
+            raise TypeError(f"fold_limit_mb={self.fold_limit_mb!r} must be a number of MiB")
+        if not 0 < self.fold_limit_mb < float("inf"):
+            raise ValueError(
+                f"fold_limit_mb={self.fold_limit_mb!r} must be above 0 and finite; fold_weights=False folds nothing"
+            )
         object.__setattr__(self, "options", types.MappingProxyType(dict(self.options)))
         object.__setattr__(self, "passes", as_passes(self.passes, "passes"))
         for graph_pass in self.passes:
@@ -101,6 +119,10 @@ class InductorConfig:
             parts.append(f"dynamic={self.dynamic}")
         if self.passes:
             parts.append(f"passes=[{', '.join(_name(graph_pass) for graph_pass in self.passes)}]")
+        if self.fold_weights is not None:
+            parts.append(f"fold_weights={self.fold_weights}")
+        if self.fold_limit_mb != _DEFAULT_FOLD_LIMIT_MB:
+            parts.append(f"fold_limit_mb={self.fold_limit_mb:g}")
         return ", ".join(parts) or "default"
 
     def key(self) -> str:
@@ -111,6 +133,8 @@ class InductorConfig:
             "fullgraph": self.fullgraph,
             "dynamic": self.dynamic,
             "passes": [pass_identity(graph_pass) for graph_pass in self.passes],
+            "fold_weights": self.fold_weights,
+            "fold_limit_mb": float(self.fold_limit_mb),
         }
         if described["options"]:
             described["mode"] = None
@@ -129,6 +153,10 @@ class InductorConfig:
     def freezes(self) -> bool:
         """Whether these settings ask for weights to be baked in where they stand still."""
         return bool(self.options.get("freezing"))
+
+    def folds_weights(self, phase: Phase) -> bool:
+        """Whether inference graphs of a phase are to be folded."""
+        return phase == "infer" if self.fold_weights is None else self.fold_weights
 
     def _set_fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

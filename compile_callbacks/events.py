@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from compile_callbacks import _torch
-from compile_callbacks.phases import Phase
+from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.recompiles import explain_recompile
 
-EventKind = Literal["compile", "cache", "graph_break", "recompile", "fallback", "cudagraph_skip", "verify"]
+EventKind = Literal["compile", "cache", "graph_break", "recompile", "fallback", "cudagraph_skip", "verify", "fold"]
 
 CompilePart = Literal["graph", "backward", "cudagraph"]
 
@@ -38,6 +38,7 @@ class CompileEvent:
         backward_seconds: How much of it went into the backward graph.
         graphs: How many graphs were compiled (kind ``"compile"``).
         max_abs_error: Largest difference from eager (kind ``"verify"``; ``None`` where it was left out).
+        folded_mb: Memory that folded weights take, in MiB (kind ``"fold"``; ``None`` where nothing is folded).
         cache_hits: Graphs that came from torch's cache (kind ``"cache"``).
         cache_misses: And those that did not.
         reason: Torch's reason.
@@ -53,6 +54,7 @@ class CompileEvent:
     backward_seconds: float | None = None
     graphs: int = 0
     max_abs_error: float | None = None
+    folded_mb: float | None = None
     cache_hits: int = 0
     cache_misses: int = 0
     reason: str | None = None
@@ -93,6 +95,8 @@ class CompileRecorder:
         """Those of them that are not recordings of a CUDA graph."""
         self.limits_hit: dict[Owner, str] = {}
         """Targets and phases that torch compiles for no further inputs, and what it compiled anew for last."""
+        self.weight_refreshes: dict[Phase, int] = dict.fromkeys(PHASES, 0)
+        """Times that folded weights were computed anew."""
         self.broken: set[Owner] = set()
         """Targets and phases that have a graph break."""
         self._clock = clock
@@ -133,6 +137,10 @@ class CompileRecorder:
         """Called when Inductor has compiled the forward or the backward half of a graph."""
         if is_backward:
             self._backward_seconds += seconds
+
+    def weights_refreshed(self, owner: Owner) -> None:
+        """Called when folded weights were computed anew."""
+        self.weight_refreshes[owner.phase] += 1
 
     def add(self, kind: EventKind, owner: Owner, **what: Any) -> CompileEvent:
         """Record something that happened to a target."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -15,6 +16,7 @@ from compile_callbacks.config import InductorConfig
 from compile_callbacks.cudagraphs import with_lasting_outputs
 from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.failures import describe_failure, in_one_line
+from compile_callbacks.folding.settings import FoldSettings
 from compile_callbacks.passes import pass_options
 from compile_callbacks.phases import Phase
 from compile_callbacks.shapes import NewShapes, ShapePolicy, shapes, signature
@@ -22,6 +24,9 @@ from compile_callbacks.snapshot import Snapshot
 from compile_callbacks.targets import Target
 from compile_callbacks.verify import Comparison, Verify, call_and_compare, compare_with_eager
 from compile_callbacks.weights import WeightWatch
+
+if TYPE_CHECKING:
+    from compile_callbacks.folding.folded import FoldedGraph
 
 OnError = Literal["eager", "raise"]
 """What a failure of the compiler does: cost speed, or end the run."""
@@ -127,6 +132,7 @@ class CompiledRegion:
         self._suspects_weights = True
         self._baked_in = False
         self._before_compile: Snapshot | None = None
+        self._folded: list[weakref.ref[FoldedGraph]] = []
         self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,8 +174,19 @@ class CompiledRegion:
         return self._call_compiled(*args, **kwargs)
 
     def suspect_weights(self) -> None:
-        """Look at the contents of the weights before the next call: a stage begins, and may have swapped them."""
+        """Believe no weight before the next call to be what it was: a stage begins, and may have swapped them."""
         self._suspects_weights = True
+        for graph in self._folded_graphs():
+            graph.suspect_weights()
+
+    def free_folded_weights(self) -> None:
+        """Give back the memory that folded weights take, until the next call."""
+        for graph in self._folded_graphs():
+            graph.free()
+
+    def _folded_graphs(self) -> list[FoldedGraph]:
+        """The folded graphs that are still in use."""
+        return [graph for reference in self._folded if (graph := reference()) is not None]
 
     def _refreeze_if_weights_changed(self) -> None:
         if self._weights.changed(thorough=self._suspects_weights) and self._baked_in:
@@ -262,18 +279,50 @@ class CompiledRegion:
             self._compile()
 
     def _backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled = _torch.compile_graph(
-            graph_module,
-            example_inputs,
-            patches=self._patches,
-            fallback=self._may_fall_back,
-            on_lowered=lambda seconds, backward: self._recorder.graph_lowered(seconds, is_backward=backward),
-        )
+        with self._folding() as inner_compile:
+            compiled = _torch.compile_graph(
+                graph_module,
+                example_inputs,
+                patches=self._patches,
+                fallback=self._may_fall_back,
+                on_lowered=lambda seconds, backward: self._recorder.graph_lowered(seconds, is_backward=backward),
+                inner_compile=inner_compile,
+            )
         if self._fell_back:
             self._fell_back = False
             return compiled
         self._recorder.graph_compiled()  # here: Dynamo may restart its analysis from within, and come again
         return with_lasting_outputs(compiled) if self._config.uses_cudagraphs else compiled
+
+    @contextlib.contextmanager
+    def _folding(self) -> Iterator[Callable[..., Any]]:
+        """How to compile a graph of AOTAutograd's: with its weight arithmetic folded, where that is asked for."""
+        if self.owner.frozen or not self._config.folds_weights(self.owner.phase):
+            yield _torch.compile_inner
+        elif _torch.has_tensor_subclasses(self.target.module):
+            self._not_folded("its weights are tensor subclasses, as shards are: what holds their memory may change")
+            yield _torch.compile_inner
+        else:
+            # Imported here: it takes Inductor's code generator with it, which takes seconds.
+            from compile_callbacks.folding.folded import compile_inner, folding
+
+            with folding(self._fold_settings()):
+                yield compile_inner
+
+    def _fold_settings(self) -> FoldSettings:
+        return FoldSettings(
+            limit_mb=self._config.fold_limit_mb,
+            on_folded=self._remember_folded,
+            on_left_out=self._not_folded,
+            on_refresh=lambda: self._recorder.weights_refreshed(self.owner),
+        )
+
+    def _remember_folded(self, graph: FoldedGraph) -> None:
+        self._folded.append(weakref.ref(graph))
+        self._recorder.add("fold", self.owner, folded_mb=graph.folded_bytes / 2**20)
+
+    def _not_folded(self, reason: str) -> None:
+        self._recorder.add("fold", self.owner, reason=reason)
 
     def _may_fall_back(self, error: Exception) -> bool:
         """Whether a graph on which Inductor failed is to run eagerly."""

@@ -41,6 +41,8 @@ class PhaseReport:
             not taken off; negative where they took more.
         eager_peak_memory_mb: Peak GPU memory of an eager step, in MiB; see `PeakMemory`.
         peak_memory_mb: Peak GPU memory of a compiled step, in MiB.
+        folded_mb: Memory that weights take which are kept as inference graphs read them, in MiB (``fold_weights``).
+        weight_refreshes: Times that they were computed anew because the weights had changed, or might have.
         max_abs_error: Largest absolute difference from eager of an output's element, on the first batch.
         verified: ``"equal"``, ``"differs"`` or ``"left out"`` (why: ``events``); ``None`` where not compared.
         fallbacks: Times that the compiler failed and the work was done eagerly.
@@ -66,6 +68,8 @@ class PhaseReport:
     seconds_saved: float | None = None
     eager_peak_memory_mb: float | None = None
     peak_memory_mb: float | None = None
+    folded_mb: float | None = None
+    weight_refreshes: int | None = None
     max_abs_error: float | None = None
     verified: str | None = None
     fallbacks: int = 0
@@ -165,6 +169,7 @@ def build_phase_report(
     times = timer.times(phase)
     eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
     seconds = sum(event.seconds or 0 for event in compiles) if compiles else None
+    folded_mb = [event.folded_mb for event in recorder.of(phase, "fold") if event.folded_mb is not None]
     counts = [len(side) for side in (times.eager_ms, times.compiled_ms) if side]
     return PhaseReport(
         mode=config.describe() if config else EAGER,
@@ -185,6 +190,8 @@ def build_phase_report(
         seconds_saved=seconds_saved(timer.steps[phase, True], eager_ms, compiled_ms),
         eager_peak_memory_mb=memory.peak_mb(phase, compiled=False),
         peak_memory_mb=memory.peak_mb(phase, compiled=True),
+        folded_mb=sum(folded_mb) if folded_mb else None,
+        weight_refreshes=recorder.weight_refreshes[phase] if folded_mb else None,
         max_abs_error=max(
             (e.max_abs_error for e in recorder.of(phase, "verify") if e.max_abs_error is not None), default=None
         ),

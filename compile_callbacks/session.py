@@ -177,6 +177,7 @@ class CompileSession:
                     f"target {region.owner.target!r} ran in the {phase} phase without a compiled graph: "
                     f"{self._why(region.owner)}",
                 )
+        self._warn_of_idle_folding(phase)
 
     # ------------------------------------------------------------------------------------------ what was measured
 
@@ -251,6 +252,18 @@ class CompileSession:
                 if self._warn_once((phase, "cudagraphs"), f"{reason}: they have no effect"):
                     for target in self._target_names:
                         self._recorder.add("cudagraph_skip", Owner(target, phase), reason=reason)
+
+    def _warn_of_idle_folding(self, phase: Phase) -> None:
+        config, folds = self._configs[phase], self._recorder.of(phase, "fold")
+        if config is None or not config.fold_weights or any(event.folded_mb is not None for event in folds):
+            return
+        if any(event.graphs for event in self._recorder.of(phase, "compile")):
+            reasons = [event.reason for event in folds if event.reason]
+            self._warn_once(
+                (phase, "fold"),
+                f"fold_weights=True has no effect in the {phase} phase: "
+                + (reasons[-1] if reasons else "no inference graph computes from weights alone what is worth keeping"),
+            )
 
     def _warn_once(self, subject: object, message: str) -> bool:
         if subject in self._warned:

@@ -11,7 +11,7 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.events import CompileRecorder
-from compile_callbacks.phases import Phase
+from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.region import CompiledRegion, Isolation, RegionSettings
 from compile_callbacks.targets import Target
 
@@ -142,9 +142,9 @@ class PhaseSwitch:
             dispatcher.selected = dispatcher.eager if region is None else region
 
     def suspect_weights(self) -> None:
-        """Have weights that are baked in looked at before they are used again."""
-        for dispatcher in self._dispatchers:
-            for region in dispatcher.frozen_regions.values():
+        """Have weights that are baked in or folded looked at before they are used again."""
+        for phase in PHASES:
+            for region in self.regions(phase):
                 region.suspect_weights()
 
     def select_by_grad_mode(self) -> None:
@@ -160,6 +160,9 @@ class PhaseSwitch:
             else:
                 object.__setattr__(module, slot, before)
         self._trace_settings.remove()
+        for phase in PHASES:
+            for region in self.regions(phase):
+                region.free_folded_weights()
         self._before = None
 
     def regions(self, phase: Phase) -> list[CompiledRegion]:

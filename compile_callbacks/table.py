@@ -67,6 +67,8 @@ _ROWS: tuple[tuple[str, Callable[[PhaseReport], str]], ...] = (
     ("seconds saved so far", lambda p: _number(p.seconds_saved, ".1f")),
     ("eager peak memory MB", lambda p: _number(p.eager_peak_memory_mb, ".0f")),
     ("compiled peak memory MB", lambda p: _number(p.peak_memory_mb, ".0f")),
+    ("folded weights MB", lambda p: _number(p.folded_mb, ".1f")),
+    ("weight refreshes", lambda p: _number(p.weight_refreshes, "d")),
     ("equal to eager", lambda p: p.verified or _NOTHING),
     ("max abs error", lambda p: _number(p.max_abs_error, ".1e")),
     ("fallbacks", lambda p: str(p.fallbacks)),

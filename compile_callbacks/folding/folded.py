@@ -1,0 +1,199 @@
+"""A graph in two halves, compiled: the weight half runs when weights changed, the main half on every call."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import operator
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from compile_callbacks import _torch
+from compile_callbacks.folding.settings import FoldSettings
+from compile_callbacks.folding.split import Split, split
+
+_settings: contextvars.ContextVar[FoldSettings | None] = contextvars.ContextVar("fold", default=None)
+
+
+@contextlib.contextmanager
+def folding(settings: FoldSettings) -> Iterator[None]:
+    """Have `compile_inner` fold the graphs that it is given, and torch's cache give folded graphs back."""
+    token = _settings.set(settings)
+    try:
+        # What folding depends on beside the graph, for the key of torch's cache.
+        with _torch.bundled_cache(tag=f"fold_weights={settings.limit_mb}"):
+            yield
+    finally:
+        _settings.reset(token)
+
+
+def compile_inner(module: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compile a graph of AOTAutograd's, in two halves where that pays; the ``inner_compile`` of ``compile_fx``."""
+    settings = _settings.get()
+    if settings is not None and kwargs.get("is_inference"):
+        try:
+            halves = split(module, set(kwargs.get("static_input_idxs", ())), int(settings.limit_mb * 2**20))
+            if halves is not None:
+                weights = _compile_weight_half(halves, example_inputs)
+        except Exception as error:
+            settings.on_left_out(f"{type(error).__name__}: {error}")
+            halves = None
+        if halves is not None:
+            inputs = [*halves.folded, *(example_inputs[place] for place in halves.keeps)]
+            main = _torch.compile_inner(halves.main, inputs, **{**kwargs, "static_input_idxs": halves.static})
+            folded = FoldedGraph(halves, weights, main)
+            folded.announce(settings)
+            return folded
+    return _torch.compile_inner(module, example_inputs, **kwargs)
+
+
+def _compile_weight_half(halves: Split, example_inputs: Sequence[Any]) -> Any:
+    inputs = [*halves.folded, *(example_inputs[place] for place in halves.reads)]
+    # It runs rarely, and on memory of its own: nothing in it is worth being tuned, or recorded as a CUDA graph; nor
+    # is it the user's graph, which passes are written for.
+    with _torch.aside_of_main_graph():
+        return _torch.compile_inner(
+            halves.weights,
+            inputs,
+            static_input_idxs=range(len(inputs)),
+            cudagraphs=_torch.no_cudagraphs(),
+            is_inference=True,
+        )
+
+
+class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
+    """Calls the main half with tensors that the weight half computed from today's weights.
+
+    Attributes:
+        folded_bytes: The memory that the folded tensors take.
+        refresh_seconds: How long the weight half last took, as the host sees it.
+    """
+
+    def __init__(self, halves: Split, weights: Any, main: Any) -> None:
+        super().__init__()
+        self.folded_bytes = halves.folded_bytes
+        self._layouts = [(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in halves.folded]
+        self._reads, self._keeps = halves.reads, halves.keeps
+        self._weights, self._main = weights, main
+        self._boxed_call = True
+        self._begin()
+
+    def _begin(self) -> None:
+        self.refresh_seconds = 0.0
+        self._on_refresh: Callable[[], None] = _nothing
+        self._stale = True
+        self._memory: list[torch.Tensor] = []
+        self._seen: tuple[torch.Tensor, ...] = ()
+        self._versions: list[int] = []
+        self._hook: Any = None
+        self._pick, self._keep = _picker(self._reads), _picker(self._keeps)
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Call the graph; the list is emptied, as torch's calling convention for compiled graphs has it."""
+        weights = self._pick(args)
+        if self._stale or not self._knows(weights):
+            self._refresh(weights)
+        inputs = [*self._memory, *self._keep(args)]
+        args.clear()
+        return self._main(inputs)
+
+    def announce(self, settings: FoldSettings) -> None:
+        """Tell of this graph, and from now on of each time that its weight half runs."""
+        self._on_refresh = settings.on_refresh
+        settings.on_folded(self)
+
+    def free(self) -> None:
+        """Give back the memory of the folded tensors; the next call makes them anew."""
+        self._memory, self._seen, self._stale = [], (), True
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def reads_any(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether any of these is a weight of this graph, as of the last time that its weight half ran."""
+        read = set(map(id, self._seen))
+        return any(id(tensor) in read for tensor in tensors)
+
+    def __del__(self) -> None:
+        if getattr(self, "_hook", None) is not None:
+            self._hook.remove()
+
+    def suspect_weights(self) -> None:
+        """Have the weight half run before the next call, whatever is known of the weights."""
+        self._stale = True
+
+    def _knows(self, weights: tuple[torch.Tensor, ...]) -> bool:
+        # 3 µs and 9 µs for the 266 tensors of a ResNet-50; what an edit through ``.data`` changes shows in neither.
+        return all(map(operator.is_, weights, self._seen)) and self._versions == [w._version for w in weights]
+
+    def _refresh(self, weights: tuple[torch.Tensor, ...]) -> None:
+        started = time.perf_counter()
+        with torch.inference_mode(False), torch.no_grad():
+            if not self._memory:
+                self._memory = [
+                    torch.empty_strided(size, stride, dtype=dtype, device=device)
+                    for size, stride, dtype, device in self._layouts
+                ]
+            self._weights([*self._memory, *weights])
+        if self._hook is None:
+            self._hook = _torch.after_optimizer_steps(_steps_seen_by(weakref.ref(self)))
+        # Tensors made under inference mode have no version: what was computed from them is never known to be right.
+        self._stale = any(weight.is_inference() for weight in weights)
+        self._seen = weights
+        self._versions = [] if self._stale else [weight._version for weight in weights]
+        self._on_refresh()
+        self.refresh_seconds = time.perf_counter() - started
+
+    # ------------------------------------------------------------------------------------------ torch's cache
+
+    def prepare_for_serialization(self) -> None:
+        """Called on a copy, before it is pickled into torch's cache."""
+        self._weights, self._main = _torch.serializable(self._weights), _torch.serializable(self._main)
+        self._begin()
+        del self._pick, self._keep
+
+    def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: dict[str, Any]) -> None:
+        """Called when torch's cache gave the graph back."""
+        self._begin()
+        with torch.inference_mode(False), torch.no_grad():
+            folded = [_torch.fake_tensor(*layout) for layout in self._layouts]
+        with _torch.aside_of_main_graph():
+            self._weights = _torch.restored(
+                self._weights,
+                [*folded, *(example_inputs[place] for place in self._reads)],
+                {**graph_kwargs, "cudagraphs": _torch.no_cudagraphs()},
+            )
+        self._main = _torch.restored(
+            self._main, [*folded, *(example_inputs[place] for place in self._keeps)], graph_kwargs
+        )
+        if (settings := _settings.get()) is not None:
+            self.announce(settings)
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        """The halves have bundles of their own."""
+
+
+def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    if len(places) == 1:
+        return lambda args: (args[places[0]],)
+    return operator.itemgetter(*places) if places else lambda args: ()
+
+
+def _steps_seen_by(reference: weakref.ref[FoldedGraph]) -> Callable[..., None]:
+    """What every optimizer's step calls: fused optimizers change weights without a trace in their versions."""
+
+    def step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        graph = reference()
+        if graph is not None and graph.reads_any(p for group in optimizer.param_groups for p in group["params"]):
+            graph.suspect_weights()
+
+    return step
+
+
+def _nothing() -> None:
+    pass
