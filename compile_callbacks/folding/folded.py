@@ -189,7 +189,8 @@ def _steps_seen_by(reference: weakref.ref[FoldedGraph]) -> Callable[..., None]:
 
     def step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         graph = reference()
-        if graph is not None and graph.reads_any(p for group in optimizer.param_groups for p in group["params"]):
+        stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        if graph is not None and graph.reads_any(stepped):
             graph.suspect_weights()
 
     return step
