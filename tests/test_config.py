@@ -46,6 +46,10 @@ class Scale(GraphPass):
         ({"mode": "default", "options": {"max_autotune": True}}, ValueError, ["mode='default'", "options="]),
         ({"fullgraph": 1}, TypeError, ["fullgraph=1"]),
         ({"dynamic": "yes"}, TypeError, ["dynamic='yes'"]),
+        ({"fold_weights": 1}, TypeError, ["fold_weights=1"]),
+        ({"fold_limit_mb": 0}, ValueError, ["fold_limit_mb=0", "fold_weights=False"]),
+        ({"fold_limit_mb": float("nan")}, ValueError, ["fold_limit_mb=nan"]),
+        ({"fold_limit_mb": "1GB"}, TypeError, ["fold_limit_mb='1GB'"]),
         ({"passes": [3]}, TypeError, ["passes", "3"]),
         ({"passes": [Scale]}, TypeError, ["passes", "Scale(...)"]),
         ({"passes": [lambda graph, is_inference: None]}, TypeError, ["passes", "graph_pass"]),
@@ -93,6 +97,7 @@ def test_config_does_not_follow_the_mapping_it_was_given():
         ({"options": {"shape_padding": True, "max_autotune": True}, "fullgraph": True},
          "options={max_autotune: True, shape_padding: True}, fullgraph=True"),
         ({"passes": [Scale(3)]}, "passes=[Scale]"),
+        ({"fold_weights": False, "fold_limit_mb": 0.5}, "fold_weights=False, fold_limit_mb=0.5"),
     ],
 )  # fmt: skip
 def test_describe_shows_only_what_differs(settings, shown):
@@ -112,6 +117,8 @@ def test_copies_and_pickles_are_equal():
         {"mode": "lite"},
         {"dynamic": True},
         {"fullgraph": True},
+        {"fold_weights": True},
+        {"fold_limit_mb": 1},
         {"options": {"max_autotune": True}},
         {"passes": [Scale()]},
     ],

@@ -80,6 +80,8 @@ _FIELDS = {
     "fullgraph": st.booleans(),
     "dynamic": st.none() | st.booleans(),
     "passes": _PASSES,
+    "fold_weights": st.none() | st.booleans(),
+    "fold_limit_mb": st.sampled_from([1e-9, 0.001, 64, 1e30]),
 }
 _WITH_MODE = st.fixed_dictionaries({}, optional={"mode": st.sampled_from([None, *_MODES]), **_FIELDS})
 _WITH_OPTIONS = st.fixed_dictionaries(
@@ -106,6 +108,11 @@ BAD_MODE = st.sampled_from(
         {"mode": "default", "options": {"max_autotune": True}},
         {"fullgraph": 1},
         {"dynamic": "auto"},
+        {"fold_weights": "yes"},
+        {"fold_limit_mb": 0},
+        {"fold_limit_mb": float("nan")},
+        {"fold_limit_mb": True},
+        {"fold_limit_mb": "1GB"},
         {"passes": "none"},
         {"passes": [print]},
         {"max_autotune": True},

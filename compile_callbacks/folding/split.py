@@ -131,7 +131,9 @@ def _depending_on(graph: Graph, weights: Collection[Node], left_out: Collection[
         sources = node.all_input_nodes
         if all(source in constants for source in sources):
             constants.add(node)
-        elif node not in returned and node not in left_out and depending.union(constants).issuperset(sources):
+        elif node in returned or node in left_out:
+            continue
+        elif all(source in depending or source in constants for source in sources):
             depending.add(node)
     return depending
 
