@@ -38,6 +38,7 @@ __all__ = [
     "aside_of_main_graph",
     "bundled_cache",
     "callback_handler",
+    "causes",
     "compilation_records",
     "compile_function",
     "compile_graph",
@@ -55,6 +56,7 @@ __all__ = [
     "option_names",
     "option_type",
     "output_code_class",
+    "pattern_matcher",
     "raised_while_compiling",
     "resolve_options",
     "restored",
@@ -176,6 +178,7 @@ def compile_graph(
     *,
     patches: Mapping[str, Any],
     fallback: Callable[[Exception], bool],
+    other_patches: Callable[[Exception], Mapping[str, Any] | None] = lambda error: None,
     on_lowered: Callable[[float, bool], None],
     inner_compile: Callable[..., Any],
 ) -> Callable[..., Any]:
@@ -190,6 +193,7 @@ def compile_graph(
         example_inputs: Its inputs.
         patches: Inductor settings for this graph.
         fallback: Asked with the error where compiling fails; ``True`` has the graph run eagerly.
+        other_patches: Asked first: settings to compile the graph with once more, from the start; ``None`` for none.
         on_lowered: Told the seconds that each half took, and whether it was the backward one.
         inner_compile: Compiles what AOTAutograd makes of the graph; see `compile_inner`.
 
@@ -206,18 +210,47 @@ def compile_graph(
         return output
 
     # compile_fx owns and changes what it is given.
-    eager = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    try:
-        with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            return compile_fx(  # type: ignore[return-value]
-                graph_module, example_inputs, inner_compile=timed_inner_compile, config_patches=dict(patches)
-            )
-    except _CONTROL_FLOW:
-        raise
-    except Exception as error:
-        if not fallback(error):
+    eager = _copy(graph_module)
+    while True:
+        try:
+            with functorch_config.patch(force_non_lazy_backward_lowering=True):
+                return compile_fx(  # type: ignore[return-value]
+                    graph_module, example_inputs, inner_compile=timed_inner_compile, config_patches=dict(patches)
+                )
+        except _CONTROL_FLOW:
             raise
-        return eager.forward
+        except Exception as error:
+            if (others := other_patches(error)) is not None:
+                graph_module, patches = _copy(eager), others
+            elif fallback(error):
+                return eager.forward
+            else:
+                raise
+
+
+def _copy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A graph module of the same weights, with what Dynamo notes down on it for AOTAutograd."""
+    copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    vars(copied).update({name: value for name, value in vars(graph_module).items() if name not in vars(copied)})
+    copied.meta.update(graph_module.meta)
+    for node, original in zip(copied.graph.nodes, graph_module.graph.nodes, strict=True):
+        for name, value in getattr(original, "__dict__", {}).items():
+            if name.startswith("_dynamo"):
+                setattr(node, name, value)
+    return copied
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that are behind it, those too that Dynamo and Inductor wrapped and hid."""
+    seen: set[int] = set()
+    open_: list[BaseException | None] = [error]
+    while open_:
+        found = open_.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        yield found
+        open_ += [found.__cause__, found.__context__, getattr(found, "inner_exception", None)]
 
 
 # ---------------------------------------------------------------------------------------------- folding
@@ -404,6 +437,39 @@ def run_pass(graph_pass: Any, graph: torch.fx.Graph, is_inference: bool) -> Any:
     if TORCH_PASSES_FLAG and isinstance(graph_pass, GRAPH_PASS_BASE):
         return graph_pass(graph, is_inference)
     return graph_pass(graph)
+
+
+def pattern_matcher(
+    pattern: Callable[..., Any],
+    replacement: Callable[..., Any],
+    example_inputs: Sequence[torch.Tensor],
+    admits: Callable[[torch.Tensor, dict[str, Any]], bool],
+    name: str,
+) -> Callable[[torch.fx.Graph], int]:
+    """Torch's pattern matcher for one pattern: changes a graph, and tells how often.
+
+    Args:
+        pattern: What to look for.
+        replacement: What to put there.
+        example_inputs: What both are traced with.
+        admits: Asked with the output and the inputs of each place, as fake tensors.
+        name: What torch's log calls it.
+    """
+    from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    def value(argument: Any) -> Any:
+        return argument.meta.get("val") if isinstance(argument, torch.fx.Node) else argument
+
+    def check(match: Any) -> bool:
+        return admits(value(match.output_node()), {name: value(argument) for name, argument in match.kwargs.items()})
+
+    matcher = PatternMatcherPass(pass_name=name)
+    # As torch's own patterns are, which it traces in the midst of a compile, too.
+    with torch._guards.tracing(None), unset_fake_temporarily(), torch.no_grad():
+        inputs = [tensor.detach().clone() for tensor in example_inputs]
+        register_replacement(pattern, replacement, inputs, fwd_only, matcher, extra_check=check)
+    return lambda graph: int(matcher.apply(graph))
 
 
 # ---------------------------------------------------------------------------------------------- signals

@@ -13,7 +13,7 @@ from typing import Any
 
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
-from compile_callbacks.passes import HOOK_OPTIONS, GraphPass, as_passes, pass_identity
+from compile_callbacks.passes import HOOK_OPTIONS, GraphPass, as_passes, pass_hook, pass_identity, pass_name
 from compile_callbacks.phases import Phase
 
 EAGER = "eager"
@@ -88,7 +88,7 @@ class InductorConfig:
         object.__setattr__(self, "options", types.MappingProxyType(dict(self.options)))
         object.__setattr__(self, "passes", as_passes(self.passes, "passes"))
         for graph_pass in self.passes:
-            option = HOOK_OPTIONS[getattr(graph_pass, "hook", "post_grad_post")]
+            option = HOOK_OPTIONS[pass_hook(graph_pass)]
             if self.options.get(option) is not None:
                 raise ValueError(
                     f"options[{option!r}] and passes={self.passes!r} use the same hook point; give all of them in "
@@ -118,7 +118,7 @@ class InductorConfig:
         if self.dynamic is not None:
             parts.append(f"dynamic={self.dynamic}")
         if self.passes:
-            parts.append(f"passes=[{', '.join(_name(graph_pass) for graph_pass in self.passes)}]")
+            parts.append(f"passes=[{', '.join(pass_name(graph_pass) for graph_pass in self.passes)}]")
         if self.fold_weights is not None:
             parts.append(f"fold_weights={self.fold_weights}")
         if self.fold_limit_mb != _DEFAULT_FOLD_LIMIT_MB:
@@ -237,10 +237,6 @@ def _fits(value: object, expected: Any) -> bool:
 
 def _type_name(expected: Any) -> str:
     return expected.__name__ if isinstance(expected, type) else str(expected)
-
-
-def _name(graph_pass: object) -> str:
-    return getattr(graph_pass, "name", None) or type(graph_pass).__name__
 
 
 def _identity(value: object) -> str:

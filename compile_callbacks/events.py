@@ -11,7 +11,9 @@ from compile_callbacks import _torch
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.recompiles import explain_recompile
 
-EventKind = Literal["compile", "cache", "graph_break", "recompile", "fallback", "cudagraph_skip", "verify", "fold"]
+EventKind = Literal[
+    "compile", "cache", "graph_break", "recompile", "fallback", "cudagraph_skip", "verify", "fold", "pass_skipped"
+]
 
 CompilePart = Literal["graph", "backward", "cudagraph"]
 
@@ -95,6 +97,8 @@ class CompileRecorder:
         """Those of them that are not recordings of a CUDA graph."""
         self.limits_hit: dict[Owner, str] = {}
         """Targets and phases that torch compiles for no further inputs, and what it compiled anew for last."""
+        self.pass_runs: list[tuple[Owner, dict[str, Any]]] = []
+        """What each custom graph pass did to each graph, in order."""
         self.weight_refreshes: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         """Times that folded weights were computed anew."""
         self.broken: set[Owner] = set()
@@ -137,6 +141,10 @@ class CompileRecorder:
         """Called when Inductor has compiled the forward or the backward half of a graph."""
         if is_backward:
             self._backward_seconds += seconds
+
+    def pass_ran(self, owner: Owner, run: dict[str, Any]) -> None:
+        """Called for each custom graph pass that ran on a graph."""
+        self.pass_runs.append((owner, run))
 
     def weights_refreshed(self, owner: Owner) -> None:
         """Called when folded weights were computed anew."""

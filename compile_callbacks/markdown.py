@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from compile_callbacks.phases import PHASES
+from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.reasons import Reason, reasons
 from compile_callbacks.report import CompileReport
 from compile_callbacks.table import labels_and_cells
@@ -15,6 +16,8 @@ _TITLES = {
     "recompile": "Recompiles",
     "fallback": "Fallbacks to eager",
     "cudagraph_skip": "CUDA graphs not used",
+    "pass_skipped": "Graph passes skipped",
+    "fold": "Weights not folded",
 }
 _SPECIAL = re.compile(r"([\\`*_\[\]|#])")
 
@@ -38,12 +41,24 @@ def to_markdown(report: CompileReport, environment: Mapping[str, str]) -> str:
             parts.append(_table(("phase", "target", "times", "where", "reason"), rows))
     if not found:
         parts.append("No graph breaks, recompiles or fallbacks.")
+    if rows := [_pass_row(phase, run) for phase in PHASES for run in report.phase(phase).passes]:
+        parts += ["### Graph passes", _table(("phase", "target", "pass", "hook point", "graph", "nodes", "ms"), rows)]
     parts += ["### Environment", _table(("", "version or name"), environment.items())]
     return "\n\n".join(parts) + "\n"
 
 
 def _reason_row(reason: Reason, times: int) -> tuple[str, ...]:
     return reason.phase, reason.target, str(times), reason.where or "-", reason.text
+
+
+def _pass_row(phase: Phase, run: Mapping[str, Any]) -> tuple[str, ...]:
+    if run.get("from_cache"):
+        graph, nodes, ms = "-", "did not run: the graph came from torch's cache, as the pass had left it", "-"
+    else:
+        counts = f"{run['nodes_before']} to {run['nodes_after']}"
+        graph, ms = run["graph"], f"{run['seconds'] * 1000:.1f}"
+        nodes = counts if run["changed"] else f"{run['nodes_before']}, changed nothing"
+    return phase, run["target"], run["name"], run["hook"], graph, nodes, ms
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

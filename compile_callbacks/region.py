@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from compile_callbacks.cudagraphs import with_lasting_outputs
 from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.failures import describe_failure, in_one_line
 from compile_callbacks.folding.settings import FoldSettings
-from compile_callbacks.passes import pass_options
+from compile_callbacks.passes import GraphPassError, PassRun, pass_hook, pass_name, pass_options
 from compile_callbacks.phases import Phase
 from compile_callbacks.shapes import NewShapes, ShapePolicy, shapes, signature
 from compile_callbacks.snapshot import Snapshot
@@ -120,12 +121,12 @@ class CompiledRegion:
         self._fell_back = False
         self._warned = False
         self._unsaid: str | None = None
+        self._unsaid_passes: list[GraphPassError] = []
+        self._passes_said: list[Any] = []
+        self._passes_ran: set[tuple[str, str]] = set()
         self._uncompilable: set[Any] = set()
-        self._patches = {
-            **config.resolved_options(),
-            **pass_options((*passes, *config.passes), phase),
-            "freezing": frozen,
-        }
+        self._passes = (*passes, *config.passes)
+        self._options = {**config.resolved_options(), "freezing": frozen}
         self._guards_hooks = False
         self._hooks_seen = -1
         self._weights = WeightWatch(target.module)
@@ -163,6 +164,8 @@ class CompiledRegion:
             result = self._without_compiler(failure, args, kwargs)
         if self._unsaid is not None:
             self._say_that_it_runs_eagerly(self._unsaid)
+        while self._unsaid_passes:
+            self._say_that_a_pass_is_skipped(self._unsaid_passes.pop())
         return result
 
     def _compiled_call(self, args: Any, kwargs: Any) -> Any:
@@ -279,11 +282,14 @@ class CompiledRegion:
             self._compile()
 
     def _backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        skipped: list[Any] = []
+        self._passes_ran = set()
         with self._folding() as inner_compile:
             compiled = _torch.compile_graph(
                 graph_module,
                 example_inputs,
-                patches=self._patches,
+                patches=self._patches(),
+                other_patches=functools.partial(self._without_failed_pass, skipped),
                 fallback=self._may_fall_back,
                 on_lowered=lambda seconds, backward: self._recorder.graph_lowered(seconds, is_backward=backward),
                 inner_compile=inner_compile,
@@ -291,8 +297,35 @@ class CompiledRegion:
         if self._fell_back:
             self._fell_back = False
             return compiled
+        self._note_passes_of_cached_graph(skipped)
         self._recorder.graph_compiled()  # here: Dynamo may restart its analysis from within, and come again
         return with_lasting_outputs(compiled) if self._config.uses_cudagraphs else compiled
+
+    def _patches(self, skipped: Sequence[Any] = ()) -> dict[str, Any]:
+        return {**self._options, **pass_options(self._passes, self.owner.phase, self._pass_ran, skipped=skipped)}
+
+    def _pass_ran(self, run: PassRun) -> None:
+        self._passes_ran.add((run.name, run.hook))
+        self._recorder.pass_ran(self.owner, run.to_dict())
+
+    def _note_passes_of_cached_graph(self, skipped: Sequence[Any]) -> None:
+        """Tell a graph that torch's cache gave back from one that a pass found nothing to do on."""
+        for graph_pass in self._passes:
+            name, hook = pass_name(graph_pass), pass_hook(graph_pass)
+            if (name, hook) not in self._passes_ran and not any(graph_pass is other for other in skipped):
+                self._recorder.pass_ran(self.owner, {"name": name, "hook": hook, "from_cache": True})
+
+    def _without_failed_pass(self, skipped: list[Any], error: Exception) -> dict[str, Any] | None:
+        """How to compile a graph once more where a custom pass failed on it: without that pass."""
+        failure = next((cause for cause in _torch.causes(error) if isinstance(cause, GraphPassError)), None)
+        if failure is None or self._settings.on_error == "raise":
+            return None
+        skipped.append(failure.failed)
+        self._recorder.add("pass_skipped", self.owner, reason=str(failure))
+        if failure.failed not in self._passes_said:
+            self._passes_said.append(failure.failed)
+            self._unsaid_passes.append(failure)
+        return self._patches(skipped)
 
     @contextlib.contextmanager
     def _folding(self) -> Iterator[Callable[..., Any]]:
@@ -367,6 +400,15 @@ class CompiledRegion:
             f"target {target!r} runs eagerly in the {phase} phase, because the compiler failed: "
             f"{in_one_line(reason)} (the whole of it: callback.report.{phase}.events; more: "
             "TORCH_LOGS='+dynamo,+inductor', or on_error='raise')",
+            CompileWarning,
+            stacklevel=3,
+        )
+
+    def _say_that_a_pass_is_skipped(self, failure: GraphPassError) -> None:
+        target, phase, _ = self.owner
+        warnings.warn(
+            f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without it (each time: "
+            f"callback.report.{phase}.events; on_error='raise' ends the run)",
             CompileWarning,
             stacklevel=3,
         )

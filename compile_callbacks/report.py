@@ -46,6 +46,10 @@ class PhaseReport:
         max_abs_error: Largest absolute difference from eager of an output's element, on the first batch.
         verified: ``"equal"``, ``"differs"`` or ``"left out"`` (why: ``events``); ``None`` where not compared.
         fallbacks: Times that the compiler failed and the work was done eagerly.
+        skipped_passes: Times that a custom graph pass failed and a graph was compiled without it (why: ``events``).
+        passes: What custom graph passes did, a mapping for each pass and graph, in order: ``target``, ``name``,
+            ``hook``, and either the fields of `PassRun` or, where the graph came out of torch's cache as the pass had
+            left it, ``from_cache``.
         restored: Names of the figures that come from the run that this one resumes.
         events: What is behind the counts, in order.
     """
@@ -73,6 +77,8 @@ class PhaseReport:
     max_abs_error: float | None = None
     verified: str | None = None
     fallbacks: int = 0
+    skipped_passes: int = 0
+    passes: tuple[dict[str, Any], ...] = ()
     restored: tuple[str, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
 
@@ -197,6 +203,8 @@ def build_phase_report(
         ),
         verified=_verdict(recorder.of(phase, "verify")),
         fallbacks=len(recorder.of(phase, "fallback")),
+        skipped_passes=len(recorder.of(phase, "pass_skipped")),
+        passes=tuple({"target": owner.target, **run} for owner, run in recorder.pass_runs if owner.phase == phase),
         restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
         events=tuple(event.to_dict() for event in recorder.events if event.phase == phase),
     )

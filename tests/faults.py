@@ -255,6 +255,7 @@ class Fault:
         alone: Whether the other phase is left eager.
         strike: Entered while the run goes on.
         halves: The halves of a step in which it can strike.
+        skipped: Whether the graph is compiled all the same, without the custom pass that fails.
     """
 
     name: str
@@ -265,6 +266,7 @@ class Fault:
     alone: bool = False
     strike: Callable[[Place], Any] = lambda place: contextlib.nullcontext()
     halves: tuple[str, ...] = ("forward", "backward")
+    skipped: bool = False
 
     def callback(self, place: Place, on_error: str = "eager") -> InductorCompile:
         config, other = InductorConfig(**self.settings), None if self.alone else "default"
@@ -276,7 +278,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.
 
 FAULTS = [
     Fault("untraceable", "graph_break|autograd.Function", Untraceable, {"fullgraph": True}),
-    Fault("pass", "ZeroDivisionError: by design", passes=lambda place: [BrokenPass(place)]),
+    Fault("pass", "ZeroDivisionError: by design", passes=lambda place: [BrokenPass(place)], skipped=True),
     Fault("lowering", "double", WithoutLowering, {"options": {"implicit_fallbacks": False}}),
     Fault("shape", "no shape for you|unknown_backward", WithoutShape, {"fullgraph": True}),
     Fault(

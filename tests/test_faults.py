@@ -36,13 +36,18 @@ def test_a_failure_costs_speed_and_nothing_else(fault, place):
 
     said = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
     assert len(said) == 1
-    assert said[0].startswith(f"target 'net' runs eagerly in the {place.phase} phase")
-    assert "TORCH_LOGS" in said[0]
+    if fault.skipped:
+        assert said[0].startswith(f"graph pass 'BrokenPass' at post_grad_post in the {place.phase} phase raised")
+    else:
+        assert said[0].startswith(f"target 'net' runs eagerly in the {place.phase} phase")
+        assert "TORCH_LOGS" in said[0]
     hit = callback.report.phase(place.phase)
     spared = callback.report.phase("infer" if place.phase == "train" else "train")
     failures = 2 if place.shape == "first" else 1  # the compiler is tried once for each shape, in both epochs
-    assert (hit.fallbacks, spared.fallbacks) == (failures, 0)
-    reasons = [event["reason"] for event in hit.events if event["kind"] == "fallback"]
+    assert (hit.fallbacks, hit.skipped_passes) == ((0, failures) if fault.skipped else (failures, 0))
+    assert (spared.fallbacks, spared.skipped_passes) == (0, 0)
+    assert hit.graphs == (2 if fault.skipped else 2 - failures)
+    reasons = [event["reason"] for event in hit.events if event["kind"] in ("fallback", "pass_skipped")]
     assert len(reasons) == failures
     for reason in reasons:
         assert any(cause in reason for cause in fault.cause.split("|"))

@@ -151,6 +151,17 @@ def test_uuid_covers_what_a_function_closes_over():
     assert make(object()).uuid() is None
 
 
+def test_uuid_tells_two_lambdas_of_a_line_apart():
+    passes = [graph_pass(f) for f in (lambda graph, is_inference: graph.lint(), lambda graph, is_inference: None)]
+    assert passes[0].uuid() != passes[1].uuid()
+
+
+def test_uuid_covers_the_contents_of_a_tensor():
+    assert Scale(torch.ones(3)).uuid() == Scale(torch.ones(3)).uuid()
+    assert len({Scale(x).uuid() for x in (torch.ones(3), torch.zeros(3), torch.ones(3, 1), torch.tensor(1.0))}) == 4
+    assert Scale(torch.ones(2**20)).uuid() is None
+
+
 def test_uuid_is_none_where_an_argument_cannot_be_described():
     assert Scale(object()).uuid() is None
     assert PassSequence((Scale(2), Scale(object())), "post_grad_post", "train").uuid() is None

@@ -1,0 +1,214 @@
+"""The passes of one hook point and one phase, run in order, watched, and checked after each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from compile_callbacks import _torch
+from compile_callbacks.passes.graph_pass import GraphPass, pass_hook, pass_name, running_in
+from compile_callbacks.passes.hooks import HOOK_OPTIONS, GraphKind, graph_kind, is_inference_graph
+from compile_callbacks.passes.identity import digest
+from compile_callbacks.phases import Phase
+
+
+class GraphPassError(RuntimeError):
+    """A custom graph pass raised, or left a graph that is not what it must be.
+
+    Attributes:
+        failed: The pass.
+    """
+
+    failed: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRun:
+    """One pass on one graph.
+
+    Attributes:
+        name: The pass.
+        hook: The hook point.
+        graph: What the graph holds.
+        is_inference: What the pass was told.
+        seconds: How long it took.
+        nodes_before: How many nodes the graph had.
+        nodes_after: How many it has now.
+        changed: Whether anything about the graph is another.
+    """
+
+    name: str
+    hook: str
+    graph: GraphKind
+    is_inference: bool
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+    changed: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run as JSON-ready data."""
+        return asdict(self)
+
+
+class PassSequence(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
+    """The one pass that torch is given for a hook point.
+
+    Args:
+        passes: The passes, in order.
+        hook: The hook point.
+        phase: The phase that is compiled.
+        on_run: Told of each pass that ran.
+    """
+
+    def __init__(
+        self,
+        passes: tuple[Any, ...],
+        hook: str,
+        phase: Phase,
+        on_run: Callable[[PassRun], None] = lambda run: None,
+    ) -> None:
+        self.passes = passes
+        self.hook = hook
+        self.phase = phase
+        self._on_run = on_run
+
+    def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
+        """Run the passes; torch gives the flag at some hook points, and in some versions."""
+        if is_inference is None:
+            is_inference = is_inference_graph(self.hook, graph)
+        with running_in(self.phase):
+            for graph_pass in self.passes:
+                self._run(graph_pass, graph, is_inference)
+
+    def _run(self, graph_pass: Any, graph: Graph, is_inference: bool) -> None:
+        before, started = _Snapshot(graph), time.perf_counter()
+        try:
+            if isinstance(graph_pass, GraphPass):
+                returned = graph_pass(graph, is_inference)
+            else:
+                returned = _torch.run_pass(graph_pass, graph, is_inference)
+        except Exception as error:
+            raise self._error(graph_pass, f"raised {type(error).__name__}: {error}") from error
+        seconds = time.perf_counter() - started
+        if (problem := before.problem(graph, returned)) is not None:
+            raise self._error(graph_pass, problem)
+        self._on_run(
+            PassRun(
+                name=pass_name(graph_pass),
+                hook=self.hook,
+                graph=graph_kind(self.hook, graph),
+                is_inference=is_inference,
+                seconds=seconds,
+                nodes_before=len(before.nodes),
+                nodes_after=len(graph.nodes),
+                changed=before.differs(graph),
+            )
+        )
+
+    def _error(self, graph_pass: Any, what: str) -> GraphPassError:
+        error = GraphPassError(f"graph pass {pass_name(graph_pass)!r} at {self.hook} in the {self.phase} phase {what}")
+        error.failed = graph_pass
+        return error
+
+    def uuid(self) -> str | None:
+        """The uuids of the passes with hook point and phase; ``None`` where one has none."""
+        uuids = [graph_pass.uuid() for graph_pass in self.passes]
+        if any(uuid is None for uuid in uuids):
+            return None
+        return digest(self.hook, self.phase, *(repr(uuid) for uuid in uuids))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassSequence:
+        return self
+
+    def __copy__(self) -> PassSequence:
+        return self
+
+    def __reduce__(self) -> Any:
+        # Torch 2.11 pickles the settings into the key of its cache, the pass before autograd as it is.
+        if (uuid := self.uuid()) is None:
+            raise TypeError("one of these passes has no uuid: its graphs are not to be cached")
+        return str, (uuid,)
+
+
+class _Snapshot:
+    """What a graph was, as far as it tells whether a pass changed it, and whether it may have."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
+        self._inputs = [node.target for node in graph.find_nodes(op="placeholder")]
+        self._outputs = _outputs(graph)
+
+    def differs(self, graph: Graph) -> bool:
+        after = [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
+        return after != self.nodes
+
+    def problem(self, graph: Graph, returned: Any) -> str | None:
+        """What is wrong with a graph after a pass."""
+        if returned is not None:
+            return f"returned {type(returned).__name__}: a pass changes the graph in place and returns nothing"
+        try:
+            graph.lint()
+        except Exception as error:
+            return f"left a graph that is not well formed: {error}"
+        inputs = [node.target for node in graph.find_nodes(op="placeholder")]
+        if inputs != self._inputs:
+            return f"changed the graph's inputs from {self._inputs} to {inputs}"
+        outputs = _outputs(graph)
+        if len(outputs) != len(self._outputs):
+            return f"changed the number of the graph's outputs from {len(self._outputs)} to {len(outputs)}"
+        for place, (before, after) in enumerate(zip(self._outputs, outputs, strict=True)):
+            if None not in (before.kind, after.kind) and before.kind != after.kind:
+                return f"changed output {place} from {before.kind} ({before.name}) to {after.kind} ({after.name})"
+        return None
+
+
+@dataclass(frozen=True)
+class _Output:
+    name: str
+    kind: str | None
+
+
+def _outputs(graph: Graph) -> list[_Output]:
+    outputs = graph.find_nodes(op="output")
+    if not outputs:
+        return []
+    values = _torch.tree_leaves(outputs[0].args)
+    return [
+        _Output(value.name, _kind(value.meta.get("val"))) if isinstance(value, Node) else _Output(repr(value), None)
+        for value in values
+    ]
+
+
+def _kind(value: Any) -> str | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+
+
+def pass_options(
+    passes: Sequence[Any],
+    phase: Phase,
+    on_run: Callable[[PassRun], None] = lambda run: None,
+    *,
+    skipped: Collection[Any] = (),
+) -> dict[str, PassSequence]:
+    """The Inductor options that have these passes run in one phase.
+
+    Args:
+        passes: The passes.
+        phase: The phase.
+        on_run: Told of each pass that ran.
+        skipped: Those of them to leave out.
+    """
+    options = {}
+    for hook, option in HOOK_OPTIONS.items():
+        here = tuple(p for p in passes if pass_hook(p) == hook and not any(p is other for other in skipped))
+        if here:
+            options[option] = PassSequence(here, hook, phase, on_run)
+    return options
