@@ -7,7 +7,7 @@ One line is enough::
 
 from compile_callbacks.callback import InductorCompile
 from compile_callbacks.config import InductorConfig
-from compile_callbacks.passes import GraphPass, GraphPassError, graph_pass
+from compile_callbacks.passes import GraphPass, GraphPassError, RecordGraphs, graph_pass, pattern_pass
 from compile_callbacks.region import CompileError, CompileWarning
 from compile_callbacks.report import CompileReport, PhaseReport
 
@@ -20,5 +20,7 @@ __all__ = [
     "InductorCompile",
     "InductorConfig",
     "PhaseReport",
+    "RecordGraphs",
     "graph_pass",
+    "pattern_pass",
 ]

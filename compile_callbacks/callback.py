@@ -15,6 +15,7 @@ from compile_callbacks.choices import unknown
 from compile_callbacks.config import InductorConfig, as_config
 from compile_callbacks.loggers import join_hparams, log_scalars, log_summary
 from compile_callbacks.passes import as_passes
+from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.phases import Phase
 from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSettings
 from compile_callbacks.report import CompileReport, uncompiled_report
@@ -151,7 +152,7 @@ class InductorCompile(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._end()
         self._log(trainer)
-        log_summary(trainer.loggers, self.report, trainer.global_step)
+        log_summary(trainer.loggers, self.report, trainer.global_step, self._recorded_graphs())
 
     # ------------------------------------------------------------------------------------------ train phase
 
@@ -338,13 +339,18 @@ class InductorCompile(Callback):
     def _summarize(self, trainer: Trainer) -> None:
         """The table in the loggers, and after a fit or a first run in the terminal."""
         report = self.report
-        log_summary(trainer.loggers, report, trainer.global_step)
+        log_summary(trainer.loggers, report, trainer.global_step, self._recorded_graphs())
         if self._session is None or not report.scalars():
             return
         self._session.judge()
         if trainer.is_global_zero and (trainer.state.fn == "fit" or not self._printed):
             self._printed = True
             print_report(report)
+
+    def _recorded_graphs(self) -> list[RecordedGraph]:
+        configured = [config.passes for config in self.configs.values() if config is not None]
+        recorders = {id(p): p for passes in (self.passes, *configured) for p in passes if isinstance(p, RecordGraphs)}
+        return [graph for recorder in recorders.values() for graph in recorder.graphs]
 
 
 def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:

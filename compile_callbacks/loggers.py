@@ -19,6 +19,7 @@ from compile_callbacks import tensorboard
 from compile_callbacks.environment import environment
 from compile_callbacks.hparams import JoinedHyperparameters, WriteEntry
 from compile_callbacks.markdown import to_markdown
+from compile_callbacks.passes.record_graphs import RecordedGraph
 from compile_callbacks.phases import PHASES
 from compile_callbacks.region import CompileWarning
 from compile_callbacks.report import CompileReport
@@ -77,7 +78,9 @@ def log_scalars(loggers: Sequence[Logger], scalars: Mapping[str, float], step: i
 
 
 @rank_zero_only
-def log_summary(loggers: Sequence[Logger], report: CompileReport, step: int) -> None:
+def log_summary(
+    loggers: Sequence[Logger], report: CompileReport, step: int, graphs: Sequence[RecordedGraph] = ()
+) -> None:
     """Give every logger that has a place for it the whole report.
 
     TensorBoard gets a layout of charts, the report in the text tab, and an entry under HPARAMS; Weights & Biases a
@@ -87,11 +90,14 @@ def log_summary(loggers: Sequence[Logger], report: CompileReport, step: int) -> 
         loggers: The trainer's loggers.
         report: What was measured in the run.
         step: The trainer's global step.
+        graphs: Graphs that were recorded in the run, for TensorBoard's text tab.
     """
     for logger in loggers:
         if report.scalars():
             with _costs_its_numbers_only(logger):
                 _summarize(logger, report, step)
+                if tensorboard.is_writer(_experiment(logger)):
+                    tensorboard.add_graphs(_experiment(logger), graphs, step)
         if isinstance(logger, TensorBoardLogger):
             _leave_hparams(logger, report)
 

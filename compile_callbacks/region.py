@@ -317,7 +317,7 @@ class CompiledRegion:
 
     def _without_failed_pass(self, skipped: list[Any], error: Exception) -> dict[str, Any] | None:
         """How to compile a graph once more where a custom pass failed on it: without that pass."""
-        failure = next((cause for cause in _torch.causes(error) if isinstance(cause, GraphPassError)), None)
+        failure = _failed_pass(error)
         if failure is None or self._settings.on_error == "raise":
             return None
         skipped.append(failure.failed)
@@ -380,14 +380,14 @@ class CompiledRegion:
         if self._settings.on_error == "raise":
             target, phase, _ = self.owner
             raise CompileError(
-                f"compiling target {target!r} for the {phase} phase failed: {describe_failure(failure)}"
+                f"compiling target {target!r} for the {phase} phase failed: {_describe(failure)}"
             ) from failure
         self._uncompilable.add(signature(args, kwargs))
         self._report(failure)
         return result
 
     def _report(self, error: Exception) -> None:
-        reason = describe_failure(error)
+        reason = _describe(error)
         self._recorder.add("fallback", self.owner, reason=reason)
         if not self._warned:
             self._warned, self._unsaid = True, reason
@@ -412,6 +412,15 @@ class CompiledRegion:
             CompileWarning,
             stacklevel=3,
         )
+
+
+def _failed_pass(error: BaseException) -> GraphPassError | None:
+    return next((cause for cause in _torch.causes(error) if isinstance(cause, GraphPassError)), None)
+
+
+def _describe(error: BaseException) -> str:
+    failed_pass = _failed_pass(error)
+    return describe_failure(error) if failed_pass is None else str(failed_pass)
 
 
 def _why_not_twice(target: Target) -> str | None:

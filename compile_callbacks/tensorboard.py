@@ -16,6 +16,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from compile_callbacks.environment import environment
 from compile_callbacks.eventfiles import BrokenEventFileError, event_files, read_values
 from compile_callbacks.markdown import to_markdown
+from compile_callbacks.passes.record_graphs import RecordedGraph
 from compile_callbacks.phases import PHASES
 from compile_callbacks.report import CompileReport
 
@@ -109,6 +110,12 @@ def add_report(writer: SummaryWriter, report: CompileReport, step: int) -> None:
     data = json.dumps({"report": report.to_dict(), "environment": ran_on})
     writer.add_text(TEXT_TAG, to_markdown(report, ran_on), step)
     _write(writer, _tensor(DATA_TAG, "compile_callbacks", data.encode(), shape=(1,)), step=step)
+
+
+def add_graphs(writer: SummaryWriter, graphs: Iterable[RecordedGraph], step: int) -> None:
+    """Write recorded graphs for the text tab, each under its title."""
+    for graph in graphs:
+        writer.add_text(f"graphs/{graph.title}", "\n".join(f"    {line}" for line in graph.text.splitlines()), step)
 
 
 # ---------------------------------------------------------------------------------------------- hparams

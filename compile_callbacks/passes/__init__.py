@@ -11,6 +11,9 @@
 
 from compile_callbacks.passes.graph_pass import GraphPass, as_passes, graph_pass, pass_hook, pass_identity, pass_name
 from compile_callbacks.passes.hooks import HOOK_OPTIONS
+from compile_callbacks.passes.nodes import call_before, count_ops, find_nodes, replace_node
+from compile_callbacks.passes.pattern import PatternMatch, PatternPass, pattern_pass
+from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs, graph_text
 from compile_callbacks.passes.sequence import GraphPassError, PassRun, PassSequence, pass_options
 
 __all__ = [
@@ -19,10 +22,20 @@ __all__ = [
     "GraphPassError",
     "PassRun",
     "PassSequence",
+    "PatternMatch",
+    "PatternPass",
+    "RecordGraphs",
+    "RecordedGraph",
     "as_passes",
+    "call_before",
+    "count_ops",
+    "find_nodes",
     "graph_pass",
+    "graph_text",
     "pass_hook",
     "pass_identity",
     "pass_name",
     "pass_options",
+    "pattern_pass",
+    "replace_node",
 ]

@@ -1,0 +1,282 @@
+"""Passes at every hook point of a real run: the flag and phase they are told, and what is reported of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import CLASSES, FEATURES, Classifier, loader, mlp, trainer
+from torch import nn
+from torch._dynamo.utils import counters
+from uncached import Uncached
+
+from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile, InductorConfig, graph_pass
+from compile_callbacks.markdown import to_markdown
+from compile_callbacks.passes import HOOK_OPTIONS, pass_options
+from compile_callbacks.passes.hooks import graph_kind
+
+TRAINED = {
+    "pre_grad": {"module"},
+    "joint_pre": {"joint"},
+    "joint_post": {"joint"},
+    "post_grad_pre": {"forward", "backward"},
+    "post_grad_post": {"forward", "backward"},
+}
+
+
+class Watch(Uncached):
+    """Keeps the phase, what the graph holds, and the flag."""
+
+    def __init__(self, hook):
+        self.hook = hook
+        self.seen = []
+
+    def __call__(self, graph, is_inference):
+        self.seen.append((self.phase, graph_kind(self.hook, graph), is_inference))
+
+
+def ours(*passes, **kwargs):
+    return InductorCompile(passes=list(passes), **{"targets": ["net"], "baseline_steps": 0, "verify": "off", **kwargs})
+
+
+@pytest.mark.parametrize("hook", HOOK_OPTIONS)
+def test_one_pass_in_both_phases_of_a_fit_is_told_right(hook):
+    watch = Watch(hook)
+    trainer(ours(watch)).fit(Classifier(), loader(2), loader(1))
+    inferred = "module" if hook == "pre_grad" else "inference"
+    assert {(kind, flag) for phase, kind, flag in watch.seen if phase == "train"} == {(k, False) for k in TRAINED[hook]}
+    assert {(kind, flag) for phase, kind, flag in watch.seen if phase == "infer"} == {(inferred, True)}
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize("hook", HOOK_OPTIONS)
+def test_every_infer_stage_is_inference(hook, stage):
+    watch = Watch(hook)
+    module = Classifier()
+    getattr(trainer(ours(watch, targets=None)), stage)(module, loader(1))
+    assert {(phase, flag) for phase, _, flag in watch.seen} == {("infer", True)}
+
+
+class FrozenPart(Classifier):
+    """A part of which nothing is trained: an inference graph in the train phase, by torch's definition."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(FEATURES, FEATURES).requires_grad_(False))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+
+@pytest.mark.parametrize("hook", HOOK_OPTIONS)
+def test_a_frozen_module_in_training_is_inference_in_the_train_phase(hook):
+    watch = Watch(hook)
+    trainer(ours(watch)).fit(FrozenPart(), loader(2))
+    assert {(phase, flag) for phase, _, flag in watch.seen} == {("train", True)}
+
+
+@pytest.mark.parametrize("hook", HOOK_OPTIONS)
+def test_handed_straight_to_torch_it_is_told_too(hook):
+    watch = Watch(hook)
+    function = torch.compile(lambda x: (x * 2).sin(), options={HOOK_OPTIONS[hook]: watch})
+    with torch.no_grad():
+        function(torch.ones(3))
+    assert {flag for _, _, flag in watch.seen} == {True}
+    watch.seen.clear()
+    function(torch.ones(3, requires_grad=True)).sum().backward()
+    assert {(phase, flag) for phase, _, flag in watch.seen} == {(None, False)}
+    assert {kind for _, kind, _ in watch.seen} == TRAINED[hook]
+
+
+# ------------------------------------------------------------------------------------------ what is reported
+
+
+class Doubles(GraphPass):
+    def __call__(self, graph, is_inference):
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+            node.args = (node.args[0], 4)
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+def test_order_time_and_node_counts_are_in_the_report():
+    class Halved(Classifier):
+        def __init__(self):
+            super().__init__(nn.Sequential(mlp(), nn.Softplus(), Halves()))
+
+    callback = ours(Watch("post_grad_post"), Doubles(), train_mode=None)
+    trainer(callback).predict(Halved(), loader(1))
+    watch, doubles = callback.report.infer.passes
+    assert (watch["name"], watch["changed"], watch["target"]) == ("Watch", False, "net")
+    assert (doubles["name"], doubles["changed"], doubles["graph"]) == ("Doubles", True, "inference")
+    assert doubles["nodes_before"] == doubles["nodes_after"] == watch["nodes_after"] > 3
+    assert watch["seconds"] > 0
+    json.dumps(callback.report.to_dict())
+    text = to_markdown(callback.report, {})
+    assert "Graph passes" in text
+    assert "changed nothing" in text
+
+
+def test_a_graph_of_torchs_cache_is_told_from_one_without_a_match():
+    runs = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        callback = ours(Doubles(), train_mode=None)
+        trainer(callback).predict(Classifier(nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.Softplus())), loader(1))
+        (run,) = callback.report.infer.passes
+        runs.append(run)
+    assert runs[0]["changed"] is False
+    assert runs[1] == {"target": "net", "name": "Doubles", "hook": "post_grad_post", "from_cache": True}
+    assert "came from torch's cache" in to_markdown(callback.report, {})
+
+
+class Named(GraphPass):
+    def __init__(self, hook, factor):
+        self.hook = hook
+
+    def __call__(self, graph, is_inference):
+        pass
+
+
+@pytest.mark.parametrize("hook", HOOK_OPTIONS)
+def test_the_same_setup_hits_torchs_cache_and_another_argument_misses(hook):
+    def hits(factor):
+        torch._dynamo.reset()
+        counters.clear()
+        with torch.no_grad():
+            options = pass_options([Named(hook, factor)], "infer")
+            torch.compile(lambda x: (x * 2).sin(), options=options)(torch.ones(3))
+        return counters["aot_autograd"]["autograd_cache_hit"]
+
+    assert [hits(1), hits(1), hits(2), hits(2)] == [0, 1, 0, 1]
+
+
+SCRIPT = """
+import torch
+from compile_callbacks import GraphPass
+from compile_callbacks.passes import pass_options
+from torch._dynamo.utils import counters
+
+class First(GraphPass):
+    def __call__(self, graph, is_inference):
+        {line}
+
+class Second(GraphPass):
+    def __call__(self, graph, is_inference):
+        pass
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        torch.compile(lambda x: x * 2, options=pass_options({passes}, "infer"))(torch.ones(3))
+    print(counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_another_process_hits_unless_a_source_line_or_the_order_is_another(tmp_path):
+    def hits(passes="[First(), Second()]", line="pass"):
+        script = tmp_path / "cached.py"
+        script.write_text(SCRIPT.format(passes=passes, line=line))
+        command = [sys.executable, "-W", "ignore", str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return int(done.stdout.split()[-1])
+
+    assert [hits(), hits()] == [0, 1]
+    assert hits(line="return None") == 0
+    assert hits(passes="[Second(), First()]") == 0
+
+
+# ------------------------------------------------------------------------------------------ passes that are wrong
+
+
+def returns(graph, is_inference):
+    return graph
+
+
+def removes_an_output(graph, is_inference):
+    graph.output_node().args = ((),)
+
+
+def changes_an_output(graph, is_inference):
+    output = graph.output_node()
+    (value,) = output.args[0]
+    with graph.inserting_before(output):
+        other = graph.call_function(torch.ops.aten.sum.default, (value,))
+    other.meta["val"] = value.meta["val"].sum()
+    output.args = ((other,),)
+
+
+def leaves_a_node_dangling(graph, is_inference):
+    first, *_ = [node for node in graph.nodes if node.op == "call_function"]
+    stranger = torch.fx.Graph().placeholder("stranger")
+    first.args = (stranger, *first.args[1:])
+
+
+def adds_an_input(graph, is_inference):
+    with graph.inserting_before(next(iter(graph.nodes))):
+        graph.placeholder("another")
+
+
+def raises(graph, is_inference):
+    raise KeyError("a key that is not there")
+
+
+WRONG = {
+    returns: "returned Graph: a pass changes the graph in place",
+    removes_an_output: "number of the graph's outputs from 1 to 0",
+    changes_an_output: r"output 0 from float32\[4, 3\]",
+    leaves_a_node_dangling: "not well formed: .*stranger",
+    adds_an_input: "changed the graph's inputs",
+    raises: "raised KeyError",
+}
+
+
+@pytest.mark.parametrize("function", WRONG, ids=lambda f: f.__name__)
+def test_a_pass_that_is_wrong_is_left_out_or_named(function):
+    class Never(type(graph_pass(function))):
+        def uuid(self):
+            return None
+
+    module = Classifier()
+    expected = trainer().predict(module, loader(1))
+    callback = ours(Never(function), train_mode=None)
+    name = function.__name__
+    said = f"graph pass '{name}' at post_grad_post in the infer phase .*{WRONG[function]}"
+    with pytest.warns(CompileWarning, match=said):
+        predicted = trainer(callback).predict(module, loader(1))
+    torch.testing.assert_close(predicted, expected)
+    infer = callback.report.infer
+    assert (infer.skipped_passes, infer.fallbacks, infer.graphs) == (1, 0, 1)
+    with pytest.raises(CompileError, match=said):
+        trainer(ours(Never(function), train_mode=None, on_error="raise")).predict(module, loader(1))
+
+
+def test_a_pass_that_cannot_be_copied_is_taken_by_reference():
+    class Uncopyable(torch._inductor.custom_graph_pass.CustomGraphPass):
+        calls = 0
+
+        def __call__(self, graph):
+            Uncopyable.calls += 1
+
+        def uuid(self):
+            return None
+
+        def __deepcopy__(self, memo):
+            raise TypeError("not me")
+
+    trainer(ours(Uncopyable(), train_mode=None)).predict(Classifier(), loader(1))
+    assert Uncopyable.calls == 1
+
+
+def test_settings_of_one_phase_are_its_own():
+    train, infer = Watch("post_grad_post"), Watch("post_grad_post")
+    callback = ours(train_mode=InductorConfig(passes=[train]), infer_mode=InductorConfig(passes=[infer]))
+    trainer(callback).fit(Classifier(), loader(2), loader(1))
+    assert {phase for phase, *_ in train.seen} == {"train"}
+    assert {phase for phase, *_ in infer.seen} == {"infer"}
