@@ -50,6 +50,7 @@ __all__ = [
     "has_tensor_subclasses",
     "hooks_registered",
     "inference_flag_of_caller",
+    "is_decomposed",
     "is_dynamo_wrapper",
     "mode_names",
     "no_cudagraphs",
@@ -338,6 +339,14 @@ def add_node(
     with fake_mode or contextlib.nullcontext(), torch.no_grad():
         node.meta["val"] = target(*values, **keywords)
     return node
+
+
+def is_decomposed(target: Any) -> bool:
+    """Whether Inductor knows an operator only as what it decomposes it into, while AOTAutograd traces."""
+    from torch._inductor.decomposition import decompositions
+    from torch._inductor.lowering import lowerings
+
+    return target in decompositions and target not in lowerings
 
 
 def fake_tensor(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

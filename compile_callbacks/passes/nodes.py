@@ -46,8 +46,11 @@ def call_before(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         kwargs: Those by name.
 
     Raises:
-        ValueError: An argument is a node without ``meta["val"]``, as those of a graph at ``"pre_grad"`` are.
+        ValueError: An argument is a node without ``meta["val"]``, as those of a graph at ``"pre_grad"`` are, or an
+            operator that Inductor writes out before its passes run, and has no code for after that.
     """
+    if _torch.is_decomposed(target):
+        raise ValueError(f"Inductor has no code for {target} here: before its passes run it writes it out in others")
     for source in _nodes((args, kwargs)):
         if "val" not in source.meta:
             raise ValueError(f"node {source.name!r} has no meta['val']; graphs at 'pre_grad' have none yet")

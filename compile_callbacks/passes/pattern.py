@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,12 @@ class PatternPass(GraphPass):
         for name, value in (("pattern", pattern), ("replacement", replacement)):
             if not callable(value):
                 raise TypeError(f"{name}={value!r} must be a function of tensors")
+            try:
+                inspect.signature(value)
+            except ValueError:
+                raise TypeError(
+                    f"{name}={value!r} is built in, and tells nothing of its arguments; give a function that calls it"
+                ) from None
         if where is not None and not callable(where):
             raise TypeError(f"where={where!r} must be a function of a PatternMatch")
         if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, (list, tuple)):
