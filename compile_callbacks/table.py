@@ -72,6 +72,7 @@ _ROWS: tuple[tuple[str, Callable[[PhaseReport], str]], ...] = (
     ("equal to eager", lambda p: p.verified or _NOTHING),
     ("max abs error", lambda p: _number(p.max_abs_error, ".1e")),
     ("fallbacks", lambda p: str(p.fallbacks)),
+    ("skipped passes", lambda p: str(p.skipped_passes) if p.skipped_passes else _NOTHING),
 )
 
 _ALWAYS = {"mode", "targets", "compile seconds", "eager step ms", "compiled step ms", "speedup", "samples"}
