@@ -5,6 +5,8 @@ One line is enough::
     Trainer(callbacks=[InductorCompile(train_mode="reduce-overhead", infer_mode="max-autotune")])
 """
 
+from compile_callbacks import templates
+from compile_callbacks.by_grad_mode import compile_phases, report_of, restore
 from compile_callbacks.callback import InductorCompile
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.passes import GraphPass, GraphPassError, RecordGraphs, graph_pass, pattern_pass
@@ -21,6 +23,10 @@ __all__ = [
     "InductorConfig",
     "PhaseReport",
     "RecordGraphs",
+    "compile_phases",
     "graph_pass",
     "pattern_pass",
+    "report_of",
+    "restore",
+    "templates",
 ]

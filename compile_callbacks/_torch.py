@@ -47,7 +47,10 @@ __all__ = [
     "function_with_own_cache",
     "graph_breaks",
     "has_call_hooks",
+    "has_cutlass",
     "has_tensor_subclasses",
+    "has_triton",
+    "has_triton_tma",
     "hooks_registered",
     "inference_flag_of_caller",
     "is_decomposed",
@@ -90,6 +93,27 @@ def option_type(name: str) -> Any:
     from torch._inductor import config
 
     return config.get_type(name)  # type: ignore[attr-defined]
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed and knows this machine's GPU."""
+    from torch.utils._triton import has_triton
+
+    return bool(has_triton())
+
+
+def has_triton_tma() -> bool:
+    """Whether Triton can load through the Tensor Memory Accelerator, by either of its interfaces."""
+    from torch.utils._triton import has_triton_tma_device
+
+    return bool(has_triton_tma_device())
+
+
+def has_cutlass() -> bool:
+    """Whether Inductor finds the CUTLASS library."""
+    from torch._inductor.codegen.cutlass.utils import try_import_cutlass
+
+    return bool(try_import_cutlass())
 
 
 def resolve_options(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> dict[str, Any]:

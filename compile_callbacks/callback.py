@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,8 +11,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from compile_callbacks.checkpoint import KeyMatcher
-from compile_callbacks.choices import unknown
-from compile_callbacks.config import InductorConfig, as_config
+from compile_callbacks.choices import check_choice
+from compile_callbacks.config import InductorConfig, Mode, as_config
 from compile_callbacks.loggers import join_hparams, log_scalars, log_summary
 from compile_callbacks.passes import as_passes
 from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
@@ -25,8 +25,6 @@ from compile_callbacks.stages import expected_steps
 from compile_callbacks.targets import adopt_compiled, check_names, find_targets
 from compile_callbacks.terminal import print_report, say
 from compile_callbacks.verify import VERIFY, Verify
-
-Mode = str | Mapping[str, Any] | InductorConfig | None
 
 
 class InductorCompile(Callback):
@@ -91,9 +89,9 @@ class InductorCompile(Callback):
             raise TypeError(f"baseline_steps={baseline_steps!r} must be an integer, 0 or more")
         if baseline_steps < 0:
             raise ValueError(f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline")
-        _check_choice("on_error", on_error, ON_ERROR)
-        _check_choice("verify", verify, VERIFY)
-        _check_choice("new_shapes", new_shapes, NEW_SHAPES)
+        check_choice("on_error", on_error, ON_ERROR)
+        check_choice("verify", verify, VERIFY)
+        check_choice("new_shapes", new_shapes, NEW_SHAPES)
         if not isinstance(keep_compiled, bool):
             raise TypeError(f"keep_compiled={keep_compiled!r} must be True or False")
         if self.configs["train"] is not None and self.configs["train"].freezes:
@@ -351,8 +349,3 @@ class InductorCompile(Callback):
         configured = [config.passes for config in self.configs.values() if config is not None]
         recorders = {id(p): p for passes in (self.passes, *configured) for p in passes if isinstance(p, RecordGraphs)}
         return [graph for recorder in recorders.values() for graph in recorder.graphs]
-
-
-def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(unknown(argument, value, choices))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _SHOWN = 12  # more names than this are no help in one message
 
@@ -13,6 +13,16 @@ def nearest_first(value: str, choices: Iterable[str]) -> list[str]:
     names = list(choices)
     near = difflib.get_close_matches(value, names, n=3, cutoff=0.6)
     return near + [name for name in names if name not in near]
+
+
+def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse a value that is none of the choices.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if value not in choices:
+        raise ValueError(unknown(argument, value, choices))
 
 
 def unknown(argument: str, value: object, choices: Iterable[str]) -> str:

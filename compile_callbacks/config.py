@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from compile_callbacks import _torch
+import torch
+
+from compile_callbacks import _torch, templates
 from compile_callbacks.choices import unknown
 from compile_callbacks.passes import HOOK_OPTIONS, GraphPass, as_passes, pass_hook, pass_identity, pass_name
 from compile_callbacks.phases import Phase
+from compile_callbacks.references import reference_to, resolve
 
 EAGER = "eager"
 """The mode string that leaves a phase uncompiled."""
@@ -26,12 +31,18 @@ _DEFAULT_FOLD_LIMIT_MB = 1024
 class InductorConfig:
     """Settings for one compiled module, checked against the installed torch when they are made.
 
+    Where several set one option, ``options`` win over ``freezing``, that over ``template``, and that over ``mode``.
+
     Args:
         mode: A mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``,
             ``"max-autotune-no-cudagraphs"`` or ``"lite"`` (``torch._inductor.list_mode_options()`` tells what
             each sets). ``None`` is ``"default"``. Not together with ``options``, as in ``torch.compile``.
+        template: The name of a set of Inductor options (``compile_callbacks.templates.names()``), with the mode that it
+            implies.
         options: Inductor options by name (``torch._inductor.list_options()``), for example
             ``{"max_autotune": True, "triton.cudagraphs": True}``.
+        freezing: Whether weights are baked in where they stand still (test, predict; docs/correctness.md); ``None``
+            leaves it to ``options`` and ``template``.
         fullgraph: Refuse graph breaks: a model that has one is a compiler failure.
         dynamic: ``True`` compiles for changing shapes at once, ``False`` compiles anew for each shape, ``None``
             for changing shapes after the first change.
@@ -44,7 +55,7 @@ class InductorConfig:
             on each call, as without folding.
 
     Raises:
-        ValueError: An unknown mode or option, ``mode`` together with ``options``, a hook point that is set
+        ValueError: An unknown mode, template or option, ``mode`` together with ``options``, a hook point that is set
             in ``options`` and used by ``passes``, or a ``fold_limit_mb`` that is no positive number.
         TypeError: An argument or an option value of the wrong type.
 
@@ -55,7 +66,9 @@ class InductorConfig:
     """
 
     mode: str | None = None
+    template: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    freezing: bool | None = None
     fullgraph: bool = False
     dynamic: bool | None = None
     passes: tuple[Any, ...] = ()
@@ -64,6 +77,7 @@ class InductorConfig:
 
     def __post_init__(self) -> None:
         _check_mode(self.mode)
+        _check_template(self.template)
         if self.options is None:
             object.__setattr__(self, "options", {})
         _check_options(self.options)
@@ -73,6 +87,8 @@ class InductorConfig:
                 "give the options that the mode stands for (torch._inductor.list_mode_options()) together with "
                 "yours in options"
             )
+        if self.freezing is not None and not isinstance(self.freezing, bool):
+            raise TypeError(f"freezing={self.freezing!r} must be True, False or None")
         if not isinstance(self.fullgraph, bool):
             raise TypeError(f"fullgraph={self.fullgraph!r} must be True or False")
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
@@ -110,9 +126,13 @@ class InductorConfig:
         parts = []
         if self.mode not in (None, "default"):
             parts.append(str(self.mode))
+        if self.template is not None:
+            parts.append(f"template={self.template}" if parts else self.template)
         if self.options:
             shown = ", ".join(f"{name}: {_identity(value)}" for name, value in sorted(self.options.items()))
             parts.append(f"options={{{shown}}}")
+        if self.freezing is not None:
+            parts.append(f"freezing={self.freezing}")
         if self.fullgraph:
             parts.append("fullgraph=True")
         if self.dynamic is not None:
@@ -129,7 +149,9 @@ class InductorConfig:
         """A hash of the settings: equal for equal settings, also in another process."""
         described = {
             "mode": self.mode or "default",
-            "options": {name: _identity(value) for name, value in sorted(self.options.items())},
+            "template": self.template and [self.template, _texts(templates.get(self.template).resolved_options())],
+            "freezing": self.freezing,
+            "options": _texts(self.options),
             "fullgraph": self.fullgraph,
             "dynamic": self.dynamic,
             "passes": [pass_identity(graph_pass) for graph_pass in self.passes],
@@ -140,9 +162,84 @@ class InductorConfig:
             described["mode"] = None
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
-    def resolved_options(self) -> dict[str, Any]:
-        """Every Inductor option that these settings set, the mode's among them, by name."""
-        return _torch.resolve_options(self.mode, self.options, self.dynamic)
+    def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
+        """Every Inductor option that these settings set, those of mode and template among them, by name.
+
+        Args:
+            device: Where the module is, which may lack what the template needs; ``None``: as if it lacked nothing.
+        """
+        options = _torch.resolve_options(self.mode, {}, self.dynamic)
+        if self.template is not None:
+            options |= templates.get(self.template).resolved_options(device)
+        if self.freezing is not None:
+            options["freezing"] = self.freezing
+        return options | _torch.resolve_options(None, self.options, self.dynamic)
+
+    def template_falls_back(self, device: torch.device) -> str | None:
+        """What the template lacks on a device and what is used instead; ``None`` where it lacks nothing."""
+        return None if self.template is None else templates.get(self.template).falls_back(device)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON-ready data, without those that are as by default; passes as ``"module:name"``.
+
+        Raises:
+            ValueError: A pass that stands under no name in its module, or an option that is no plain value.
+        """
+        data = self._set_fields()
+        data["options"] = {name: _plain(name, value) for name, value in self.options.items()}
+        data["passes"] = [reference_to(p, _module_of(p)) for p in self.passes]
+        default = {**InductorConfig()._set_fields(), "options": {}, "passes": []}
+        return {name: value for name, value in data.items() if value != default[name]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> InductorConfig:
+        """The settings that `to_dict` made ``data`` of.
+
+        Raises:
+            ValueError: An unknown field, or a value that is refused.
+            TypeError: Not a mapping, or a value of the wrong type.
+        """
+        if not isinstance(data, Mapping):
+            raise TypeError(f"data={data!r} must be a mapping of InductorConfig's fields, not {type(data).__name__}")
+        known = [f.name for f in fields(cls)]
+        for name in data:
+            if name not in known:
+                raise ValueError(unknown("field", name, known))
+        passes = data.get("passes", ())
+        if not isinstance(passes, (list, tuple)):
+            raise TypeError(f"passes={passes!r} must be a list of 'module:name', not {type(passes).__name__}")
+        return cls(**{**data, "passes": tuple(resolve(p) if isinstance(p, str) else p for p in passes)})
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the settings to a file, which is replaced as a whole or not at all.
+
+        Raises:
+            ValueError: As `to_dict`.
+            OSError: The file cannot be written.
+        """
+        text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+        path = Path(path)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            beside.write_text(text)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> InductorConfig:
+        """The settings that `to_json` wrote.
+
+        Raises:
+            ValueError: The file holds no JSON, with the place where it breaks; or as `from_dict`.
+            TypeError: As `from_dict`.
+            OSError: The file cannot be read.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} holds no JSON: {error}") from error
+        return cls.from_dict(data)
 
     @functools.cached_property
     def uses_cudagraphs(self) -> bool:
@@ -152,7 +249,7 @@ class InductorConfig:
     @property
     def freezes(self) -> bool:
         """Whether these settings ask for weights to be baked in where they stand still."""
-        return bool(self.options.get("freezing"))
+        return bool(self.resolved_options().get("freezing"))
 
     def folds_weights(self, phase: Phase) -> bool:
         """Whether inference graphs of a phase are to be folded."""
@@ -160,6 +257,10 @@ class InductorConfig:
 
     def _set_fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+Mode = str | Mapping[str, Any] | InductorConfig | None
+"""What a phase's settings may be given as."""
 
 
 def as_config(value: object, argument: str) -> InductorConfig | None:
@@ -174,7 +275,9 @@ def as_config(value: object, argument: str) -> InductorConfig | None:
     if isinstance(value, InductorConfig):
         return value
     if isinstance(value, str):
-        _check_mode(value, argument, also=(EAGER,))
+        if value in templates.names():
+            return InductorConfig(template=value)
+        _check_mode(value, argument, also=(EAGER, *templates.names()))
         return InductorConfig(mode=value)
     if isinstance(value, Mapping):
         known = [f.name for f in fields(InductorConfig)]
@@ -201,6 +304,14 @@ def _check_mode(mode: object, argument: str = "mode", also: tuple[str, ...] = ()
     choices = [*_torch.mode_names(), *also]
     if mode not in choices:
         raise ValueError(unknown(argument, mode, choices))
+
+
+def _check_template(template: object) -> None:
+    if template is None:
+        return
+    if not isinstance(template, str):
+        raise TypeError(f"template={template!r} must be the name of a template, not {type(template).__name__}")
+    templates.get(template)
 
 
 def _check_options(options: object) -> None:
@@ -237,6 +348,22 @@ def _fits(value: object, expected: Any) -> bool:
 
 def _type_name(expected: Any) -> str:
     return expected.__name__ if isinstance(expected, type) else str(expected)
+
+
+def _plain(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        raise ValueError(f"options[{name!r}]={value!r} cannot be written down: it is no plain value")
+    return value
+
+
+def _module_of(graph_pass: Any) -> str:
+    # A pass that a decorator made stands where its function does.
+    module: str = getattr(getattr(graph_pass, "function", None) or type(graph_pass), "__module__", "")
+    return module
+
+
+def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _identity(value) for name, value in sorted(options.items())}
 
 
 def _identity(value: object) -> str:

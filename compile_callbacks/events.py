@@ -12,7 +12,16 @@ from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.recompiles import explain_recompile
 
 EventKind = Literal[
-    "compile", "cache", "graph_break", "recompile", "fallback", "cudagraph_skip", "verify", "fold", "pass_skipped"
+    "compile",
+    "cache",
+    "graph_break",
+    "recompile",
+    "fallback",
+    "cudagraph_skip",
+    "verify",
+    "fold",
+    "pass_skipped",
+    "template",
 ]
 
 CompilePart = Literal["graph", "backward", "cudagraph"]

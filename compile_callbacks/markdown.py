@@ -18,6 +18,7 @@ _TITLES = {
     "cudagraph_skip": "CUDA graphs not used",
     "pass_skipped": "Graph passes skipped",
     "fold": "Weights not folded",
+    "template": "Templates that fell back",
 }
 _SPECIAL = re.compile(r"([\\`*_\[\]|#])")
 

@@ -121,12 +121,13 @@ class CompiledRegion:
         self._fell_back = False
         self._warned = False
         self._unsaid: str | None = None
+        self._unsaid_settings: list[str] = []
         self._unsaid_passes: list[GraphPassError] = []
         self._passes_said: list[Any] = []
         self._passes_ran: set[tuple[str, str]] = set()
         self._uncompilable: set[Any] = set()
         self._passes = (*passes, *config.passes)
-        self._options = {**config.resolved_options(), "freezing": frozen}
+        self._template_said = False
         self._guards_hooks = False
         self._hooks_seen = -1
         self._weights = WeightWatch(target.module)
@@ -164,6 +165,8 @@ class CompiledRegion:
             result = self._without_compiler(failure, args, kwargs)
         if self._unsaid is not None:
             self._say_that_it_runs_eagerly(self._unsaid)
+        while self._unsaid_settings:
+            warnings.warn(f"{self.owner.phase}_mode: {self._unsaid_settings.pop()}", CompileWarning, stacklevel=2)
         while self._unsaid_passes:
             self._say_that_a_pass_is_skipped(self._unsaid_passes.pop())
         return result
@@ -284,6 +287,7 @@ class CompiledRegion:
     def _backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         skipped: list[Any] = []
         self._passes_ran = set()
+        self._note_template()
         with self._folding() as inner_compile:
             compiled = _torch.compile_graph(
                 graph_module,
@@ -302,7 +306,20 @@ class CompiledRegion:
         return with_lasting_outputs(compiled) if self._config.uses_cudagraphs else compiled
 
     def _patches(self, skipped: Sequence[Any] = ()) -> dict[str, Any]:
-        return {**self._options, **pass_options(self._passes, self.owner.phase, self._pass_ran, skipped=skipped)}
+        options = {**self._config.resolved_options(self._device()), "freezing": self.owner.frozen}
+        return {**options, **pass_options(self._passes, self.owner.phase, self._pass_ran, skipped=skipped)}
+
+    def _device(self) -> torch.device:
+        parameter = next(self.target.module.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    def _note_template(self) -> None:
+        """Say once what the template lacks on this device, which is known no earlier than here."""
+        if self._template_said or (falls_back := self._config.template_falls_back(self._device())) is None:
+            return
+        self._template_said = True
+        self._recorder.add("template", self.owner, reason=falls_back)
+        self._unsaid_settings.append(falls_back)
 
     def _pass_ran(self, run: PassRun) -> None:
         self._passes_ran.add((run.name, run.hook))
@@ -331,6 +348,9 @@ class CompiledRegion:
     def _folding(self) -> Iterator[Callable[..., Any]]:
         """How to compile a graph of AOTAutograd's: with its weight arithmetic folded, where that is asked for."""
         if self.owner.frozen or not self._config.folds_weights(self.owner.phase):
+            yield _torch.compile_inner
+        elif self._config.resolved_options(self._device()).get("cpp_wrapper"):
+            self._not_folded("cpp_wrapper: Inductor tunes its kernels with the inputs of the graph as a whole")
             yield _torch.compile_inner
         elif _torch.has_tensor_subclasses(self.target.module):
             self._not_folded("its weights are tensor subclasses, as shards are: what holds their memory may change")

@@ -99,6 +99,22 @@ class CompileSession:
         else:
             self._switch.remove()
 
+    def begin_by_grad_mode(self) -> None:
+        """Compile in place for a loop without a trainer: each call tells its phase by the grad mode."""
+        self.begin({})
+        self._switch.belongs_to(self)
+        self._switch.select_by_grad_mode()
+
+    def listeners_end(self) -> Callable[[], None]:
+        """What ends listening to torch once the module is gone; it does not keep the module."""
+        recorder, trace_settings = self._recorder, self._switch.trace_settings
+
+        def end() -> None:
+            recorder.stop()
+            trace_settings.remove()
+
+        return end
+
     # ------------------------------------------------------------------------------------------ stages and steps
 
     def enter(self, phase: Phase, *, weights_stand_still: bool = False) -> None:

@@ -36,6 +36,7 @@ class Dispatcher:
         self.frozen_regions = frozen_regions
         self.eager = target.eager
         self.selected: Callable[..., Any] = self.eager
+        self.session: Any = None  # whoever compiled the target, where it has to be found again from it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what is selected."""
@@ -140,6 +141,16 @@ class PhaseSwitch:
         for dispatcher in self._dispatchers:
             region = dispatcher.region(phase, frozen=frozen) if compiled else None
             dispatcher.selected = dispatcher.eager if region is None else region
+
+    def belongs_to(self, session: Any) -> None:
+        """Have the targets know who compiled them."""
+        for dispatcher in self._dispatchers:
+            dispatcher.session = session
+
+    @property
+    def trace_settings(self) -> _torch.TraceSettings:
+        """The settings that hold while the targets are traced."""
+        return self._trace_settings
 
     def suspect_weights(self) -> None:
         """Have weights that are baked in or folded looked at before they are used again."""

@@ -1,4 +1,4 @@
-"""The code of the guide to passes runs as it stands there."""
+"""Code in the docs runs as it stands there, and tables name what there is."""
 
 from __future__ import annotations
 
@@ -7,19 +7,43 @@ from pathlib import Path
 
 import torch
 
+from compile_callbacks import templates
 from compile_callbacks.testing import check_pass
 
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def test_the_guide_to_passes_runs():
+def run_blocks(page, count):
+    """The names that the page's code leaves behind."""
     namespace: dict = {}
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "passes.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
-    source = Path(__file__).parent / "the_guide_to_passes.py"  # a pass is known to torch's cache by its source
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert len(blocks) == count
+    source = Path(__file__).parent / f"code_of_{page}"  # a pass is known to torch's cache by its source
     for block in blocks:
         exec(compile(block, str(source), "exec"), namespace)
+    return namespace
+
+
+def test_the_guide_to_passes_runs():
+    namespace = run_blocks("passes.md", 3)
     namespace["test_gelu_is_approximated_in_inference"]()
     result = check_pass(namespace["hard_tanh"], torch.nn.Tanh(), torch.randn(4, 8))
     assert result.changed
     result.assert_close(rtol=0, atol=0.5)
+
+
+def test_the_page_of_settings_runs_and_names_every_template(capsys):
+    try:
+        namespace = run_blocks("settings.md", 2)
+    finally:
+        templates.unregister("no_fusion")
+    assert namespace["callback"].report.train.mode == "no_fusion"
+    assert "aten" in capsys.readouterr().out
+    page = (DOCS / "settings.md").read_text()
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert list(rows) == templates.names()
+    for name, row in rows.items():
+        template = templates.get(name)
+        assert all(f"`{option}`" in row for option in template.options)
+        assert template.mode is None or f"mode `{template.mode}`" in row
+    torch._dynamo.reset()

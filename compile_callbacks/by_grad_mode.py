@@ -1,0 +1,170 @@
+"""`compile_phases`: a function or module without a Trainer, with settings for training and others for inference."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from compile_callbacks.choices import check_choice
+from compile_callbacks.config import Mode, as_config
+from compile_callbacks.passes import as_passes
+from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSettings
+from compile_callbacks.report import CompileReport
+from compile_callbacks.session import CompileSession
+from compile_callbacks.shapes import NEW_SHAPES, NewShapes
+from compile_callbacks.targets import Target, check_names, find_targets
+from compile_callbacks.verify import VERIFY, Verify
+
+
+def compile_phases(
+    target: Any = None,
+    /,
+    *,
+    train_mode: Mode = "default",
+    infer_mode: Mode = "default",
+    targets: str | Sequence[str] | None = None,
+    passes: Sequence[Any] = (),
+    on_error: OnError = "eager",
+    verify: Verify = "warn",
+    new_shapes: NewShapes = "recompile",
+) -> Any:
+    """Compile a function or module; each call takes the train settings where grad is enabled, else the infer settings.
+
+    For hand-written loops, with Fabric or without. Nothing is compiled before the first call. A module is compiled in
+    place, as under a Trainer: its state_dict, copies and pickles are those of the original. `report_of` tells what
+    compiling cost, and `restore` undoes it.
+
+    Args:
+        target: A module, or a function, which is wrapped. Left out, the call makes a decorator.
+        train_mode: As `InductorCompile` takes it.
+        infer_mode: The same, for calls with grad disabled.
+        targets: Names of the parts of a module that are compiled; ``None``: the module as a whole.
+        passes: Graph passes for both phases.
+        on_error: As `InductorCompile` takes it.
+        verify: As `InductorCompile` takes it.
+        new_shapes: As `InductorCompile` takes it.
+
+    Returns:
+        The same module, or a function that calls the compiled one.
+
+    Raises:
+        TypeError: No module or function, or an argument of the wrong type.
+        ValueError: A value that is none of the choices, ``targets`` of a function, or a module that is compiled by
+            this library already.
+
+    Example::
+
+        >>> @compile_phases(infer_mode="max-autotune")
+        ... def double(x):
+        ...     return x + x
+        >>> report_of(double).infer.mode
+        'max-autotune'
+    """
+    if target is None:
+        return functools.partial(
+            compile_phases,
+            train_mode=train_mode,
+            infer_mode=infer_mode,
+            targets=targets,
+            passes=passes,
+            on_error=on_error,
+            verify=verify,
+            new_shapes=new_shapes,
+        )
+    if not callable(target) or isinstance(target, type):
+        raise TypeError(f"target={target!r} must be a module or a function")
+    if targets is not None and not isinstance(target, nn.Module):
+        raise ValueError(f"targets={targets!r} names parts of a module, and {target!r} is a function")
+    configs: Any = {"train": as_config(train_mode, "train_mode"), "infer": as_config(infer_mode, "infer_mode")}
+    check_choice("on_error", on_error, ON_ERROR)
+    check_choice("verify", verify, VERIFY)
+    check_choice("new_shapes", new_shapes, NEW_SHAPES)
+    for phase, config in configs.items():
+        if config is not None and config.freezes:
+            warnings.warn(
+                f"{phase}_mode's freezing has no effect without a Trainer, whose stages tell where weights stand still",
+                CompileWarning,
+                stacklevel=2,
+            )
+    module = target if isinstance(target, nn.Module) else _Function(target)
+    if _session_of(module) is not None:
+        raise ValueError(f"target={type(module).__name__} is compiled by this library already; restore() it first")
+    names = check_names(targets)
+    session = CompileSession(
+        module,
+        find_targets(module, names, nn.Module) if names else [Target("forward", module)],
+        configs,
+        passes=as_passes(passes, "passes"),
+        settings=RegionSettings(on_error=on_error, verify=verify, new_shapes=new_shapes),
+    )
+    session.begin_by_grad_mode()
+    weakref.finalize(module, session.listeners_end())
+    if module is target:
+        return module
+
+    @functools.wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    call.__dict__[_HOLDER] = module
+    return call
+
+
+def report_of(compiled: Any) -> CompileReport:
+    """What compiling cost so far. Step times are a Trainer's to measure, and are not in it.
+
+    Args:
+        compiled: What `compile_phases` returned.
+
+    Raises:
+        ValueError: It is not compiled by `compile_phases`.
+    """
+    return _session_or_error(compiled).report()
+
+
+def restore(compiled: Any) -> None:
+    """Have a module, or what a wrapped function calls, run uncompiled again, with nothing left behind.
+
+    Args:
+        compiled: What `compile_phases` returned.
+
+    Raises:
+        ValueError: It is not compiled by `compile_phases`.
+    """
+    _session_or_error(compiled).end()
+
+
+_HOLDER = "__compile_phases__"
+
+
+class _Function(nn.Module):
+    """A function where a module is asked for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def _session_or_error(compiled: Any) -> CompileSession:
+    session = _session_of(getattr(compiled, _HOLDER, compiled))
+    if session is None:
+        raise ValueError(f"{compiled!r} is not compiled by compile_phases")
+    return session
+
+
+def _session_of(module: Any) -> CompileSession | None:
+    """The session that a module is compiled in, from what stands on it: a registry would keep it alive."""
+    for part in module.modules() if isinstance(module, nn.Module) else ():
+        for value in vars(part).values():
+            session = getattr(value, "session", None)
+            if isinstance(session, CompileSession) and session.module is module:
+                return session
+    return None

@@ -1,0 +1,233 @@
+"""Templates: what they set, where they fall back, and who wins; settings as data."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from against_eager import assert_same_values
+from models import Classifier, loader, seeded, trainer
+from torch import nn
+
+from compile_callbacks import CompileWarning, InductorCompile, InductorConfig, graph_pass, templates
+
+NAMES = ["triton", "cpp_wrapper", "cutlass", "aten", "cudagraphs", "max_autotune", "freezing", "tma"]
+NEED_A_GPU = {"triton", "cutlass", "tma"}
+WARNED_OF = {"cudagraphs": "CUDA graphs", "max_autotune": "CUDA graphs", "freezing": "'freezing' has no effect"}
+
+
+@graph_pass
+def changes_nothing(graph, is_inference):
+    pass
+
+
+def test_the_eight_templates_are_there_and_their_options_known_to_the_installed_torch():
+    assert templates.names() == NAMES
+    for name in NAMES:
+        template = templates.get(name)
+        assert template.description
+        assert set(template.options) <= set(torch._inductor.list_options())
+        assert bool(template.fallback) == (template.missing(torch.device("cpu")) is not None)
+
+
+def fit(*callbacks, make=Classifier, **settings):
+    module = seeded(make)
+    trainer(*callbacks, num_sanity_val_steps=0, **settings).fit(module, loader(3), loader(1))
+    return module
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_template_runs_on_a_cpu_or_says_what_it_falls_back_to(name):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompileWarning)
+        callback = InductorCompile(name, name, targets=["net"], baseline_steps=0)
+        compiled = fit(callback)
+    assert_same_values(compiled, fit())
+    said = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
+    for phase_name in ("train", "infer"):
+        phase = callback.report.phase(phase_name)
+        assert (phase.mode, phase.fallbacks, phase.graphs) == (name, 0, 1)
+        reasons = [event["reason"] for event in phase.events if event["kind"] == "template"]
+        assert len(reasons) == (name in NEED_A_GPU)
+        for reason in reasons:
+            assert reason.startswith(f"template {name!r} needs ")
+            assert "falls back to max-autotune-no-cudagraphs" in reason
+            assert sum(f"{phase_name}_mode: {reason}" in message for message in said) == 1
+    if name in WARNED_OF:
+        assert any(WARNED_OF[name] in message for message in said)
+    if name not in {*WARNED_OF, *NEED_A_GPU}:
+        assert not [message for message in said if "slower than eager" not in message]
+
+
+class Convolution(Classifier):
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(6, 3)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_a_template_runs_on_a_gpu(name):
+    callback = InductorCompile(None if name == "freezing" else name, name, targets=["net"], baseline_steps=0)
+    ours = fit(callback, make=Convolution, accelerator="cuda")
+    assert_same_values(ours, fit(make=Convolution, accelerator="cuda"), {"rtol": 1e-2, "atol": 1e-2})
+    assert callback.report.infer.fallbacks == 0
+
+
+# ------------------------------------------------------------------------------------------ who wins
+
+
+def test_options_win_over_freezing_and_that_over_the_template_and_that_over_the_mode():
+    config = InductorConfig(mode="reduce-overhead", template="freezing")
+    assert config.resolved_options()["triton.cudagraphs"] is True
+    assert config.resolved_options()["freezing"] is True
+    assert InductorConfig(template="freezing", freezing=False).resolved_options()["freezing"] is False
+    assert InductorConfig(freezing=False, options={"freezing": True}).resolved_options()["freezing"] is True
+    own = InductorConfig(template="aten", options={"max_autotune_gemm_backends": "ATEN,TRITON"})
+    assert own.resolved_options()["max_autotune_gemm_backends"] == "ATEN,TRITON"
+    assert own.resolved_options()["max_autotune_conv_backends"] == "ATEN"
+
+
+def test_freezing_is_asked_for_by_flag_option_or_template():
+    for config in ({"freezing": True}, {"options": {"freezing": True}}, {"template": "freezing"}):
+        assert InductorConfig(**config).freezes
+    assert not InductorConfig(template="freezing", freezing=False).freezes
+
+
+def test_describe_and_key_know_the_template():
+    assert InductorConfig(template="aten", freezing=True).describe() == "aten, freezing=True"
+    assert InductorConfig(mode="lite", template="aten").describe() == "lite, template=aten"
+    keys = {InductorConfig(**c).key() for c in ({}, {"template": "aten"}, {"template": "tma"}, {"freezing": True})}
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("cutlas", "cutlass"), ("max-autotun", "max-autotune")])
+def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=f"did you mean '{nearest}'"):
+        InductorCompile(name)
+
+
+def test_an_unknown_template_is_refused():
+    with pytest.raises(ValueError, match=r"template='cutlas'.*'cutlass'"):
+        InductorConfig(template="cutlas")
+    with pytest.raises(TypeError, match="template=3"):
+        InductorConfig(template=3)
+    with pytest.raises(TypeError, match="freezing=1"):
+        InductorConfig(freezing=1)
+
+
+# ------------------------------------------------------------------------------------------ the user's own
+
+
+def test_users_register_their_own():
+    mine = templates.Template(name="mine", description="as I like it", options={"epilogue_fusion": False})
+    assert templates.register(mine) is mine
+    try:
+        assert templates.names()[-1] == "mine"
+        assert InductorConfig(template="mine").resolved_options() == {"epilogue_fusion": False}
+        before = InductorConfig(template="mine").key()
+        with pytest.raises(ValueError, match="'mine' is taken: as I like it"):
+            templates.register(mine)
+    finally:
+        templates.unregister("mine")
+    assert "mine" not in templates.names()
+    templates.register(templates.Template(name="mine", description="otherwise", mode="max-autotune"))
+    try:
+        assert InductorConfig(template="mine").key() != before
+    finally:
+        templates.unregister("mine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"name": "default"}, ValueError, "name='default'"),
+        ({"name": ""}, ValueError, "name=''"),
+        ({"name": 3}, TypeError, "name=3"),
+        ({"mode": "fast"}, ValueError, "mode='fast'"),
+        ({"options": {"epilogue_fussion": True}}, ValueError, "epilogue_fusion"),
+    ],
+)
+def test_templates_that_cannot_be_are_refused(arguments, error, said):
+    with pytest.raises(error, match=said):
+        templates.Template(**{"name": "mine", "description": "", **arguments})
+
+
+def test_the_librarys_own_stay():
+    with pytest.raises(ValueError, match="own templates"):
+        templates.unregister("aten")
+    with pytest.raises(ValueError, match="template='mine'"):
+        templates.unregister("mine")
+    with pytest.raises(TypeError, match="must be a Template"):
+        templates.register({"name": "mine"})
+
+
+# ------------------------------------------------------------------------------------------ settings as data
+
+CONFIGS = [
+    InductorConfig(),
+    InductorConfig(mode="reduce-overhead", dynamic=False, fullgraph=True),
+    InductorConfig(template="aten", freezing=True, options={"epilogue_fusion": False}),
+    InductorConfig(passes=[changes_nothing], fold_weights=False, fold_limit_mb=3),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=range(4))
+def test_settings_come_back_from_data_and_files(config, tmp_path):
+    assert InductorConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    config.to_json(tmp_path / "config.json")
+    assert InductorConfig.from_json(tmp_path / "config.json") == config
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_data_holds_what_differs():
+    assert InductorConfig().to_dict() == {}
+    assert CONFIGS[3].to_dict() == {
+        "passes": ["test_templates:changes_nothing"],
+        "fold_weights": False,
+        "fold_limit_mb": 3,
+    }
+
+
+def test_keys_of_settings_from_a_file_are_equal_in_another_process(tmp_path):
+    path = tmp_path / "config.json"
+    CONFIGS[2].to_json(path)
+    source = f"from compile_callbacks import InductorConfig as C; print(C.from_json({str(path)!r}).key())"
+    command = [sys.executable, "-W", "ignore", "-c", source]
+    there = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert there.stdout.split()[-1] == CONFIGS[2].key()
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("{", ValueError, "config.json holds no JSON: .*line 1 column 2"),
+        ("[1]", TypeError, "must be a mapping"),
+        ('{"mod": "default"}', ValueError, "field='mod'.*'mode'"),
+        ('{"template": "atn"}', ValueError, "template='atn'.*'aten'"),
+        ('{"passes": "test_templates:changes_nothing"}', TypeError, "passes="),
+        ('{"passes": ["changes_nothing"]}', ValueError, "'module:name'"),
+        ('{"passes": ["test_templates:no_such"]}', ValueError, "cannot be imported"),
+        ('{"passes": ["no_such_module:it"]}', ValueError, "cannot be imported"),
+        ('{"passes": ["json:dumps"]}', TypeError, "passes holds"),
+    ],
+)
+def test_broken_files_are_refused_by_name(text, error, said, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(error, match=said):
+        InductorConfig.from_json(tmp_path / "config.json")
+
+
+def test_what_cannot_be_written_leaves_no_file(tmp_path):
+    @graph_pass
+    def local(graph, is_inference):
+        pass
+
+    with pytest.raises(ValueError, match="cannot be written down"):
+        InductorConfig(passes=[local]).to_json(tmp_path / "config.json")
+    with pytest.raises(OSError, match="no_such_folder"):
+        InductorConfig().to_json(tmp_path / "no_such_folder" / "config.json")
+    assert list(tmp_path.iterdir()) == []
