@@ -15,7 +15,6 @@ from weakref import WeakValueDictionary
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from compile_callbacks import tensorboard
 from compile_callbacks.environment import environment
 from compile_callbacks.hparams import JoinedHyperparameters, WriteEntry
 from compile_callbacks.markdown import to_markdown
@@ -72,8 +71,8 @@ def log_scalars(loggers: Sequence[Logger], scalars: Mapping[str, float], step: i
     for logger in loggers:
         with _costs_its_numbers_only(logger):
             logger.log_metrics(dict(scalars), step=step)
-            if logger not in _laid_out and tensorboard.is_writer(experiment := _experiment(logger)):
-                tensorboard.add_layout(experiment)
+            if logger not in _laid_out and _tensorboard().is_writer(experiment := _experiment(logger)):
+                _tensorboard().add_layout(experiment)
                 _laid_out.add(logger)
 
 
@@ -96,17 +95,17 @@ def log_summary(
         if report.scalars():
             with _costs_its_numbers_only(logger):
                 _summarize(logger, report, step)
-                if tensorboard.is_writer(_experiment(logger)):
-                    tensorboard.add_graphs(_experiment(logger), graphs, step)
+                if _tensorboard().is_writer(_experiment(logger)):
+                    _tensorboard().add_graphs(_experiment(logger), graphs, step)
         if isinstance(logger, TensorBoardLogger):
             _leave_hparams(logger, report)
 
 
 def _summarize(logger: Logger, report: CompileReport, step: int) -> None:
     experiment = _experiment(logger)
-    if tensorboard.is_writer(experiment):
-        tensorboard.add_layout(experiment)
-        tensorboard.add_report(experiment, report, step)
+    if _tensorboard().is_writer(experiment):
+        _tensorboard().add_layout(experiment)
+        _tensorboard().add_report(experiment, report, step)
     elif callable(log_table := getattr(logger, "log_table", None)):  # WandbLogger
         rows = labels_and_cells([report.phase(phase) for phase in PHASES])
         log_table("compile_report", columns=["figure", *PHASES], data=[list(row) for row in rows], step=step)
@@ -135,9 +134,16 @@ def _entry_writer(logger: TensorBoardLogger, report: Callable[[], CompileReport]
         prefix = logger._prefix + logger.LOGGER_JOIN_CHAR if logger._prefix else ""  # there is no public way to ask
         names = [prefix + name for name in metrics]
         with _costs_its_numbers_only(logger):
-            tensorboard.add_hparams(logger.experiment, params, report(), metrics=names, prefix=prefix)
+            _tensorboard().add_hparams(logger.experiment, params, report(), metrics=names, prefix=prefix)
 
     return write
+
+
+def _tensorboard() -> Any:
+    """What knows TensorBoard's files: its protocol buffers take 0.1 s to import, for those alone who log."""
+    from compile_callbacks import tensorboard
+
+    return tensorboard
 
 
 def _experiment(logger: Logger) -> Any:

@@ -80,6 +80,8 @@ _FIELDS = {
     "fullgraph": st.booleans(),
     "dynamic": st.none() | st.booleans(),
     "passes": _PASSES,
+    "freezing": st.none() | st.booleans(),
+    "template": st.sampled_from([None, "aten", "freezing", "triton", "cudagraphs"]),
     "fold_weights": st.none() | st.booleans(),
     "fold_limit_mb": st.sampled_from([1e-9, 0.001, 64, 1e30]),
 }
@@ -89,7 +91,9 @@ _WITH_OPTIONS = st.fixed_dictionaries(
 )
 _CONFIGS = _WITH_MODE | _WITH_OPTIONS
 GOOD_MODE = (
-    st.sampled_from([None, "eager", *_MODES]) | _CONFIGS | _CONFIGS.map(lambda settings: InductorConfig(**settings))
+    st.sampled_from([None, "eager", "aten", "tma", *_MODES])
+    | _CONFIGS
+    | _CONFIGS.map(lambda settings: InductorConfig(**settings))
 )
 BAD_MODE = st.sampled_from(
     [
@@ -108,6 +112,9 @@ BAD_MODE = st.sampled_from(
         {"mode": "default", "options": {"max_autotune": True}},
         {"fullgraph": 1},
         {"dynamic": "auto"},
+        {"template": "atn"},
+        {"template": 3},
+        {"freezing": 1},
         {"fold_weights": "yes"},
         {"fold_limit_mb": 0},
         {"fold_limit_mb": float("nan")},

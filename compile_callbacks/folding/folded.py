@@ -89,6 +89,7 @@ class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
         self._stale = True
         self._memory: list[torch.Tensor] = []
         self._seen: tuple[torch.Tensor, ...] = ()
+        self._ids: set[int] = set()
         self._versions: list[int] = []
         self._hook: Any = None
         self._pick, self._keep = _picker(self._reads), _picker(self._keeps)
@@ -109,19 +110,23 @@ class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
 
     def free(self) -> None:
         """Give back the memory of the folded tensors; the next call makes them anew."""
-        self._memory, self._seen, self._stale = [], (), True
+        self._memory, self._seen, self._ids, self._stale = [], (), set(), True
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def reads_any(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether any of these is a weight of this graph, as of the last time that its weight half ran."""
-        read = set(map(id, self._seen))
-        return any(id(tensor) in read for tensor in tensors)
+        return any(id(tensor) in self._ids for tensor in tensors)
 
     def __del__(self) -> None:
         if getattr(self, "_hook", None) is not None:
             self._hook.remove()
+
+    @property
+    def suspects_weights(self) -> bool:
+        """Whether the weight half runs before the next call in any case."""
+        return self._stale
 
     def suspect_weights(self) -> None:
         """Have the weight half run before the next call, whatever is known of the weights."""
@@ -144,7 +149,7 @@ class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
             self._hook = _torch.after_optimizer_steps(_steps_seen_by(weakref.ref(self)))
         # Tensors made under inference mode have no version: what was computed from them is never known to be right.
         self._stale = any(weight.is_inference() for weight in weights)
-        self._seen = weights
+        self._seen, self._ids = weights, set(map(id, weights))
         self._versions = [] if self._stale else [weight._version for weight in weights]
         self._on_refresh()
         self.refresh_seconds = time.perf_counter() - started
@@ -189,8 +194,9 @@ def _steps_seen_by(reference: weakref.ref[FoldedGraph]) -> Callable[..., None]:
 
     def step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         graph = reference()
-        stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        if graph is not None and graph.reads_any(stepped):
+        if graph is None or graph.suspects_weights:  # from the second step after a validation on
+            return
+        if graph.reads_any(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             graph.suspect_weights()
 
     return step
