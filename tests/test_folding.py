@@ -328,6 +328,30 @@ def test_a_buffer_that_another_graph_changes_is_seen():
     assert folded.graphs
 
 
+def test_a_number_read_off_a_weight_is_read_on_each_call():
+    def scaled(module, x):
+        return x @ (module.weight[:, None] * (module.weight * module.weight.sum().item()))
+
+    folded = Folded(Plain(scaled, weight=nn.Parameter(torch.randn(8))))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for _ in range(2):
+            folded.assert_equals_eager(torch.randn(2, 8))
+            change_weights(folded.module)
+
+
+def test_an_operator_with_several_results():
+    def standardized(module, x):
+        variance, mean = torch.var_mean(module.weight, 0)
+        upper, lower = ((module.weight - mean) * variance.rsqrt()).chunk(2)
+        return x @ upper.t() + x @ lower.t()
+
+    folded = Folded(Plain(standardized, weight=nn.Parameter(torch.randn(8, 8))))
+    for _ in range(2):
+        folded.assert_equals_eager(torch.randn(2, 8))
+        change_weights(folded.module)
+    assert (len(folded.graphs), folded.refreshes) == (1, 2)
+
+
 def test_what_the_user_gets_is_the_users():
     def returning(module, x):
         cast = module.weight.bfloat16()

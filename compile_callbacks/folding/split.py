@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -71,7 +72,7 @@ def split(module: GraphModule, static: Collection[int], limit_bytes: int) -> Spl
     """
     graph = _copy(module.graph)
     placeholders = graph.find_nodes(op="placeholder")
-    weights = {placeholders[i] for i in static if _is_plain(placeholders[i])} - _mutated(graph)
+    weights = {placeholders[i] for i in static if _is_plain(placeholders[i].meta.get("val"))} - _mutated(graph)
     if not weights:
         return None
     budget = _Budget(limit_bytes)
@@ -95,9 +96,8 @@ def _copy(graph: Graph) -> Graph:
 # ------------------------------------------------------------------------------------------ what depends on weights
 
 
-def _is_plain(node: Node) -> bool:
+def _is_plain(value: Any) -> bool:
     """Whether a value is one tensor whose sizes and place are known while compiling."""
-    value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return False
     layout = (*value.shape, *value.stride(), value.storage_offset()) if value.layout is torch.strided else (None,)
@@ -148,18 +148,17 @@ def _returned(graph: Graph) -> set[Node]:
 
 
 def _is_pure(node: Node) -> bool:
-    if node.op == "get_attr":
-        return True
-    if node.op != "call_function":
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)  # of an operator with several results
+    if node.op not in ("call_function", "get_attr") or not all(map(_is_plain, values)):
         return False
-    if node.target is operator.getitem:
+    if node.op == "get_attr" or node.target is operator.getitem:
         return True
     return (
         isinstance(node.target, _torch.OpOverload)
         and not _mutates(node)
         and not node.is_impure()
         and torch.Tag.nondeterministic_seeded not in node.target.tags
-        and (not isinstance(node.meta.get("val"), torch.Tensor) or _is_plain(node))
     )
 
 
@@ -244,7 +243,7 @@ def _sources(graph: Graph, depending: set[Node], weights: set[Node]) -> dict[Nod
 
 def _is_cut(node: Node, depending: set[Node]) -> bool:
     """Whether a node's own memory is read by the rest of the graph, through views or without."""
-    return _is_plain(node) and not _is_view(node) and bool(_readers(node, depending))
+    return _is_plain(node.meta["val"]) and not _is_view(node) and bool(_readers(node, depending))
 
 
 def _readers(node: Node, depending: set[Node]) -> set[Node]:
