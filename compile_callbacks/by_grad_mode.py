@@ -59,11 +59,11 @@ def compile_phases(
 
     Example::
 
-        >>> @compile_phases(infer_mode="max-autotune")
+        >>> @compile_phases(infer_mode="max-autotune-no-cudagraphs")
         ... def double(x):
         ...     return x + x
         >>> report_of(double).infer.mode
-        'max-autotune'
+        'max-autotune-no-cudagraphs'
     """
     if target is None:
         return functools.partial(
