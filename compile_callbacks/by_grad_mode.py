@@ -13,6 +13,7 @@ from torch import nn
 from compile_callbacks.choices import check_choice
 from compile_callbacks.config import Mode, as_config
 from compile_callbacks.passes import as_passes
+from compile_callbacks.phases import PHASES
 from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSettings
 from compile_callbacks.report import CompileReport
 from compile_callbacks.session import CompileSession
@@ -36,8 +37,8 @@ def compile_phases(
     """Compile a function or module; each call takes the train settings where grad is enabled, else the infer settings.
 
     For hand-written loops, with Fabric or without. Nothing is compiled before the first call. A module is compiled in
-    place, as under a Trainer: its state_dict, copies and pickles are those of the original. `report_of` tells what
-    compiling cost, and `restore` undoes it.
+    place, as under a Trainer: its state_dict, copies and pickles are those of the original. Move it to its device
+    first. `report_of` tells what compiling cost, and `restore` undoes it.
 
     Args:
         target: A module, or a function, which is wrapped. Left out, the call makes a decorator.
@@ -118,13 +119,18 @@ def compile_phases(
 def report_of(compiled: Any) -> CompileReport:
     """What compiling cost so far. Step times are a Trainer's to measure, and are not in it.
 
+    What ran and was not compiled is warned about here, once.
+
     Args:
         compiled: What `compile_phases` returned.
 
     Raises:
         ValueError: It is not compiled by `compile_phases`.
     """
-    return _session_or_error(compiled).report()
+    session = _session_or_error(compiled)
+    for phase in PHASES:
+        session.leave(phase)
+    return session.report()
 
 
 def restore(compiled: Any) -> None:

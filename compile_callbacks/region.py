@@ -7,7 +7,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -78,6 +78,14 @@ class RegionSettings:
     new_shapes: NewShapes = "recompile"
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """Compiling one graph: what its passes did, and those of them that failed and are left out."""
+
+    runs: list[PassRun] = field(default_factory=list)
+    skipped: list[Any] = field(default_factory=list)
+
+
 class CompiledRegion:
     """A target compiled for a phase; called in place of the target.
 
@@ -120,14 +128,12 @@ class CompiledRegion:
         self._gave_up = False
         self._fell_back = False
         self._warned = False
-        self._unsaid: str | None = None
-        self._unsaid_settings: list[str] = []
-        self._unsaid_passes: list[GraphPassError] = []
+        self._unsaid: list[str] = []
         self._passes_said: list[Any] = []
-        self._passes_ran: set[tuple[str, str]] = set()
         self._uncompilable: set[Any] = set()
         self._passes = (*passes, *config.passes)
         self._template_said = False
+        self._device = torch.device("cpu")
         self._guards_hooks = False
         self._hooks_seen = -1
         self._weights = WeightWatch(target.module)
@@ -163,12 +169,8 @@ class CompiledRegion:
             recorder.owner, recorder.on_trace = outer, outer_on_trace
         if failure is not None:
             result = self._without_compiler(failure, args, kwargs)
-        if self._unsaid is not None:
-            self._say_that_it_runs_eagerly(self._unsaid)
-        while self._unsaid_settings:
-            warnings.warn(f"{self.owner.phase}_mode: {self._unsaid_settings.pop()}", CompileWarning, stacklevel=2)
-        while self._unsaid_passes:
-            self._say_that_a_pass_is_skipped(self._unsaid_passes.pop())
+        while self._unsaid:  # after the call: within the backend, a warning that is made an error would end in Dynamo
+            warnings.warn(self._unsaid.pop(0), CompileWarning, stacklevel=2)
         return result
 
     def _compiled_call(self, args: Any, kwargs: Any) -> Any:
@@ -285,15 +287,15 @@ class CompiledRegion:
             self._compile()
 
     def _backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        skipped: list[Any] = []
-        self._passes_ran = set()
+        self._device = _device_of(example_inputs)
         self._note_template()
+        attempt = _Attempt()
         with self._folding() as inner_compile:
             compiled = _torch.compile_graph(
                 graph_module,
                 example_inputs,
-                patches=self._patches(),
-                other_patches=functools.partial(self._without_failed_pass, skipped),
+                patches=self._patches(attempt),
+                other_patches=functools.partial(self._without_failed_pass, attempt),
                 fallback=self._may_fall_back,
                 on_lowered=lambda seconds, backward: self._recorder.graph_lowered(seconds, is_backward=backward),
                 inner_compile=inner_compile,
@@ -301,55 +303,56 @@ class CompiledRegion:
         if self._fell_back:
             self._fell_back = False
             return compiled
-        self._note_passes_of_cached_graph(skipped)
+        self._note_passes(attempt)
         self._recorder.graph_compiled()  # here: Dynamo may restart its analysis from within, and come again
         return with_lasting_outputs(compiled) if self._config.uses_cudagraphs else compiled
 
-    def _patches(self, skipped: Sequence[Any] = ()) -> dict[str, Any]:
-        options = {**self._config.resolved_options(self._device()), "freezing": self.owner.frozen}
-        return {**options, **pass_options(self._passes, self.owner.phase, self._pass_ran, skipped=skipped)}
-
-    def _device(self) -> torch.device:
-        parameter = next(self.target.module.parameters(), None)
-        return torch.device("cpu") if parameter is None else parameter.device
+    def _patches(self, attempt: _Attempt) -> dict[str, Any]:
+        options = {**self._config.resolved_options(self._device), "freezing": self.owner.frozen}
+        passes = pass_options(self._passes, self.owner.phase, attempt.runs.append, skipped=attempt.skipped)
+        return {**options, **passes}
 
     def _note_template(self) -> None:
         """Say once what the template lacks on this device, which is known no earlier than here."""
-        if self._template_said or (falls_back := self._config.template_falls_back(self._device())) is None:
+        if self._template_said or (falls_back := self._config.template_falls_back(self._device)) is None:
             return
         self._template_said = True
         self._recorder.add("template", self.owner, reason=falls_back)
-        self._unsaid_settings.append(falls_back)
+        self._unsaid.append(f"{self.owner.phase}_mode: {falls_back}")
 
-    def _pass_ran(self, run: PassRun) -> None:
-        self._passes_ran.add((run.name, run.hook))
-        self._recorder.pass_ran(self.owner, run.to_dict())
-
-    def _note_passes_of_cached_graph(self, skipped: Sequence[Any]) -> None:
-        """Tell a graph that torch's cache gave back from one that a pass found nothing to do on."""
+    def _note_passes(self, attempt: _Attempt) -> None:
+        """Report what passes did, and tell a graph that torch's cache gave back from one without a match."""
+        for run in attempt.runs:
+            self._recorder.pass_ran(self.owner, run.to_dict())
+        ran = {(run.name, run.hook) for run in attempt.runs}
         for graph_pass in self._passes:
             name, hook = pass_name(graph_pass), pass_hook(graph_pass)
-            if (name, hook) not in self._passes_ran and not any(graph_pass is other for other in skipped):
+            if (name, hook) not in ran and not any(graph_pass is other for other in attempt.skipped):
                 self._recorder.pass_ran(self.owner, {"name": name, "hook": hook, "from_cache": True})
 
-    def _without_failed_pass(self, skipped: list[Any], error: Exception) -> dict[str, Any] | None:
+    def _without_failed_pass(self, attempt: _Attempt, error: Exception) -> dict[str, Any] | None:
         """How to compile a graph once more where a custom pass failed on it: without that pass."""
         failure = _failed_pass(error)
         if failure is None or self._settings.on_error == "raise":
             return None
-        skipped.append(failure.failed)
+        attempt.runs.clear()
+        attempt.skipped.append(failure.failed)
         self._recorder.add("pass_skipped", self.owner, reason=str(failure))
-        if failure.failed not in self._passes_said:
+        if not any(failure.failed is other for other in self._passes_said):
             self._passes_said.append(failure.failed)
-            self._unsaid_passes.append(failure)
-        return self._patches(skipped)
+            target, phase, _ = self.owner
+            self._unsaid.append(
+                f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without it (each time: "
+                f"callback.report.{phase}.events; on_error='raise' ends the run)"
+            )
+        return self._patches(attempt)
 
     @contextlib.contextmanager
     def _folding(self) -> Iterator[Callable[..., Any]]:
         """How to compile a graph of AOTAutograd's: with its weight arithmetic folded, where that is asked for."""
         if self.owner.frozen or not self._config.folds_weights(self.owner.phase):
             yield _torch.compile_inner
-        elif self._config.resolved_options(self._device()).get("cpp_wrapper"):
+        elif self._config.resolved_options(self._device).get("cpp_wrapper"):
             self._not_folded("cpp_wrapper: Inductor tunes its kernels with the inputs of the graph as a whole")
             yield _torch.compile_inner
         elif _torch.has_tensor_subclasses(self.target.module):
@@ -410,28 +413,19 @@ class CompiledRegion:
         reason = _describe(error)
         self._recorder.add("fallback", self.owner, reason=reason)
         if not self._warned:
-            self._warned, self._unsaid = True, reason
+            self._warned = True
+            target, phase, _ = self.owner
+            self._unsaid.append(
+                f"target {target!r} runs eagerly in the {phase} phase, because the compiler failed: "
+                f"{in_one_line(reason)} (the whole of it: callback.report.{phase}.events; more: "
+                "TORCH_LOGS='+dynamo,+inductor', or on_error='raise')"
+            )
 
-    def _say_that_it_runs_eagerly(self, reason: str) -> None:
-        """Warn, after the call: from within the backend, a warning that is made an error would end in Dynamo."""
-        self._unsaid = None
-        target, phase, _ = self.owner
-        warnings.warn(
-            f"target {target!r} runs eagerly in the {phase} phase, because the compiler failed: "
-            f"{in_one_line(reason)} (the whole of it: callback.report.{phase}.events; more: "
-            "TORCH_LOGS='+dynamo,+inductor', or on_error='raise')",
-            CompileWarning,
-            stacklevel=3,
-        )
 
-    def _say_that_a_pass_is_skipped(self, failure: GraphPassError) -> None:
-        target, phase, _ = self.owner
-        warnings.warn(
-            f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without it (each time: "
-            f"callback.report.{phase}.events; on_error='raise' ends the run)",
-            CompileWarning,
-            stacklevel=3,
-        )
+def _device_of(example_inputs: Sequence[Any]) -> torch.device:
+    """Where a graph computes: on the GPU, where any of its inputs or weights is there."""
+    devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _failed_pass(error: BaseException) -> GraphPassError | None:

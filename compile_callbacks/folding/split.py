@@ -42,7 +42,6 @@ class Split:
         keeps: The places of ``others`` among the arguments of the whole graph.
         static: The places of the arguments of ``main`` whose addresses stay.
         folded: What is folded, as fake tensors.
-        nodes: How many nodes the weight half has.
     """
 
     weights: GraphModule
@@ -51,7 +50,6 @@ class Split:
     keeps: tuple[int, ...]
     static: tuple[int, ...]
     folded: tuple[torch.Tensor, ...]
-    nodes: int
 
     @property
     def folded_bytes(self) -> int:
@@ -292,7 +290,6 @@ def _halves(
         keeps=keeps,
         static=(*range(len(cut)), *(len(cut) + i for i, place in enumerate(keeps) if place in static)),
         folded=tuple(node.meta["val"] for node in cut),
-        nodes=len(needed) - len(reads),
     )
 
 
