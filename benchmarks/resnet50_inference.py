@@ -79,11 +79,17 @@ class Interleaved(pl.Callback):
     """Times blocks of batches of a predict run, and between them blocks of other ways to do the same work.
 
     Each block is synchronised at both ends. The first one warms up.
+
+    Args:
+        others: Ways to predict a batch, by name.
+        block: Batches in a block.
+        collect: Whether predictions are collected on the CPU, as ``trainer.predict`` does unless it is told otherwise.
     """
 
-    def __init__(self, others: dict[str, Callable[[torch.Tensor], torch.Tensor]], block: int) -> None:
+    def __init__(self, others: dict[str, Callable[[torch.Tensor], torch.Tensor]], block: int, collect: bool) -> None:
         self.others = others
         self.block = block
+        self.collect = collect
         self.times: dict[str, list[float]] = {"trainer.predict": [], **{name: [] for name in others}}
 
     def on_predict_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
@@ -98,7 +104,7 @@ class Interleaved(pl.Callback):
         with frozen, torch.autocast("cuda", torch.bfloat16):
             for name, call in self.others.items():
                 self.started = time.perf_counter()
-                kept = [call(batch[0]) for _ in range(self.block)]
+                kept = [call(batch[0]).cpu() if self.collect else call(batch[0]) for _ in range(self.block)]
                 torch.cuda.synchronize()
                 self.add(name)
                 del kept
@@ -124,21 +130,40 @@ def bare(module: Classifier) -> Callable[[torch.Tensor], torch.Tensor]:
     return call
 
 
-def predict(batch_size: int, block: int = 40, blocks: int = 10) -> dict[str, float]:
+class CompiledByHand(Classifier):
+    """What a user writes without this library, for what Lightning's own loop takes."""
+
+    def predict_step(self, batch, batch_idx):
+        return self.call(batch[0])
+
+
+def predict(batch_size: int, block: int = 40, blocks: int = 10) -> dict[str, dict[str, float]]:
+    return {
+        loop: predict_in(loop, batch_size, block, blocks, collect)
+        for loop, collect in {"predictions stay on the GPU": False, "predictions collected on the CPU": True}.items()
+    }
+
+
+def predict_in(loop: str, batch_size: int, block: int, blocks: int, collect: bool) -> dict[str, float]:
     torch.manual_seed(0)
+    torch._dynamo.reset()
     module = Classifier().eval()
-    callback = InductorCompile(None, {"options": FROZEN}, baseline_steps=0)
     batches = loader(batch_size, block * blocks + 1)
     others = {"bare loop": bare(module), "eager": module.net._call_impl}
-    watch = Interleaved(others, block)
-    make_trainer(callback, watch).predict(module, batches)
-    print(callback.report, flush=True)
-    for name, ms in watch.times.items():
-        low, high = min(ms[1:]), max(ms[1:])
-        print(f"predict  {name:16} {watch.median_ms(name):7.3f} ms a batch of {batch_size} ({low:.3f} to {high:.3f})")
-    ratio = watch.median_ms("trainer.predict") / watch.median_ms("bare loop")
-    print(f"predict  trainer.predict / bare loop = {ratio:.3f}", flush=True)
-    return {name: watch.median_ms(name) for name in watch.times} | {"ratio": ratio}
+    watch = Interleaved(others, block, collect)
+    callback = InductorCompile(None, {"options": FROZEN}, baseline_steps=0)
+    make_trainer(callback, watch).predict(module, batches, return_predictions=collect)
+    by_hand = CompiledByHand().eval()
+    by_hand.call = others["bare loop"]
+    alone = Interleaved({}, block, collect)
+    make_trainer(alone).predict(by_hand, batches, return_predictions=collect)
+    times = {name: watch.median_ms(name) for name in watch.times}
+    times["trainer.predict, compiled by hand"] = alone.median_ms("trainer.predict")
+    for name, ms in times.items():
+        print(f"predict  {loop}: {name:34} {ms:7.3f} ms a batch of {batch_size}")
+    times["ratio"] = times["trainer.predict"] / times["bare loop"]
+    print(f"predict  {loop}: trainer.predict / bare loop = {times['ratio']:.3f}", flush=True)
+    return times
 
 
 class EagerToo(pl.Callback):

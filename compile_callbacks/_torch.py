@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import sys
@@ -238,7 +239,7 @@ def compile_graph(
     eager = _copy(graph_module)
     while True:
         try:
-            with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            with functorch_config.patch(force_non_lazy_backward_lowering=True), _tagged_cache(_autocast_state()):
                 return compile_fx(  # type: ignore[return-value]
                     graph_module, example_inputs, inner_compile=timed_inner_compile, config_patches=dict(patches)
                 )
@@ -313,12 +314,23 @@ def bundled_cache(tag: str) -> Iterator[None]:
     """
     from torch._functorch import config as functorch_config
 
-    before = torch.compiler.config.cache_key_tag
-    with (
-        functorch_config.patch(bundled_autograd_cache=True),
-        torch.compiler.config.patch(cache_key_tag=f"{before} {tag}".strip()),  # type: ignore[attr-defined]
-    ):
+    with functorch_config.patch(bundled_autograd_cache=True), _tagged_cache(tag):
         yield
+
+
+def _tagged_cache(tag: str) -> Any:
+    """Have the keys of torch's caches cover something that torch does not know of."""
+    before = torch.compiler.config.cache_key_tag
+    return torch.compiler.config.patch(cache_key_tag=f"{before} {tag}".strip())  # type: ignore[attr-defined]
+
+
+def _autocast_state() -> str:
+    """The autocast that is on, by device: torch 2.11's AOTAutograd cache knows that there is one, not its dtype.
+
+    There a graph that was compiled under bfloat16 would be given back under float16.
+    """
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return " ".join(f"autocast_{device}={torch.get_autocast_dtype(device)}" for device in devices)
 
 
 @contextlib.contextmanager
@@ -397,6 +409,11 @@ def serializable(code: Any) -> Any:
     """A copy of a compiled graph that can be pickled."""
     copied = copy.copy(code)
     copied.prepare_for_serialization()
+    if (bundle := getattr(copied, "_triton_bundle", None)) is not None:
+        # A graph that came from Inductor's cache holds kernels that were launched since, which cannot be pickled (torch
+        # 2.11 to 2.15: "pickle should not be called after make_launchers()"). Their binaries are in the bundle too.
+        fresh = [kernel for kernel in bundle.static_autotuners if not kernel.kernel.launchers]
+        copied.set_triton_bundle(dataclasses.replace(bundle, static_autotuners=fresh))
     return copied
 
 
@@ -449,6 +466,13 @@ OPERATOR_TYPES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverload
 """What ``torch.ops.aten.mul.Tensor`` and ``torch.ops.aten.mul`` are."""
 
 TORCH_PASS_TYPES: tuple[type, ...] = (_custom_graph_pass.CustomGraphPass,)
+
+
+def pool_offsets_to_indices() -> Any:
+    """Inductor's operator that makes indices into an image of a max pooling's 8-bit offsets into windows."""
+    from torch._inductor import inductor_prims
+
+    return inductor_prims._low_memory_max_pool_offsets_to_indices
 
 
 def inference_flag_of_caller() -> bool:

@@ -14,8 +14,8 @@ from compile_callbacks.checkpoint import KeyMatcher
 from compile_callbacks.choices import check_choice
 from compile_callbacks.config import InductorConfig, Mode, as_config
 from compile_callbacks.loggers import join_hparams, log_scalars, log_summary
+from compile_callbacks.pass_library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes import as_passes
-from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.phases import Phase
 from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSettings
 from compile_callbacks.report import CompileReport, uncompiled_report

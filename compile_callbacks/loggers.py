@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from compile_callbacks.environment import environment
 from compile_callbacks.hparams import JoinedHyperparameters, WriteEntry
 from compile_callbacks.markdown import to_markdown
-from compile_callbacks.passes.record_graphs import RecordedGraph
+from compile_callbacks.pass_library.record_graphs import RecordedGraph
 from compile_callbacks.phases import PHASES
 from compile_callbacks.region import CompileWarning
 from compile_callbacks.report import CompileReport

@@ -16,7 +16,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from compile_callbacks.environment import environment
 from compile_callbacks.eventfiles import BrokenEventFileError, event_files, read_values
 from compile_callbacks.markdown import to_markdown
-from compile_callbacks.passes.record_graphs import RecordedGraph
+from compile_callbacks.pass_library.record_graphs import RecordedGraph
 from compile_callbacks.phases import PHASES
 from compile_callbacks.report import CompileReport
 

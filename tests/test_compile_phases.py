@@ -127,6 +127,16 @@ def test_a_plain_decorator_and_a_function_that_calls_a_module():
         assert loss(x) != before
 
 
+def test_autocasts_of_two_dtypes_share_no_cached_graph():
+    x = torch.randn(2, FEATURES)
+    for dtype in (torch.bfloat16, torch.float16):  # the second graph is the first one's, but for the ambient dtype
+        torch._dynamo.reset()
+        module = compile_phases(nn.Linear(FEATURES, CLASSES), verify="off")
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            assert module(x).dtype == dtype
+        restore(module)
+
+
 def test_parts_of_a_module():
     module = compile_phases(nn.Sequential(mlp(), nn.Linear(CLASSES, 2)), targets=["0"])
     module(torch.randn(2, FEATURES))

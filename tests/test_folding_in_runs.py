@@ -14,6 +14,8 @@ from against_eager import assert_same_values
 from models import CLASSES, FEATURES, Classifier, loader, mlp, seeded, trainer
 from test_freezing import Convolutional, images
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -50,9 +52,6 @@ def refreshed_each_stage(callback):
 
 @pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="this Lightning has none")
 def test_validation_under_ema_equals_eager_after_each_epoch_without_a_recompile():
-    def averaging():
-        return lightning_callbacks.EMAWeightAveraging(decay=0.7)
-
     callback = ours()
     assert_same_values(fit(callback, averaging()), fit(averaging()))
     assert refreshed_each_stage(callback)
@@ -111,17 +110,35 @@ def test_fused_optimizer_steps_are_seen_within_a_stage():
     assert set(_global_optimizer_post_hooks) <= hooks
 
 
+def edits():
+    return EditsBeforeValidation(lambda p: p.data.mul_(1.5))
+
+
+def averaging():
+    return lightning_callbacks.EMAWeightAveraging(decay=0.7)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", ["default", "reduce-overhead"])
-def test_validation_on_a_gpu_follows_the_weights(name, precision):
+@pytest.mark.parametrize("company", [edits, averaging])
+def test_validation_on_a_gpu_follows_the_weights(company, name, precision):
     settings = {"accelerator": "cuda", "precision": precision}
     callback = ours(name, name)
     close = {"rtol": 1e-3, "atol": 1e-3} if precision == "32-true" else {"rtol": 0.1, "atol": 0.1}
-    edits = [EditsBeforeValidation(lambda p: p.data.mul_(1.5)) for _ in range(2)]
-    assert_same_values(fit(callback, edits[0], **settings), fit(edits[1], **settings), close)
+    assert_same_values(fit(callback, company(), **settings), fit(company(), **settings), close)
     assert refreshed_each_stage(callback)
     assert callback.report.infer.folded_mb > 0
+
+
+@pytest.mark.gpu
+def test_torchs_cache_takes_folded_graphs_whose_weight_half_it_gave_back():
+    saved = counters["aot_autograd"]["autograd_cache_saved"]
+    with fresh_cache():
+        for batch_size in (4, 8):  # one weight half for both: the second comes from Inductor's cache, kernels and all
+            torch._dynamo.reset()
+            trainer(ours(targets=["net"]), accelerator="cuda").predict(seeded(Classifier).eval(), loader(2, batch_size))
+    assert counters["aot_autograd"]["autograd_cache_saved"] == saved + 2
 
 
 # ------------------------------------------------------------------------------------------ what is told and what stays

@@ -5,15 +5,15 @@
 - ``sequence``: the passes of one hook point, run, watched and checked;
 - ``identity``: what torch's cache knows a pass by;
 - ``pattern``: a pass as a pattern and its replacement;
-- ``nodes``: to find, count and replace the nodes of a graph;
-- ``record_graphs``: a pass that writes down what it sees.
+- ``nodes``: to find, count and replace the nodes of a graph.
+
+Those that come with the library are in ``pass_library``.
 """
 
 from compile_callbacks.passes.graph_pass import GraphPass, as_passes, graph_pass, pass_hook, pass_identity, pass_name
 from compile_callbacks.passes.hooks import HOOK_OPTIONS
 from compile_callbacks.passes.nodes import call_before, count_ops, find_nodes, replace_node
 from compile_callbacks.passes.pattern import PatternMatch, PatternPass, pattern_pass
-from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs, graph_text
 from compile_callbacks.passes.sequence import GraphPassError, PassRun, PassSequence, pass_options
 
 __all__ = [
@@ -24,14 +24,11 @@ __all__ = [
     "PassSequence",
     "PatternMatch",
     "PatternPass",
-    "RecordGraphs",
-    "RecordedGraph",
     "as_passes",
     "call_before",
     "count_ops",
     "find_nodes",
     "graph_pass",
-    "graph_text",
     "pass_hook",
     "pass_identity",
     "pass_name",
