@@ -95,7 +95,12 @@ class PassCheck:
 
 
 def check_pass(
-    graph_pass: Any, module: nn.Module, *inputs: Any, phase: Phase = "infer", options: dict[str, Any] | None = None
+    graph_pass: Any,
+    module: nn.Module,
+    *inputs: Any,
+    phase: Phase = "infer",
+    options: dict[str, Any] | None = None,
+    fold_weights: bool = False,
 ) -> PassCheck:
     """Compile a copy of a module with a pass, call it once, and compare with eager.
 
@@ -106,6 +111,8 @@ def check_pass(
         phase: ``"infer"`` calls it without gradients; ``"train"`` with them, and backward through the sum of its
             outputs.
         options: Inductor options to compile with.
+        fold_weights: Whether the pass sees the graph without what depends on weights alone, as it is in the infer
+            phase of a run. Left out here, so that a graph is as it was written.
 
     Raises:
         TypeError: No graph pass, or no module.
@@ -118,7 +125,7 @@ def check_pass(
     if phase not in PHASES:
         raise ValueError(unknown("phase", phase, PHASES))
     before, after = _Look(pass_hook(graph_pass)), _Look(pass_hook(graph_pass))
-    config = InductorConfig(passes=(before, graph_pass, after), options=options or {}, fold_weights=False)
+    config = InductorConfig(passes=(before, graph_pass, after), options=options or {}, fold_weights=fold_weights)
     results = []
     for compiled in (True, False):
         twin = copy.deepcopy(module).train(phase == "train")

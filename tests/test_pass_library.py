@@ -62,7 +62,7 @@ def replaced(result, operator):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bias_residual_and_relu_go_into_the_convolution(device):
-    result = check(CudnnConvolutionReLU([device]), Residual(), images(device))
+    result = check(CudnnConvolutionReLU([device]), Residual(), images(device), fold_weights=True)
     assert replaced(result, convolution_relu) == 2
     assert result.ops_after["aten.convolution.default"] == 0
     assert result.ops_after["aten.relu.default"] == 0

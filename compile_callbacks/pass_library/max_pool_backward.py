@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from compile_callbacks.pass_library.operators import define, is_channels_last
 from compile_callbacks.passes import GraphPass, call_before, find_nodes
 
 _aten = torch.ops.aten
+_SAME = (_aten.clone.default, _aten.reshape.default, torch.ops.prims.convert_element_type.default)
 
 
 class TritonMaxPoolBackward(GraphPass):
@@ -27,7 +28,7 @@ class TritonMaxPoolBackward(GraphPass):
         indices: int64[N, C, H/2, W/2] = prims._low_memory_max_pool_offsets_to_indices.default(offsets, [3, 3], ...)
         grad: bfloat16[N, C, H, W] = aten.max_pool2d_with_indices_backward.default(grad_output, x, ..., indices)
 
-    becomes::
+    or, in newer versions of torch, an ``aten.scatter_add`` into zeros, becomes::
 
         grad: bfloat16[N, C, H, W] = compile_callbacks.max_pool2d_backward.default(grad_output, offsets, ...)
 
@@ -57,27 +58,66 @@ class TritonMaxPoolBackward(GraphPass):
         """Replace each gradient of a max pooling."""
         if is_inference:
             return
-        for node in find_nodes(graph, _aten.max_pool2d_with_indices_backward.default):
-            grad_output, x, kernel, stride, padding, dilation, _, indices = node.args
-            if self._takes(grad_output, x, dilation, indices):
-                offsets = indices.args[0]  # type: ignore[union-attr]
-                size = x.meta["val"].shape[2:]  # type: ignore[union-attr]
-                new = call_before(
-                    node, max_pool2d_backward, grad_output, offsets, list(size), kernel, stride or kernel, padding
-                )
-                node.replace_all_uses_with(new)
+        for indices in find_nodes(graph, _torch.pool_offsets_to_indices()):
+            offsets, kernel, size, stride, padding, dilation = indices.args
+            if any(step != 1 for step in dilation):  # type: ignore[union-attr]
+                continue
+            pooling = _one_operator(indices) or _scattered(indices)
+            if pooling is not None and self._takes(*pooling, offsets):
+                gradient, grad_output = pooling
+                args = (grad_output, offsets, size, kernel, stride, padding)
+                gradient.replace_all_uses_with(call_before(gradient, max_pool2d_backward, *args))
         graph.eliminate_dead_code()
 
-    def _takes(self, grad_output: Any, x: Any, dilation: Any, indices: Any) -> bool:
+    def _takes(self, gradient: Node, grad_output: Node, offsets: Any) -> bool:
+        value = grad_output.meta["val"]
         return (
-            isinstance(indices, Node)
-            and indices.target is _torch.pool_offsets_to_indices()
-            and grad_output.meta["val"].device.type in self.devices
-            and is_channels_last(grad_output.meta["val"])
-            and is_channels_last(indices.args[0].meta["val"])  # type: ignore[union-attr]
-            and x.meta["val"].dtype == grad_output.meta["val"].dtype
-            and all(step == 1 for step in (dilation if isinstance(dilation, (list, tuple)) else [dilation]))
+            value.device.type in self.devices
+            and is_channels_last(value)
+            and is_channels_last(offsets.meta["val"])
+            and gradient.meta["val"].dtype == value.dtype
         )
+
+
+def _one_operator(indices: Node) -> tuple[Node, Node] | None:
+    """The gradient and that of the output, where the gradient is one operator, as in torch 2.11."""
+    for user in indices.users:
+        if user.target is _aten.max_pool2d_with_indices_backward.default:
+            return user, user.args[0]  # type: ignore[return-value]
+    return None
+
+
+def _scattered(indices: Node) -> tuple[Node, Node] | None:
+    """The same where torch adds each gradient to its place among zeros, ``[N * C, H * W]``, as in torch 2.15."""
+    *_, places = _readers(indices)
+    scatter = next(iter(places.users))
+    if scatter.target is not _aten.scatter_add.default or scatter.args[2] is not places:
+        return None
+    zeros, dim, _, source = scatter.args
+    if zeros.args[1] != 0 or dim != 1:  # type: ignore[union-attr]
+        return None
+    shape, size = indices.meta["val"].shape, indices.args[2]
+    for grad_output in _sources(source):
+        if grad_output.meta["val"].shape == shape and is_channels_last(grad_output.meta["val"]):
+            for gradient in _readers(scatter):
+                value = gradient.meta["val"]
+                if value.shape == (*shape[:2], *size) and value.dtype == grad_output.meta["val"].dtype:  # type: ignore[misc]
+                    return gradient, grad_output
+    return None
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """A value, and the same value moved or cast, as long as one node alone reads it."""
+    yield node
+    while len(node.users) == 1 and (reader := next(iter(node.users))).target in _SAME:
+        yield (node := reader)
+
+
+def _sources(node: Any) -> Iterator[Node]:
+    """A value, and what it was before it was moved or cast."""
+    yield node
+    while node.target in _SAME:
+        yield (node := node.args[0])
 
 
 # ------------------------------------------------------------------------------------------ the operator
