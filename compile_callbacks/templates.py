@@ -155,7 +155,8 @@ def _own() -> dict[str, Template]:
             mode="max-autotune-no-cudagraphs",
             options={
                 "max_autotune_gemm_backends": "TRITON",
-                "max_autotune_conv_backends": "TRITON",
+                # Triton has a choice for two- and three-dimensional convolutions only: without ATen, others fail.
+                "max_autotune_conv_backends": "TRITON,ATEN",
                 "autotune_fallback_to_aten": True,
             },
             missing=_without_triton,

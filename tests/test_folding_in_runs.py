@@ -124,8 +124,9 @@ def averaging():
 @pytest.mark.parametrize("company", [edits, averaging])
 def test_validation_on_a_gpu_follows_the_weights(company, name, precision):
     settings = {"accelerator": "cuda", "precision": precision}
-    callback = ours(name, name)
-    close = {"rtol": 1e-3, "atol": 1e-3} if precision == "32-true" else {"rtol": 0.1, "atol": 0.1}
+    full = precision == "32-true"
+    callback = ours(name if full else None, name)  # steps that round differently to bfloat16 drift apart
+    close = {"rtol": 1e-3, "atol": 1e-3} if full else {"rtol": 2e-2, "atol": 2e-2}
     assert_same_values(fit(callback, company(), **settings), fit(company(), **settings), close)
     assert refreshed_each_stage(callback)
     assert callback.report.infer.folded_mb > 0

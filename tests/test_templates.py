@@ -9,8 +9,9 @@ import warnings
 
 import pytest
 import torch
+import torchvision
 from against_eager import assert_same_values
-from models import Classifier, loader, seeded, trainer
+from models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, InductorConfig, graph_pass, templates
@@ -63,18 +64,50 @@ def test_a_template_runs_on_a_cpu_or_says_what_it_falls_back_to(name):
         assert not [message for message in said if "slower than eager" not in message]
 
 
-class Convolution(Classifier):
+class OneDimensional(Classifier):
+    """A convolution that Triton has no choice for."""
+
     def __init__(self):
         super().__init__(nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(6, 3)))
 
 
+class Images(Classifier):
+    """A network on images of 3 x 32 x 32, made of the batch by a linear layer."""
+
+    def __init__(self, net):
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, 3 * 32 * 32), nn.Unflatten(1, (3, 32, 32)), net))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def resnet18():
+    return Images(torchvision.models.resnet18(num_classes=CLASSES))
+
+
+def transformer():
+    return Images(
+        torchvision.models.VisionTransformer(
+            image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=CLASSES
+        )
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
-def test_a_template_runs_on_a_gpu(name):
-    callback = InductorCompile(None if name == "freezing" else name, name, targets=["net"], baseline_steps=0)
-    ours = fit(callback, make=Convolution, accelerator="cuda")
-    assert_same_values(ours, fit(make=Convolution, accelerator="cuda"), {"rtol": 1e-2, "atol": 1e-2})
-    assert callback.report.infer.fallbacks == 0
+@pytest.mark.parametrize("make", [OneDimensional, resnet18, transformer])
+def test_a_template_runs_on_a_gpu_or_says_what_it_falls_back_to(make, name):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompileWarning)
+        callback = InductorCompile(None if name == "freezing" else name, name, targets=["net"], baseline_steps=0)
+        compiled = fit(callback, make=make, accelerator="cuda")
+    assert_same_values(compiled, fit(make=make, accelerator="cuda"), {"rtol": 1e-2, "atol": 1e-2})
+    report = callback.report
+    assert report.infer.fallbacks == report.train.fallbacks == 0
+    assert report.infer.graphs > 0
+    reasons = {event["reason"] for event in report.infer.events if event["kind"] == "template"}
+    assert bool(reasons) == (templates.get(name).missing(torch.device("cuda")) is not None)
+    assert all(any(reason in str(warning.message) for warning in caught) for reason in reasons)
 
 
 # ------------------------------------------------------------------------------------------ who wins
