@@ -444,6 +444,41 @@ def tree_map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any)
     return tree_map_only(torch.Tensor, change, value)
 
 
+def output_dtypes(
+    module: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+) -> list[torch.dtype] | None:
+    """The dtypes of the tensors that a call returns, found on tensors without data; ``None`` where that fails.
+
+    What the call sets on the module's parts is taken back; random numbers are not drawn. Private are fake tensors, and
+    what `torch.func.functional_call` is made of, which itself would call the module as it is compiled. Weights and
+    buffers are replaced all of them: what computes with real tensors alone would be computed (``count.add_(1)``).
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.nn.utils.stateless import _reparametrize_module
+
+    before = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
+        # Code that the user compiled must not be compiled for fake tensors.
+        with (
+            _reparametrize_module(module, fakes),
+            mode,
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            outputs = call(*tree_map_tensors(mode.from_tensor, args), **tree_map_tensors(mode.from_tensor, kwargs))
+    except Exception:  # control flow on values, an operator without a fake one
+        return None
+    finally:
+        for part, attributes, buffers in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+            part._buffers.update(buffers)
+    return [leaf.dtype for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
 def is_dynamo_wrapper(module: object) -> bool:
     """Whether this is what ``torch.compile(module)`` returns."""
     return isinstance(module, torch._dynamo.OptimizedModule)

@@ -53,10 +53,17 @@ class InductorConfig:
             where only modules without gradients have inference graphs.
         fold_limit_mb: The most memory that this may take for each graph, in MiB; what would take more is computed
             on each call, as without folding.
+        autocast_enabled: Whether targets run under ``torch.autocast``; ``None`` leaves autocast as it is outside. It
+            wins over the autocast of a Trainer's precision. Where it is ``True``, outputs come back in the dtype that
+            the module gives without it.
+        autocast_dtype: What autocast computes in, ``torch.bfloat16`` or ``torch.float16``, or the name of one; ``None``
+            is torch's default for the device, float16 on a GPU and bfloat16 on a CPU. In training, float16 needs a
+            gradient scaler, which the Trainer's ``precision="16-mixed"`` brings.
 
     Raises:
         ValueError: An unknown mode, template or option, ``mode`` together with ``options``, a hook point that is set
-            in ``options`` and used by ``passes``, or a ``fold_limit_mb`` that is no positive number.
+            in ``options`` and used by ``passes``, a ``fold_limit_mb`` that is no positive number, an
+            ``autocast_dtype`` that autocast does not compute in, or one without ``autocast_enabled=True``.
         TypeError: An argument or an option value of the wrong type.
 
     Example::
@@ -74,6 +81,8 @@ class InductorConfig:
     passes: tuple[Any, ...] = ()
     fold_weights: bool | None = None
     fold_limit_mb: float = _DEFAULT_FOLD_LIMIT_MB
+    autocast_enabled: bool | None = None
+    autocast_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         _check_mode(self.mode)
@@ -100,6 +109,14 @@ class InductorConfig:
         if not 0 < self.fold_limit_mb < float("inf"):
             raise ValueError(
                 f"fold_limit_mb={self.fold_limit_mb!r} must be above 0 and finite; fold_weights=False folds nothing"
+            )
+        if self.autocast_enabled is not None and not isinstance(self.autocast_enabled, bool):
+            raise TypeError(f"autocast_enabled={self.autocast_enabled!r} must be True, False or None")
+        object.__setattr__(self, "autocast_dtype", _as_autocast_dtype(self.autocast_dtype))
+        if self.autocast_dtype is not None and not self.autocast_enabled:
+            raise ValueError(
+                f"autocast_dtype={self.autocast_dtype} has no effect with autocast_enabled={self.autocast_enabled}; "
+                "give autocast_enabled=True with it"
             )
         object.__setattr__(self, "options", types.MappingProxyType(dict(self.options)))
         object.__setattr__(self, "passes", as_passes(self.passes, "passes"))
@@ -143,6 +160,10 @@ class InductorConfig:
             parts.append(f"fold_weights={self.fold_weights}")
         if self.fold_limit_mb != _DEFAULT_FOLD_LIMIT_MB:
             parts.append(f"fold_limit_mb={self.fold_limit_mb:g}")
+        if self.autocast_enabled is not None:
+            parts.append(f"autocast_enabled={self.autocast_enabled}")
+        if self.autocast_dtype is not None:
+            parts.append(f"autocast_dtype={_dtype_name(self.autocast_dtype)}")
         return ", ".join(parts) or "default"
 
     def key(self) -> str:
@@ -157,6 +178,8 @@ class InductorConfig:
             "passes": [pass_identity(graph_pass) for graph_pass in self.passes],
             "fold_weights": self.fold_weights,
             "fold_limit_mb": float(self.fold_limit_mb),
+            "autocast_enabled": self.autocast_enabled,
+            "autocast_dtype": self.autocast_dtype and _dtype_name(self.autocast_dtype),
         }
         if described["options"]:
             described["mode"] = None
@@ -180,7 +203,9 @@ class InductorConfig:
         return None if self.template is None else templates.get(self.template).falls_back(device)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON-ready data, without those that are as by default; passes as ``"module:name"``.
+        """The settings as JSON-ready data, without those that are as by default.
+
+        Passes are written as ``"module:name"``, dtypes by name.
 
         Raises:
             ValueError: A pass that stands under no name in its module, or an option that is no plain value.
@@ -188,6 +213,7 @@ class InductorConfig:
         data = self._set_fields()
         data["options"] = {name: _plain(name, value) for name, value in self.options.items()}
         data["passes"] = [reference_to(p, _module_of(p)) for p in self.passes]
+        data["autocast_dtype"] = self.autocast_dtype and _dtype_name(self.autocast_dtype)
         default = {**InductorConfig()._set_fields(), "options": {}, "passes": []}
         return {name: value for name, value in data.items() if value != default[name]}
 
@@ -294,6 +320,27 @@ def as_config(value: object, argument: str) -> InductorConfig | None:
 
 def _rebuild(settings: dict[str, Any]) -> InductorConfig:
     return InductorConfig(**settings)
+
+
+_AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _as_autocast_dtype(value: object) -> torch.dtype | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if value not in _AUTOCAST_DTYPES:
+            raise ValueError(unknown("autocast_dtype", value, list(_AUTOCAST_DTYPES)))
+        return _AUTOCAST_DTYPES[value]
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"autocast_dtype={value!r} must be a torch.dtype or its name, not {type(value).__name__}")
+    if value not in _AUTOCAST_DTYPES.values():
+        raise ValueError(f"autocast_dtype={value} must be torch.bfloat16 or torch.float16: autocast computes in those")
+    return value
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_mode(mode: object, argument: str = "mode", also: tuple[str, ...] = ()) -> None:

@@ -225,7 +225,7 @@ class CompiledRegion:
     def _verified_call(self, args: Any, kwargs: Any) -> Any:
         """The first call: compared with eager, and followed by what the user asked for."""
         self._unverified = False
-        if left_out := _why_not_twice(self.target):
+        if left_out := self.target.why_not_twice():
             self._recorder.add("verify", self.owner, reason=left_out)
             return self._call_compiled(*args, **kwargs)
 
@@ -435,15 +435,6 @@ def _failed_pass(error: BaseException) -> GraphPassError | None:
 def _describe(error: BaseException) -> str:
     failed_pass = _failed_pass(error)
     return describe_failure(error) if failed_pass is None else str(failed_pass)
-
-
-def _why_not_twice(target: Target) -> str | None:
-    """Why a target is not to be called more often than the user calls it: what it does beside computing."""
-    if target.method is not None:
-        return f"{target.method} may log and count, which a second call would do again"
-    if _torch.has_call_hooks(target.module):
-        return "it has hooks, which a second call would run again"
-    return None
 
 
 def _calling(eager: Callable[..., Any]) -> Any:

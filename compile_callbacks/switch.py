@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
+from compile_callbacks.autocast import ConfiguredAutocast
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.events import CompileRecorder
 from compile_callbacks.phases import PHASES, Phase
@@ -30,10 +31,12 @@ class Dispatcher:
         target: Target,
         regions: Mapping[Phase, CompiledRegion],
         frozen_regions: Mapping[Phase, CompiledRegion],
+        autocasts: Mapping[Phase, ConfiguredAutocast],
     ) -> None:
         self.target = target
         self.regions = regions
         self.frozen_regions = frozen_regions
+        self.autocasts = autocasts
         self.eager = target.eager
         self.selected: Callable[..., Any] = self.eager
         self.session: Any = None  # whoever compiled the target, where it has to be found again from it
@@ -44,9 +47,17 @@ class Dispatcher:
             return self.eager(*args, **kwargs)
         return self.selected(*args, **kwargs)
 
-    def region(self, phase: Phase, *, frozen: bool) -> CompiledRegion | None:
-        """What is compiled for a phase, with the weights baked in where that is asked for and there is such."""
-        return (self.frozen_regions.get(phase) if frozen else None) or self.regions.get(phase)
+    def call(self, phase: Phase, *, compiled: bool = True, frozen: bool = False) -> Callable[..., Any]:
+        """What a call does in a phase, under the autocast of the phase's settings.
+
+        Args:
+            phase: The phase.
+            compiled: Whether to run compiled, where the phase is.
+            frozen: Whether to run with weights baked in, where there is such.
+        """
+        region = (self.frozen_regions.get(phase) if frozen else None) or self.regions.get(phase)
+        call = region if compiled and region is not None else self.eager
+        return self.autocasts[phase].around(call) if phase in self.autocasts else call
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.target.method is None:
@@ -55,8 +66,7 @@ class Dispatcher:
 
     def by_grad_mode(self, *args: Any, **kwargs: Any) -> Any:
         """Call the region of the phase that the grad mode tells; for when no trainer selects one."""
-        region = self.regions.get("train" if torch.is_grad_enabled() else "infer")
-        return self.eager(*args, **kwargs) if region is None else region(*args, **kwargs)
+        return self.call("train" if torch.is_grad_enabled() else "infer")(*args, **kwargs)
 
 
 class PhaseSwitch:
@@ -104,8 +114,16 @@ class PhaseSwitch:
                 if config is not None and (not frozen or (config.freezes and phase == "infer"))
             }
 
+        def autocasts(target: Target) -> dict[Phase, ConfiguredAutocast]:
+            return {
+                phase: ConfiguredAutocast(target, config, isolation.uncompiled)
+                for phase, config in configs.items()
+                if config is not None and config.autocast_enabled is not None
+            }
+
         self._dispatchers = [
-            Dispatcher(target, regions(target, frozen=False), regions(target, frozen=True)) for target in targets
+            Dispatcher(target, regions(target, frozen=False), regions(target, frozen=True), autocasts(target))
+            for target in targets
         ]
         self._trace_settings = _torch.TraceSettings(
             ours=lambda: recorder.owner is not None,
@@ -139,8 +157,7 @@ class PhaseSwitch:
             frozen: Whether to run with weights baked in, where the config asks for it.
         """
         for dispatcher in self._dispatchers:
-            region = dispatcher.region(phase, frozen=frozen) if compiled else None
-            dispatcher.selected = dispatcher.eager if region is None else region
+            dispatcher.selected = dispatcher.call(phase, compiled=compiled, frozen=frozen)
 
     def belongs_to(self, session: Any) -> None:
         """Have the targets know who compiled them."""

@@ -37,6 +37,14 @@ class Target:
         call: Callable[..., Any] = getattr(type(self.module), self.method).__get__(self.module)
         return call
 
+    def why_not_twice(self) -> str | None:
+        """Why the target is not to be called more often than the user calls it: what it does beside computing."""
+        if self.method is not None:
+            return f"{self.method} may log and count, which a second call would do again"
+        if _torch.has_call_hooks(self.module):
+            return "it has hooks, which a second call would run again"
+        return None
+
 
 def check_names(targets: object) -> tuple[str, ...] | None:
     """The ``targets`` argument as names.
