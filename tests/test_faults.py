@@ -119,7 +119,7 @@ def test_a_machine_without_a_compiler_trains_eagerly(accelerator, tmp_path):
     assert all("compiler" in text and "TORCH_LOGS" in text for text in said)
     assert (train, infer) == (1, 1)
     (reason,) = [event["reason"] for event in events if event["kind"] == "fallback"]
-    assert "ompiler" in reason
+    assert "ompiler" in reason or environment["CC"] in reason  # Triton's reason names the file alone
 
 
 # ------------------------------------------------------------------------------------------ behind a graph break
