@@ -156,7 +156,8 @@ def predict_in(loop: str, batch_size: int, block: int, blocks: int, collect: boo
     by_hand = CompiledByHand().eval()
     by_hand.call = others["bare loop"]
     alone = Interleaved({}, block, collect)
-    make_trainer(alone).predict(by_hand, batches, return_predictions=collect)
+    with torch._inductor.config.patch(freezing=True):
+        make_trainer(alone).predict(by_hand, batches, return_predictions=collect)
     times = {name: watch.median_ms(name) for name in watch.times}
     times["trainer.predict, compiled by hand"] = alone.median_ms("trainer.predict")
     for name, ms in times.items():
