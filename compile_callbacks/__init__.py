@@ -9,6 +9,8 @@ from compile_callbacks import templates
 from compile_callbacks.by_grad_mode import compile_phases, report_of, restore
 from compile_callbacks.callback import InductorCompile
 from compile_callbacks.config import InductorConfig
+from compile_callbacks.export import export
+from compile_callbacks.exported import ExportError, load_exported
 from compile_callbacks.pass_library import (
     CudnnConvolutionReLU,
     RecordGraphs,
@@ -24,6 +26,7 @@ __all__ = [
     "CompileReport",
     "CompileWarning",
     "CudnnConvolutionReLU",
+    "ExportError",
     "GraphPass",
     "GraphPassError",
     "InductorCompile",
@@ -33,7 +36,9 @@ __all__ = [
     "TritonMaxPoolBackward",
     "TritonSqueezeExcitation",
     "compile_phases",
+    "export",
     "graph_pass",
+    "load_exported",
     "pattern_pass",
     "report_of",
     "restore",

@@ -11,12 +11,15 @@ import copy
 import dataclasses
 import functools
 import inspect
+import io
+import os
 import sys
 import time
 import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +47,7 @@ __all__ = [
     "compile_function",
     "compile_graph",
     "compile_inner",
+    "compile_package",
     "fake_tensor",
     "function_with_own_cache",
     "graph_breaks",
@@ -56,17 +60,22 @@ __all__ = [
     "inference_flag_of_caller",
     "is_decomposed",
     "is_dynamo_wrapper",
+    "load_foreign_package",
+    "load_package",
     "mode_names",
+    "named_leaves",
     "no_cudagraphs",
     "option_names",
     "option_type",
     "output_code_class",
     "pattern_matcher",
+    "quiet_export",
     "raised_while_compiling",
     "resolve_options",
     "restored",
     "run_pass",
     "serializable",
+    "torch_folder",
     "tree_leaves",
     "tree_map_tensors",
     "unregister",
@@ -444,6 +453,14 @@ def tree_map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any)
     return tree_map_only(torch.Tensor, change, value)
 
 
+def named_leaves(value: Any) -> list[tuple[str, Any]]:
+    """The leaves of nested containers, as `tree_leaves` orders them, after the way that leads there: ``"[0]['a']"``."""
+    from torch.utils._pytree import keystr, tree_flatten_with_path
+
+    leaves, _ = tree_flatten_with_path(value)
+    return [(keystr(path), leaf) for path, leaf in leaves]
+
+
 def is_dynamo_wrapper(module: object) -> bool:
     """Whether this is what ``torch.compile(module)`` returns."""
     return isinstance(module, torch._dynamo.OptimizedModule)
@@ -454,6 +471,65 @@ def unwrap_dynamo(module: torch.nn.Module) -> torch.nn.Module:
     while is_dynamo_wrapper(module):
         module = module._orig_mod  # type: ignore[assignment]
     return module
+
+
+# ---------------------------------------------------------------------------------------------- packages
+
+
+@contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """Export or load without what torch says of its own code.
+
+    Where ``torch.export`` fails it prints the graph that it has so far, which says less than its error. Torch 2.11
+    warns of its own use of ``LeafSpec``, and of buffers that it reads and does not write.
+    """
+    printed = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(printed):
+        warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
+        yield
+    sys.stderr.write(printed.getvalue())  # nothing failed: it is what the module itself printed
+
+
+def torch_folder() -> str:
+    """Where torch's own source lies."""
+    return f"{Path(torch.__file__).parent}{os.sep}"
+
+
+def compile_package(program: Any, path: str, options: Mapping[str, Any]) -> None:
+    """Compile what ``torch.export`` gave with AOTInductor, and write the package.
+
+    ``torch._inductor.aoti_compile_and_package`` is what torch's documentation tells users to call; it has no name
+    without an underscore. It writes into the mapping that it is given.
+
+    Args:
+        program: The exported program.
+        path: The package; its name has to end in ``.pt2``.
+        options: Inductor settings.
+    """
+    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
+
+
+def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
+    """What an AOTInductor package computes, as a function of its input tensors in the order of the export.
+
+    ``torch._inductor.aoti_load_package`` is what torch's documentation tells users to call. What it returns reads its
+    two tree specs anew in each call, which takes longer than a small model does; the outputs' is read once here, and
+    the inputs' is not needed.
+    """
+    from torch.utils._pytree import tree_unflatten, treespec_loads
+
+    loader = load_foreign_package(path).loader
+    outputs = treespec_loads(loader.get_call_spec()[1])
+
+    def run(tensors: list[torch.Tensor]) -> Any:
+        return tree_unflatten(loader.boxed_run(tensors), outputs)
+
+    return run
+
+
+def load_foreign_package(path: str) -> Any:
+    """An AOTInductor package as torch loads it, called with the arguments of the export."""
+    return torch._inductor.aoti_load_package(path)
 
 
 # ---------------------------------------------------------------------------------------------- graph passes
