@@ -62,6 +62,7 @@ __all__ = [
     "is_dynamo_wrapper",
     "load_foreign_package",
     "load_package",
+    "load_program",
     "mode_names",
     "named_leaves",
     "no_cudagraphs",
@@ -74,6 +75,7 @@ __all__ = [
     "resolve_options",
     "restored",
     "run_pass",
+    "save_program",
     "serializable",
     "torch_folder",
     "tree_leaves",
@@ -478,16 +480,19 @@ def unwrap_dynamo(module: torch.nn.Module) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """Export or load without what torch says of its own code.
-
-    Where ``torch.export`` fails it prints the graph that it has so far, which says less than its error. Torch 2.11
-    warns of its own use of ``LeafSpec``, and of buffers that it reads and does not write.
-    """
+    """Export without what torch says beside its error: the graph that it has so far, on stderr."""
     printed = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(printed):
-        warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
+    with _own_warnings_off(), contextlib.redirect_stderr(printed):
         yield
     sys.stderr.write(printed.getvalue())  # nothing failed: it is what the module itself printed
+
+
+@contextlib.contextmanager
+def _own_warnings_off() -> Iterator[None]:
+    """Torch 2.11 warns of its own use of ``LeafSpec``, and of buffers that it reads and does not write."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
+        yield
 
 
 def torch_folder() -> str:
@@ -506,7 +511,20 @@ def compile_package(program: Any, path: str, options: Mapping[str, Any]) -> None
         path: The package; its name has to end in ``.pt2``.
         options: Inductor settings.
     """
-    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
+    with _own_warnings_off():
+        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
+
+
+def save_program(program: Any, path: str, extra_files: dict[str, Any]) -> None:
+    """``torch.export.save``."""
+    with _own_warnings_off():
+        torch.export.save(program, path, extra_files=extra_files)
+
+
+def load_program(path: str) -> torch.nn.Module:
+    """What ``torch.export.save`` wrote, as a module."""
+    with _own_warnings_off():
+        return torch.export.load(path).module()
 
 
 def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
@@ -529,7 +547,8 @@ def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
 
 def load_foreign_package(path: str) -> Any:
     """An AOTInductor package as torch loads it, called with the arguments of the export."""
-    return torch._inductor.aoti_load_package(path)
+    with _own_warnings_off():
+        return torch._inductor.aoti_load_package(path)
 
 
 # ---------------------------------------------------------------------------------------------- graph passes

@@ -1,4 +1,4 @@
-"""What a package takes: the inputs that it was exported with, written into it and checked at each call.
+"""What a package takes: the inputs of the call that was exported, written into it and checked at each call.
 
 What AOTInductor compiles checks nothing: an image of another size, another dtype or another memory layout gives
 numbers without a meaning, or ends the process.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ _FORMATS = {
     "channels_last_3d": torch.channels_last_3d,
 }
 _RANKS = {"channels_last": 4, "channels_last_3d": 5}
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,33 +30,20 @@ class TensorInput:
     """A tensor that a package takes.
 
     Attributes:
-        name: The parameter of ``forward``, and the indices that lead to the tensor in it: ``"x"``, ``"x['mask']"``.
         dtype: Its dtype, ``"float32"``.
         shape: Its sizes; ``None`` for the batch size, which may change from call to call.
         device: The type of its device.
         memory_format: Its layout: ``"contiguous"``, ``"channels_last"`` or ``"channels_last_3d"``.
     """
 
-    name: str
     dtype: str
     shape: tuple[int | None, ...]
     device: str
     memory_format: str
 
-
-@dataclass(frozen=True, kw_only=True)
-class ConstantInput:
-    """An input that is no tensor: a package holds the value that it was exported with.
-
-    Attributes:
-        name: As in `TensorInput`.
-        value: Its ``repr``.
-        optional: Whether it is a default of ``forward``, which a call may leave out.
-    """
-
-    name: str
-    value: str
-    optional: bool = False
+    def __str__(self) -> str:
+        """The input in a few words: ``float32 (batch, 1, 8, 8)``."""
+        return f"{self.dtype} ({', '.join('batch' if size is None else str(size) for size in self.shape)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,31 +51,22 @@ class CallSpec:
     """The inputs of a package.
 
     Attributes:
-        parameters: Names of ``forward``'s parameters that are given by position.
-        variadic: The name of its ``*args``, if it has them.
-        positional: How many inputs were given by position at the export.
-        keywords: Names of those that were given by name.
-        inputs: The inputs, in the order in which a package takes them.
-        smallest_batch: The smallest batch size that the program is right for.
-        largest_batch: The largest one; ``None`` for no limit.
+        signature: The parameters of ``forward`` that the exported call gave, and none of those that it left out.
+        inputs: By name (``"x"``, ``"x['mask']"``), in the order in which a package takes them: a tensor, or the
+            ``repr`` of what is no tensor, whose value is part of the package.
     """
 
-    parameters: tuple[str, ...]
-    variadic: str | None
-    positional: int
-    keywords: tuple[str, ...]
-    inputs: tuple[TensorInput | ConstantInput, ...]
-    smallest_batch: int = 0
-    largest_batch: int | None = None
+    signature: Signature
+    inputs: Mapping[str, TensorInput | str]
 
     @classmethod
     def of(
-        cls, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], batch: int | None = None
+        cls, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], batch: int | None
     ) -> CallSpec:
         """Describe a call.
 
         Args:
-            call: What is called; its signature tells the names of the inputs.
+            call: What is called.
             args: Inputs by position.
             kwargs: Inputs by name.
             batch: The batch size that may change; ``None`` where none may.
@@ -96,171 +74,134 @@ class CallSpec:
         Raises:
             TypeError: The inputs do not fit the signature.
         """
-        signature = inspect.signature(call)
-        bound = signature.bind(*args, **kwargs)
-        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-        parameters = tuple(name for name, kind in kinds.items() if kind in _POSITIONAL)
-        variadic = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL), None)
-        given = {**_by_name(parameters, variadic, args), **kwargs}
-        defaults = {
-            name: p.default
-            for name, p in signature.parameters.items()
-            if name not in bound.arguments and p.default is not inspect.Parameter.empty
-        }
-        return cls(
-            parameters=parameters,
-            variadic=variadic,
-            positional=len(args),
-            keywords=tuple(kwargs),
-            inputs=(
-                *(_describe(name, leaf, batch) for name, leaf in _leaves(given)),
-                *(ConstantInput(name=name, value=repr(leaf), optional=True) for name, leaf in _leaves(defaults)),
-            ),
-        )
+        bound = inspect.signature(call).bind(*args, **kwargs)
+        kinds = {name: bound.signature.parameters[name].kind for name in bound.arguments}
+        by_position = [
+            Parameter(name, kind)
+            for name, kind in kinds.items()
+            if name not in bound.kwargs and kind is not Parameter.VAR_KEYWORD
+        ]
+        # Behind a parameter that was left out, one can be given by name alone.
+        signature = Signature([*by_position, *(Parameter(name, Parameter.KEYWORD_ONLY) for name in bound.kwargs)])
+        leaves = _leaves(signature.bind(*bound.args, **bound.kwargs))
+        return cls(signature=signature, inputs={name: _describe(leaf, batch) for name, leaf in leaves})
 
-    def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+        """The inputs of a call, by position and by name as they were exported.
+
+        Raises:
+            TypeError: Inputs are missing, or too many.
+        """
+        try:
+            return self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{error}; the package takes {self}") from None
+
+    def tensors(self, bound: inspect.BoundArguments) -> list[torch.Tensor]:
         """The tensors of a call, in the order and layout in which a package takes them.
 
         Raises:
-            TypeError: Inputs are missing, or too many, or of another dtype or kind.
+            TypeError: An input of another dtype or kind, or of another structure.
             ValueError: An input of another shape, on another device, or with another value than it was exported with.
         """
-        leaves = dict(_leaves(self._arguments(args, kwargs)))
-        found: list[torch.Tensor] = []
-        batch: tuple[str, int] | None = None
-        for expected in self.inputs:
-            if expected.name not in leaves:
-                if isinstance(expected, ConstantInput) and expected.optional:
-                    continue
-                raise TypeError(f"input {expected.name!r} is missing; the package takes {self}")
-            value = leaves.pop(expected.name)
-            if isinstance(expected, ConstantInput):
-                if repr(value) != expected.value:
+        leaves = dict(_leaves(bound))
+        if leaves.keys() != self.inputs.keys():
+            odd = min(leaves.keys() ^ self.inputs.keys())
+            what = "was not exported" if odd in leaves else "is missing"
+            raise TypeError(f"input {odd!r} {what}; the package takes {self}")
+        batches: dict[int, str] = {}
+        found = []
+        for name, expected in self.inputs.items():
+            value = leaves[name]
+            if isinstance(expected, str):
+                if isinstance(value, torch.Tensor) or repr(value) != expected:
                     given = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-                    raise ValueError(f"input {expected.name!r} is {given}, and was exported as {expected.value}")
+                    raise ValueError(f"input {name!r} is {given}, and was exported as {expected}")
                 continue
-            batch = self._check(expected, value, batch)
+            _check(name, expected, value)
+            if None in expected.shape:
+                batches.setdefault(value.shape[0], name)
             found.append(value.contiguous(memory_format=_FORMATS[expected.memory_format]))
-        if leaves:
-            raise TypeError(f"input {next(iter(leaves))!r} was not exported; the package takes {self}")
+        if len(batches) > 1:
+            each = " and ".join(f"{size} in {name!r}" for size, name in batches.items())
+            raise ValueError(f"the inputs are batches of different sizes: {each}")
         return found
-
-    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The inputs of a call, those by position and those by name that were so at the export."""
-        given = self._arguments(args, kwargs)
-        first = list(_by_name(self.parameters, self.variadic, [None] * self.positional))
-        return [given[name] for name in first], {name: given[name] for name in self.keywords}
-
-    def with_batches(self, smallest: int, largest: int | None) -> CallSpec:
-        """The same inputs, for batches of these sizes alone."""
-        return replace(self, smallest_batch=smallest, largest_batch=largest)
 
     def to_json(self) -> str:
         """The description as text, for a package."""
-        return json.dumps(asdict(self))
+        inputs = {name: value if isinstance(value, str) else asdict(value) for name, value in self.inputs.items()}
+        kinds = {name: parameter.kind.name for name, parameter in self.signature.parameters.items()}
+        return json.dumps({"parameters": kinds, "inputs": inputs})
 
     @classmethod
     def from_json(cls, text: str) -> CallSpec:
         """The description that `to_json` wrote."""
         data = json.loads(text)
-        inputs = tuple(
-            TensorInput(**{**entry, "shape": tuple(entry["shape"])}) if "shape" in entry else ConstantInput(**entry)
-            for entry in data["inputs"]
+        return cls(
+            signature=Signature(
+                [Parameter(name, getattr(Parameter, kind)) for name, kind in data["parameters"].items()]
+            ),
+            inputs={
+                name: value if isinstance(value, str) else TensorInput(**{**value, "shape": tuple(value["shape"])})
+                for name, value in data["inputs"].items()
+            },
         )
-        names = {name: tuple(data[name]) for name in ("parameters", "keywords")}
-        return cls(**{**data, **names, "inputs": inputs})
 
     def __str__(self) -> str:
-        """The inputs in a line: ``images: float32 (batch, 1, 8, 8)``."""
-        return ", ".join(_shown(entry) for entry in self.inputs if not getattr(entry, "optional", False))
-
-    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        if len(args) > len(self.parameters) and self.variadic is None:
-            raise TypeError(f"{len(args)} inputs by position are too many; the package takes {self}")
-        by_position = _by_name(self.parameters, self.variadic, args)
-        if twice := by_position.keys() & kwargs.keys():
-            raise TypeError(f"input {min(twice)!r} is given twice, by position and by name")
-        return {**by_position, **kwargs}
-
-    def _check(self, expected: TensorInput, value: Any, batch: tuple[str, int] | None) -> tuple[str, int] | None:
-        """Refuse a tensor that a package is not for; returns the batch size and whose it is."""
-        name = f"input {expected.name!r}"
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"{name} must be a tensor, not {type(value).__name__}; the package takes {_shown(expected)}"
-            )
-        if _dtype_name(value.dtype) != expected.dtype:
-            raise TypeError(f"{name} is of dtype {_dtype_name(value.dtype)}; the package takes {_shown(expected)}")
-        if value.device.type != expected.device:
-            raise ValueError(f"{name} is on {value.device.type}, and the package runs on {expected.device}")
-        fits = len(value.shape) == len(expected.shape) and all(
-            size in (None, own) for size, own in zip(expected.shape, value.shape, strict=True)
+        """The inputs in a line: ``images: float32 (batch, 1, 8, 8), scale=2.0``."""
+        return ", ".join(
+            f"{name}={value}" if isinstance(value, str) else f"{name}: {value}" for name, value in self.inputs.items()
         )
-        if not fits:
-            raise ValueError(f"{name} has the shape {tuple(value.shape)}; the package takes {_shown(expected)}")
-        if None not in expected.shape:
-            return batch
-        size = value.shape[0]
-        if batch is not None and batch[1] != size:
-            raise ValueError(f"{name} has a batch of {size}, and input {batch[0]!r} one of {batch[1]}")
-        if size < self.smallest_batch or (self.largest_batch is not None and size > self.largest_batch):
-            most = "" if self.largest_batch is None else f" to {self.largest_batch}"
-            raise ValueError(
-                f"{name} has a batch of {size}; the package is for batches from {self.smallest_batch}{most}"
-            )
-        return expected.name, size
-
-
-def memory_format_of(tensor: torch.Tensor) -> str:
-    """The layout that a package is to take a tensor in: that of the example, where it has one of the three."""
-    if tensor.is_contiguous():
-        return "contiguous"
-    for name, rank in _RANKS.items():
-        if tensor.dim() == rank and tensor.is_contiguous(memory_format=_FORMATS[name]):
-            return name
-    return "contiguous"
 
 
 def in_own_layout(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of an example, in the layout that a package is to take it in."""
-    return tensor.detach().clone(memory_format=_FORMATS[memory_format_of(tensor)])
+    return tensor.detach().clone(memory_format=_FORMATS[_memory_format_of(tensor)])
 
 
-def _by_name(parameters: Sequence[str], variadic: str | None, args: Sequence[Any]) -> dict[str, Any]:
-    rest = (f"{variadic}[{index}]" for index in range(len(args)))
-    names = [*parameters[: len(args)], *(next(rest) for _ in args[len(parameters) :])]
-    return dict(zip(names, args, strict=True))
+def _memory_format_of(tensor: torch.Tensor) -> str:
+    """The layout of an example, where it has one of the three."""
+    if not tensor.is_contiguous():
+        for name, rank in _RANKS.items():
+            if tensor.dim() == rank and tensor.is_contiguous(memory_format=_FORMATS[name]):
+                return name
+    return "contiguous"
 
 
-def _leaves(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in given.items():
+def _leaves(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
+    for name, value in bound.arguments.items():
         if isinstance(value, torch.Tensor):  # by far the most frequent, and not worth a walk
             yield name, value
         else:
             yield from ((name + path, leaf) for path, leaf in _torch.named_leaves(value))
 
 
-def _describe(name: str, leaf: Any, batch: int | None) -> TensorInput | ConstantInput:
+def _describe(leaf: Any, batch: int | None) -> TensorInput | str:
     if not isinstance(leaf, torch.Tensor):
-        return ConstantInput(name=name, value=repr(leaf))
+        return repr(leaf)
     sizes: list[int | None] = list(leaf.shape)
-    if sizes and batch is not None and sizes[0] == batch:
+    if sizes and sizes[0] == batch:
         sizes[0] = None
     return TensorInput(
-        name=name,
         dtype=_dtype_name(leaf.dtype),
         shape=tuple(sizes),
         device=leaf.device.type,
-        memory_format=memory_format_of(leaf),
+        memory_format=_memory_format_of(leaf),
     )
+
+
+def _check(name: str, expected: TensorInput, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"input {name!r} must be a tensor, not {type(value).__name__}; the package takes {expected}")
+    if _dtype_name(value.dtype) != expected.dtype:
+        raise TypeError(f"input {name!r} is of dtype {_dtype_name(value.dtype)}; the package takes {expected}")
+    if value.device.type != expected.device:
+        raise ValueError(f"input {name!r} is on {value.device.type}, and the package runs on {expected.device}")
+    if len(value.shape) != len(expected.shape) or any(
+        size not in (None, own) for size, own in zip(expected.shape, value.shape, strict=True)
+    ):
+        raise ValueError(f"input {name!r} has the shape {tuple(value.shape)}; the package takes {expected}")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _shown(entry: TensorInput | ConstantInput) -> str:
-    if isinstance(entry, ConstantInput):
-        return f"{entry.name}={entry.value}"
-    sizes = ", ".join("batch" if size is None else str(size) for size in entry.shape)
-    return f"{entry.name}: {entry.dtype} ({sizes})"

@@ -14,7 +14,6 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import is_symbolic
 
 from compile_callbacks import _torch
 from compile_callbacks.call_spec import CallSpec, TensorInput, in_own_layout
@@ -22,8 +21,7 @@ from compile_callbacks.choices import check_choice
 from compile_callbacks.config import InductorConfig, Mode, as_config
 from compile_callbacks.exported import SPEC_KEY, ExportError, Format
 from compile_callbacks.failures import describe_failure, in_one_line
-from compile_callbacks.package_options import PackageOptions
-from compile_callbacks.passes import GraphPassError
+from compile_callbacks.passes import HOOK_OPTIONS, GraphPassError, pass_hook, pass_name, pass_options
 from compile_callbacks.region import CompileWarning
 
 
@@ -83,18 +81,18 @@ def export(
     if config == "eager":
         raise ValueError("config='eager' compiles nothing; format='export' writes a package that is not compiled")
     settings = as_config(config, "config") or InductorConfig()
-    call = _Call(module, example_inputs, kwargs, dynamic_batch=dynamic_batch)
     if format == "export" and config is not None:
         _warn(f"config={settings.describe()!r} has no effect with format='export', which compiles nothing")
+    call = _Call(_torch.unwrap_dynamo(module), example_inputs, kwargs, dynamic_batch=dynamic_batch)
+    metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
     with _appears_whole(path) as beside, _as_deployed(module):
-        program, spec = call.exported()
+        program = call.traced()
         if format == "export":
-            # The example batch goes into the file else, and with it a part of somebody's data.
+            # Else the example batch goes into the file, and with it a part of somebody's data.
             program.example_inputs = None
-            with _torch.quiet_export():
-                torch.export.save(program, beside, extra_files={SPEC_KEY: _metadata(spec, call.device)})
+            _torch.save_program(program, str(beside), {SPEC_KEY: metadata})
         else:
-            _compile(program, beside, PackageOptions(settings, call.device), _metadata(spec, call.device))
+            _compile(program, beside, settings, call.device, metadata)
     return path
 
 
@@ -107,85 +105,103 @@ class _Call:
         tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise ValueError("example_inputs hold no tensor; a package computes from tensors")
-        self.module = module
+        if dynamic_batch and tensors[0].dim() == 0:
+            raise ValueError(
+                "example_inputs: the first tensor has no dimensions, so no batch; dynamic_batch=False exports it"
+            )
         self.device = tensors[0].device
-        self._batch: int | None = None
-        if dynamic_batch:
-            if tensors[0].dim() == 0:
-                raise ValueError(
-                    "example_inputs: the first tensor has no dimensions, so no batch; dynamic_batch=False exports it"
-                )
-            self._batch = tensors[0].shape[0]
-        spec = CallSpec.of(module.forward, args, kwargs, self._batch)
-        args, kwargs = _torch.tree_map_tensors(in_own_layout, (args, kwargs))
+        self._batch = tensors[0].shape[0] if dynamic_batch else None
+        self.spec = CallSpec.of(module.forward, args, kwargs, self._batch)
+        self._module = module
+        bound = self.spec.bind(args, kwargs)
+        self._args, self._kwargs = _torch.tree_map_tensors(in_own_layout, (bound.args, bound.kwargs))
         if self._batch == 1:
             # Torch takes a size of 1 for a constant; the same program comes out of two equal samples.
-            args, kwargs = _torch.tree_map_tensors(_doubled, (args, kwargs))
+            self._args, self._kwargs = _torch.tree_map_tensors(_doubled, (self._args, self._kwargs))
             self._batch = 2
-        self._args, self._kwargs, self._spec = args, kwargs, spec
 
-    def exported(self) -> tuple[Any, CallSpec]:
-        """The program, and what it takes."""
-        if self._batch is None:
-            return self._traced(None), self._spec
-        try:
-            return self._traced(torch.export.Dim("batch")), self._spec
-        except ExportError as error:
-            return self._within_limits(error)
-
-    def _within_limits(self, error: ExportError) -> tuple[Any, CallSpec]:
-        """The program for the batch sizes that it is right for, where those are not all."""
-        try:
-            program = self._traced(torch.export.Dim.AUTO)
-        except ExportError:
-            raise error from error.__cause__  # it is not the batch
-        inputs = [entry for entry in self._spec.inputs if not getattr(entry, "optional", False)]
-        nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-        for entry, name in zip(inputs, program.graph_signature.user_inputs, strict=True):
-            if not isinstance(entry, TensorInput) or None not in entry.shape:
-                continue
-            size = nodes[name].meta["val"].shape[0]
-            if not is_symbolic(size):
-                raise ExportError(
-                    f"{type(self.module).__name__} fixes the batch size of input {entry.name!r} to {size}: it computes "
-                    f"with the size as a number, or with a tensor of it; dynamic_batch=False exports it for this size"
-                ) from error.__cause__
-        lower, upper = _limits(program)
-        try:
-            program = self._traced(torch.export.Dim("batch", min=lower, max=upper))
-        except ExportError as bound:
-            guards = re.findall("generated guard (.+)", str(bound.__cause__))
-            raise ExportError(
-                f"{type(self.module).__name__} is not right for every batch size: it takes {guards[0] if guards else bound}"
-                f" for granted; dynamic_batch=False exports it for a batch of {self._batch}"
-            ) from bound.__cause__
-        return program, self._spec.with_batches(lower, upper)
-
-    def _traced(self, batch: Any) -> Any:
+    def traced(self) -> Any:
+        """The program that ``torch.export`` makes of it."""
         shapes = torch.export.ShapesCollection()
+        batch = torch.export.Dim("batch")
         for leaf in _torch.tree_leaves((self._args, self._kwargs)):
-            if isinstance(leaf, torch.Tensor) and batch is not None and leaf.dim() and leaf.shape[0] == self._batch:
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == self._batch:
                 shapes[leaf] = {0: batch}
         try:
             with _torch.quiet_export():
-                return torch.export.export(self.module, self._args, self._kwargs, dynamic_shapes=shapes)
+                return torch.export.export(self._module, self._args, self._kwargs, dynamic_shapes=shapes)
         except Exception as error:
-            raise ExportError(_cannot(self.module, error)) from error
+            name = type(self._module).__name__
+            if "Constraints violated" in str(error):
+                raise ExportError(self._fixes_the_batch(name, str(error))) from error
+            raise ExportError(f"{name} cannot be exported: {_why(error)}") from error
+
+    def _fixes_the_batch(self, name: str, reason: str) -> str:
+        inputs = [
+            n for n, tensor in self.spec.inputs.items() if isinstance(tensor, TensorInput) and None in tensor.shape
+        ]
+        guards = re.findall("generated guard (.+)", reason)
+        how = f"takes {guards[0].rstrip('.')} for granted" if guards else "computes with the size as a number"
+        return (
+            f"{name} is not right for every batch size of input {' and '.join(map(repr, inputs))}: it {how}; "
+            f"dynamic_batch=False exports it for the size of the example"
+        )
 
 
-def _compile(program: Any, path: Path, options: PackageOptions, metadata: str) -> None:
+def _compile(program: Any, path: Path, config: InductorConfig, device: torch.device, metadata: str) -> None:
     """Compile a program; once more without a graph pass that failed."""
-    for reason in options.left_out:
+    options, passes, left_out = _taken(config, device)
+    for reason in left_out:
         _warn(reason)
+    of_user = options.get("aot_inductor.metadata") or {}
+    options["aot_inductor.metadata"] = {**of_user, SPEC_KEY: metadata}
+    skipped: list[Any] = []
     while True:
         try:
-            return _torch.compile_package(program, str(path), options.resolved({SPEC_KEY: metadata}))
+            return _torch.compile_package(program, str(path), options | pass_options(passes, "infer", skipped=skipped))
         except Exception as error:
             failure = next((cause for cause in _torch.causes(error) if isinstance(cause, GraphPassError)), None)
             if failure is None:
                 raise ExportError(f"AOTInductor failed: {in_one_line(describe_failure(error), 400)}") from error
-            options.skipped.append(failure.failed)
+            skipped.append(failure.failed)
             _warn(f"{in_one_line(str(failure))}; the package is compiled without it")
+
+
+def _taken(config: InductorConfig, device: torch.device) -> tuple[dict[str, Any], list[Any], list[str]]:
+    """The options and the passes of a config that AOTInductor takes, and a sentence on each kind that it does not."""
+    options: dict[str, Any] = {}
+    left_out: dict[str, list[str]] = {}
+    for name, value in config.resolved_options(device).items():
+        reason = _NO_CUDAGRAPHS if "cudagraph" in name else _NOT_TAKEN.get(name)
+        if reason is None:
+            options[name] = value
+        elif value:
+            left_out.setdefault(reason, []).append(name)
+    passes = []
+    for graph_pass in config.passes:
+        if pass_hook(graph_pass) == "pre_grad":
+            left_out.setdefault(_NO_TORCH_CALLS, []).append(f"pass {pass_name(graph_pass)}")
+        else:
+            passes.append(graph_pass)
+    if config.fold_weights:
+        left_out["a package folds with freezing=True"] = ["fold_weights=True"]
+    if config.dynamic is not None:
+        left_out["dynamic_batch says what may change"] = [f"dynamic={config.dynamic}"]
+    sentences = [f"left out of the package: {', '.join(what)}: {why}" for why, what in left_out.items()]
+    falls_back = config.template_falls_back(device)
+    return options, passes, sentences if falls_back is None else [falls_back, *sentences]
+
+
+_NO_CUDAGRAPHS = "a package records no CUDA graphs"
+_NO_TORCH_CALLS = "it runs on torch's own calls, and torch.export gives ATen operators"
+_NO_FALLBACKS = "torch 2.11 calls operators that are not compiled with wrong arguments in a package"  # mode "lite"
+_NOT_TAKEN = {
+    "fallback_by_default": _NO_FALLBACKS,
+    "selective_decompose": _NO_FALLBACKS,
+    "aot_inductor.output_path": "export decides where the package goes",
+    "aot_inductor.package": "export decides where the package goes",
+    HOOK_OPTIONS["pre_grad"]: _NO_TORCH_CALLS,
+}
 
 
 @contextlib.contextmanager
@@ -205,18 +221,19 @@ def _as_deployed(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _appears_whole(path: Path) -> Iterator[Path]:
     """A file beside ``path`` that takes its place in the end, and is gone where it does not come to that."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(f"path={str(path)!r} is a folder")
     beside = path.with_name(f".{path.stem}.{os.getpid()}.pt2")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         beside.touch()  # before minutes of compiling
+    except OSError as error:
+        raise type(error)(error.errno, f"path cannot be written: {error.strerror}", str(path)) from error
+    try:
         yield beside
         beside.replace(path)
     finally:
-        # Where the folder itself is no folder, or is read-only, there is nothing to take away.
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
 
 
 def _check_inputs(module: object, example_inputs: object, example_kwargs: object) -> dict[str, Any]:
@@ -243,35 +260,19 @@ def _check_path(path: object) -> Path:
     return found
 
 
-def _limits(program: Any) -> tuple[int, int | None]:
-    """The smallest and the largest batch that a program is right for; it has no other dynamic size."""
-    limits = list(program.range_constraints.values())
-    lower = max((int(limit.lower) for limit in limits), default=0)
-    uppers = [int(limit.upper) for limit in limits if limit.upper.is_Integer]  # infinity is none
-    return lower if lower > _SMALLEST_TRACED else 0, min(uppers, default=None)
-
-
-_SMALLEST_TRACED = 2  # torch traces no dynamic size below it, and takes what it traced to be right for 0 and 1
-
-
 def _doubled(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor, tensor]) if tensor.dim() and tensor.shape[0] == 1 else tensor
 
 
-def _metadata(spec: CallSpec, device: torch.device) -> str:
-    return json.dumps({"torch": torch.__version__, "device": device.type, "inputs": spec.to_json()})
-
-
-def _cannot(module: nn.Module, error: Exception) -> str:
+def _why(error: Exception) -> str:
     """Why a module cannot be exported, in a line or two: torch's first lines, and the user's line."""
-    text = re.split("\n\n|For more information|The following call raised", str(error))[0]
-    reason = in_one_line(text, 400)
+    reason = in_one_line(re.split("\n\n|For more information|The following call raised", str(error))[0], 400)
     if "data-dependent" in reason:
         reason = f"it decides by the values of a tensor, which a graph cannot (torch.cond can): {reason}"
-    elif not _is_torchs(type(error)):
+    elif type(error) is not RuntimeError and not type(error).__module__.startswith("torch."):
         reason = f"{type(error).__name__}: {reason}"
     where = _users_line(error)
-    return f"{type(module).__name__} cannot be exported: {reason}" + (f" (at {where})" if where else "")
+    return f"{reason} (at {where})" if where else reason
 
 
 def _users_line(error: Exception) -> str | None:
@@ -280,10 +281,6 @@ def _users_line(error: Exception) -> str | None:
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     users = [line for line in lines if Path(line[0]).is_file() and not line[0].startswith(inside)]
     return f"{users[-1][0]}:{users[-1][1]}" if users else None
-
-
-def _is_torchs(kind: type[Exception]) -> bool:
-    return kind.__module__.startswith("torch.") or kind is RuntimeError
 
 
 def _warn(message: str) -> None:

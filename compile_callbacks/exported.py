@@ -66,12 +66,12 @@ class ExportedModule:
         """
         if self.spec is None:
             return self._run(*args, **kwargs)
-        tensors = self.spec.tensors(args, kwargs)
+        bound = self.spec.bind(args, kwargs)
+        tensors = self.spec.tensors(bound)
         if self.format == "aoti":
             return self._run(tensors)
-        positional, named = self.spec.split(args, kwargs)
         with torch.no_grad():
-            return self._run(*positional, **named)
+            return self._run(*bound.args, **bound.kwargs)
 
     def __repr__(self) -> str:
         inputs = "unknown" if self.spec is None else str(self.spec)
@@ -107,8 +107,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
         raise ExportError(f"{path} was exported for a {device} device, and there is none here")
     is_compiled = any(_AOTI_FOLDER in name for name in names)
     try:
-        with _torch.quiet_export():
-            run = _aoti(path, spec) if is_compiled else torch.export.load(path).module()
+        run = _compiled(path, spec) if is_compiled else _torch.load_program(str(path))
     except Exception as error:
         versions = f" (it was made by torch {made_by}, and this is {torch.__version__})" if made_by else ""
         reason = in_one_line(describe_failure(error))
@@ -118,7 +117,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
     )
 
 
-def _aoti(path: Path, spec: CallSpec | None) -> Callable[..., Any]:
+def _compiled(path: Path, spec: CallSpec | None) -> Callable[..., Any]:
     return _torch.load_package(str(path)) if spec is not None else _torch.load_foreign_package(str(path))
 
 
