@@ -37,9 +37,9 @@ def export(
 ) -> Path:
     """Write a module to a ``.pt2`` package that runs where neither this library nor the module's code is installed.
 
-    The module is exported as it is in ``eval()`` under ``torch.no_grad()``, on the device where it is, and is left as
-    it was. A module that is compiled in place, by this library or by torch, gives the original. The file appears when
-    it is whole, and replaces an older one; a failure leaves nothing.
+    The module is exported as it is in ``eval()`` under ``torch.no_grad()``, and under the autocast that is in effect,
+    on the device where it is, and is left as it was. A module that is compiled in place, by this library or by torch,
+    gives the original. The file appears when it is whole, and replaces an older one; a failure leaves nothing.
 
     Args:
         module: The module.
@@ -66,6 +66,7 @@ def export(
     Example::
 
         >>> import tempfile
+        >>> from compile_callbacks import load_exported
         >>> folder = tempfile.TemporaryDirectory()
         >>> module = torch.nn.Linear(4, 2)
         >>> path = export(module, (torch.randn(8, 4),), f"{folder.name}/linear.pt2", format="export")
@@ -92,7 +93,8 @@ def export(
             program.example_inputs = None
             _torch.save_program(program, str(beside), {SPEC_KEY: metadata})
         else:
-            _compile(program, beside, settings, call.device, metadata)
+            with torch.autocast(call.device.type, enabled=False):  # it is in the program
+                _compile(program, beside, settings, call.device, metadata)
     return path
 
 
@@ -129,7 +131,9 @@ class _Call:
                 shapes[leaf] = {0: batch}
         try:
             with _torch.quiet_export():
-                return torch.export.export(self._module, self._args, self._kwargs, dynamic_shapes=shapes)
+                program = torch.export.export(self._module, self._args, self._kwargs, dynamic_shapes=shapes)
+                # A program knows no autocast from without until its operators are traced once more.
+                return program.run_decompositions({}) if torch.is_autocast_enabled(self.device.type) else program
         except Exception as error:
             name = type(self._module).__name__
             if "Constraints violated" in str(error):

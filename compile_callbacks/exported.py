@@ -56,6 +56,8 @@ class ExportedModule:
         self.torch_version = torch_version
         self.spec = spec
         self._run = run
+        if spec is not None:
+            self.__signature__ = spec.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the package.
