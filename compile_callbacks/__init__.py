@@ -10,6 +10,8 @@ from compile_callbacks.by_grad_mode import compile_phases, report_of, restore
 from compile_callbacks.callback import InductorCompile
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.export import export
+from compile_callbacks.export_callback import AOTInductorExport
+from compile_callbacks.export_report import ExportReport
 from compile_callbacks.exported import ExportError, load_exported
 from compile_callbacks.pass_library import (
     CudnnConvolutionReLU,
@@ -22,11 +24,13 @@ from compile_callbacks.region import CompileError, CompileWarning
 from compile_callbacks.report import CompileReport, PhaseReport
 
 __all__ = [
+    "AOTInductorExport",
     "CompileError",
     "CompileReport",
     "CompileWarning",
     "CudnnConvolutionReLU",
     "ExportError",
+    "ExportReport",
     "GraphPass",
     "GraphPassError",
     "InductorCompile",

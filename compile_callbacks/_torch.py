@@ -48,6 +48,7 @@ __all__ = [
     "compile_graph",
     "compile_inner",
     "compile_package",
+    "export_program",
     "fake_tensor",
     "function_with_own_cache",
     "graph_breaks",
@@ -493,6 +494,37 @@ def _own_warnings_off() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
         yield
+
+
+def export_program(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, signature: inspect.Signature
+) -> Any:
+    """``torch.export.export``, for a module whose ``forward`` takes ``**kwargs`` too.
+
+    Torch 2.11 fails on dynamic shapes of such inputs with an assertion of its own; it goes by the signature.
+
+    Args:
+        module: The module.
+        args: Inputs by position.
+        kwargs: Inputs by name.
+        shapes: What is dynamic.
+        signature: A signature that names each of the inputs.
+    """
+    own = vars(module).get("forward")
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    named.__signature__ = signature  # type: ignore[attr-defined]
+    vars(module)["forward"] = named
+    try:
+        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+    finally:
+        vars(module).pop("forward")
+        if own is not None:
+            vars(module)["forward"] = own
 
 
 def torch_folder() -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
+import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,10 +20,11 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks.call_spec import CallSpec, TensorInput, in_own_layout
 from compile_callbacks.choices import check_choice
-from compile_callbacks.config import InductorConfig, Mode, as_config
+from compile_callbacks.config import EAGER, InductorConfig, Mode, as_config
 from compile_callbacks.exported import SPEC_KEY, ExportError, Format
 from compile_callbacks.failures import describe_failure, in_one_line
-from compile_callbacks.passes import HOOK_OPTIONS, GraphPassError, pass_hook, pass_name, pass_options
+from compile_callbacks.package_options import package_options
+from compile_callbacks.passes import GraphPassError, pass_options
 from compile_callbacks.region import CompileWarning
 
 
@@ -75,18 +78,14 @@ def export(
         >>> folder.cleanup()
     """
     kwargs = _check_inputs(module, example_inputs, example_kwargs)
-    path = _check_path(path)
+    path = check_path(path)
     check_choice("format", format, get_args(Format))
-    if not isinstance(dynamic_batch, bool):
-        raise TypeError(f"dynamic_batch={dynamic_batch!r} must be True or False")
-    if config == "eager":
-        raise ValueError("config='eager' compiles nothing; format='export' writes a package that is not compiled")
-    settings = as_config(config, "config") or InductorConfig()
+    settings = check_settings(config, dynamic_batch)
     if format == "export" and config is not None:
         _warn(f"config={settings.describe()!r} has no effect with format='export', which compiles nothing")
     call = _Call(_torch.unwrap_dynamo(module), example_inputs, kwargs, dynamic_batch=dynamic_batch)
     metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
-    with _appears_whole(path) as beside, _as_deployed(module):
+    with _appears_whole(path) as beside, as_deployed(module):
         program = call.traced()
         if format == "export":
             # Else the example batch goes into the file, and with it a part of somebody's data.
@@ -131,7 +130,7 @@ class _Call:
                 shapes[leaf] = {0: batch}
         try:
             with _torch.quiet_export():
-                program = torch.export.export(self._module, self._args, self._kwargs, dynamic_shapes=shapes)
+                program = _torch.export_program(self._module, self._args, self._kwargs, shapes, self.spec.signature)
                 # A program knows no autocast from without until its operators are traced once more.
                 return program.run_decompositions({}) if torch.is_autocast_enabled(self.device.type) else program
         except Exception as error:
@@ -154,7 +153,7 @@ class _Call:
 
 def _compile(program: Any, path: Path, config: InductorConfig, device: torch.device, metadata: str) -> None:
     """Compile a program; once more without a graph pass that failed."""
-    options, passes, left_out = _taken(config, device)
+    options, passes, left_out = package_options(config, device)
     for reason in left_out:
         _warn(reason)
     of_user = options.get("aot_inductor.metadata") or {}
@@ -171,45 +170,8 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
             _warn(f"{in_one_line(str(failure))}; the package is compiled without it")
 
 
-def _taken(config: InductorConfig, device: torch.device) -> tuple[dict[str, Any], list[Any], list[str]]:
-    """The options and the passes of a config that AOTInductor takes, and a sentence on each kind that it does not."""
-    options: dict[str, Any] = {}
-    left_out: dict[str, list[str]] = {}
-    for name, value in config.resolved_options(device).items():
-        reason = _NO_CUDAGRAPHS if "cudagraph" in name else _NOT_TAKEN.get(name)
-        if reason is None:
-            options[name] = value
-        elif value:
-            left_out.setdefault(reason, []).append(name)
-    passes = []
-    for graph_pass in config.passes:
-        if pass_hook(graph_pass) == "pre_grad":
-            left_out.setdefault(_NO_TORCH_CALLS, []).append(f"pass {pass_name(graph_pass)}")
-        else:
-            passes.append(graph_pass)
-    if config.fold_weights:
-        left_out["a package folds with freezing=True"] = ["fold_weights=True"]
-    if config.dynamic is not None:
-        left_out["dynamic_batch says what may change"] = [f"dynamic={config.dynamic}"]
-    sentences = [f"left out of the package: {', '.join(what)}: {why}" for why, what in left_out.items()]
-    falls_back = config.template_falls_back(device)
-    return options, passes, sentences if falls_back is None else [falls_back, *sentences]
-
-
-_NO_CUDAGRAPHS = "a package records no CUDA graphs"
-_NO_TORCH_CALLS = "it runs on torch's own calls, and torch.export gives ATen operators"
-_NO_FALLBACKS = "torch 2.11 calls operators that are not compiled with wrong arguments in a package"  # mode "lite"
-_NOT_TAKEN = {
-    "fallback_by_default": _NO_FALLBACKS,
-    "selective_decompose": _NO_FALLBACKS,
-    "aot_inductor.output_path": "export decides where the package goes",
-    "aot_inductor.package": "export decides where the package goes",
-    HOOK_OPTIONS["pre_grad"]: _NO_TORCH_CALLS,
-}
-
-
 @contextlib.contextmanager
-def _as_deployed(module: nn.Module) -> Iterator[None]:
+def as_deployed(module: nn.Module) -> Iterator[None]:
     """Have a module compute as it will in a package, and be as it was afterwards."""
     modes = {part: part.training for part in module.modules()}
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -225,19 +187,43 @@ def _as_deployed(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _appears_whole(path: Path) -> Iterator[Path]:
     """A file beside ``path`` that takes its place in the end, and is gone where it does not come to that."""
-    if path.is_dir():
-        raise IsADirectoryError(f"path={str(path)!r} is a folder")
     beside = path.with_name(f".{path.stem}.{os.getpid()}.pt2")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.touch()  # before minutes of compiling
-    except OSError as error:
-        raise type(error)(error.errno, f"path cannot be written: {error.strerror}", str(path)) from error
+    check_writable(path)  # before minutes of compiling
     try:
         yield beside
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path that no file can be written to, and make the folders on the way that are missing.
+
+    Raises:
+        OSError: The system's reason.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "path is a folder", str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}."):
+            pass
+    except OSError as error:
+        raise type(error)(error.errno, f"path cannot be written: {error.strerror}", str(path)) from error
+
+
+def check_settings(config: Mode, dynamic_batch: object) -> InductorConfig:
+    """The settings that a package is compiled with.
+
+    Raises:
+        ValueError: An unknown mode or field, or ``"eager"``.
+        TypeError: A value of the wrong type.
+    """
+    if not isinstance(dynamic_batch, bool):
+        raise TypeError(f"dynamic_batch={dynamic_batch!r} must be True or False")
+    if config == EAGER:
+        raise ValueError("config='eager' compiles nothing; export(format='export') writes what is not compiled")
+    return as_config(config, "config") or InductorConfig()
 
 
 def _check_inputs(module: object, example_inputs: object, example_kwargs: object) -> dict[str, Any]:
@@ -255,7 +241,13 @@ def _check_inputs(module: object, example_inputs: object, example_kwargs: object
     return dict(example_kwargs)
 
 
-def _check_path(path: object) -> Path:
+def check_path(path: object) -> Path:
+    """The path of a package.
+
+    Raises:
+        TypeError: No path.
+        ValueError: Another ending than ``.pt2``.
+    """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path={path!r} must be a path, not {type(path).__name__}")
     found = Path(path)

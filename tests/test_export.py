@@ -39,7 +39,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, images: torch.Tensor, power: int = 1, *, scale: torch.Tensor | None = None) -> dict:
-        features = self.norm(self.conv(images)).relu().mean((2, 3))
+        features = self.norm(self.conv(images.sigmoid())).relu().mean((2, 3))
         logits = self.head(features) ** power
         return {"logits": logits if scale is None else logits * scale, "features": features}
 
@@ -410,7 +410,7 @@ X = (torch.randn(4, 8),)
         ({"path": "net.pt"}, ValueError, r"path='net\.pt' must end in '\.pt2'"),
         ({"format": "aot"}, ValueError, "format='aot' is unknown; did you mean 'aoti'"),
         ({"config": "defualt"}, ValueError, "config='defualt' is unknown; did you mean 'default'"),
-        ({"config": "eager"}, ValueError, "format='export' writes a package that is not compiled"),
+        ({"config": "eager"}, ValueError, r"export\(format='export'\) writes what is not compiled"),
         ({"config": 3}, TypeError, "config=3 must be a mode"),
         ({"dynamic_batch": "yes"}, TypeError, "dynamic_batch='yes' must be True or False"),
     ],
