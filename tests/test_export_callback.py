@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import random
@@ -64,9 +65,8 @@ def fit(*callbacks, make=Classifier, **settings):
 
 
 def expected(module, x):
-    module.eval()
     with torch.no_grad():
-        return module.net(x)
+        return copy.deepcopy(module.net).eval()(x)
 
 
 # ------------------------------------------------------------------------------------------ with AOTInductor
