@@ -71,6 +71,7 @@ __all__ = [
     "option_type",
     "output_code_class",
     "pattern_matcher",
+    "program_as_module",
     "quiet_export",
     "raised_while_compiling",
     "resolve_options",
@@ -556,7 +557,14 @@ def save_program(program: Any, path: str, extra_files: dict[str, Any]) -> None:
 def load_program(path: str) -> torch.nn.Module:
     """What ``torch.export.save`` wrote, as a module."""
     with _own_warnings_off():
-        return torch.export.load(path).module()
+        return program_as_module(torch.export.load(path))
+
+
+def program_as_module(program: Any) -> torch.nn.Module:
+    """What an exported program computes, uncompiled."""
+    with _own_warnings_off():
+        module: torch.nn.Module = program.module()
+        return module
 
 
 def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:

@@ -21,11 +21,12 @@ from compile_callbacks import _torch
 from compile_callbacks.call_spec import CallSpec, TensorInput, in_own_layout
 from compile_callbacks.choices import check_choice
 from compile_callbacks.config import EAGER, InductorConfig, Mode, as_config
-from compile_callbacks.exported import SPEC_KEY, ExportError, Format
+from compile_callbacks.exported import SPEC_KEY, ExportedModule, ExportError, Format, load_exported
 from compile_callbacks.failures import describe_failure, in_one_line
 from compile_callbacks.package_options import package_options
 from compile_callbacks.passes import GraphPassError, pass_options
 from compile_callbacks.region import CompileWarning
+from compile_callbacks.verify import Comparison, compare_with_eager
 
 
 def export(
@@ -37,6 +38,7 @@ def export(
     config: Mode = None,
     dynamic_batch: bool = True,
     format: Format = "aoti",  # noqa: A002
+    verify: bool = True,
 ) -> Path:
     """Write a module to a ``.pt2`` package that runs where neither this library nor the module's code is installed.
 
@@ -56,12 +58,15 @@ def export(
             each other one whose dimension 0 is of the same size.
         format: ``"aoti"``: compiled by AOTInductor, for this kind of device. ``"export"``: the program that
             ``torch.export`` makes, which any device runs, or compiles.
+        verify: Whether what ``"aoti"`` compiles is compared with the program that it was compiled from, on the example
+            inputs; see `compare_with_eager` for the tolerance. On a GPU it is loaded for that beside the module.
 
     Returns:
         The path.
 
     Raises:
-        ExportError: The module cannot be exported or compiled; the reason, and the line of it where torch knows that.
+        ExportError: The module cannot be exported or compiled, or what came of it differs from eager; the reason, and
+            the line of it where torch knows that.
         TypeError: An argument of the wrong type, or inputs that ``forward`` does not take.
         ValueError: An unknown format or setting, another ending than ``.pt2``, or ``dynamic_batch`` without a batch.
         OSError: The path cannot be written. This is found out before anything is compiled.
@@ -81,6 +86,8 @@ def export(
     path = check_path(path)
     check_choice("format", format, get_args(Format))
     settings = check_settings(config, dynamic_batch)
+    if not isinstance(verify, bool):
+        raise TypeError(f"verify={verify!r} must be True or False")
     if format == "export" and config is not None:
         _warn(f"config={settings.describe()!r} has no effect with format='export', which compiles nothing")
     call = _Call(_torch.unwrap_dynamo(module), example_inputs, kwargs, dynamic_batch=dynamic_batch)
@@ -94,6 +101,10 @@ def export(
         else:
             with torch.autocast(call.device.type, enabled=False):  # it is in the program
                 _compile(program, beside, settings, call.device, metadata)
+            if verify:
+                compared = call.compare(_torch.program_as_module(program), load_exported(beside))
+                if compared.left_out:
+                    _warn(f"{path} is not compared with eager: {compared.left_out}")
     return path
 
 
@@ -139,6 +150,10 @@ class _Call:
                 raise ExportError(self._fixes_the_batch(name, str(error))) from error
             raise ExportError(f"{name} cannot be exported: {_why(error)}") from error
 
+    def compare(self, eager: nn.Module, package: ExportedModule) -> Comparison:
+        """Compare a package with eager; raises an error where it differs."""
+        return check_equal(self._module, eager, package, self._args, self._kwargs)
+
     def _fixes_the_batch(self, name: str, reason: str) -> str:
         inputs = [
             n for n, tensor in self.spec.inputs.items() if isinstance(tensor, TensorInput) and None in tensor.shape
@@ -149,6 +164,30 @@ class _Call:
             f"{name} is not right for every batch size of input {' and '.join(map(repr, inputs))}: it {how}; "
             f"dynamic_batch=False exports it for the size of the example"
         )
+
+
+class DiffersFromEagerError(ExportError):
+    """A package computes something else than the module does.
+
+    Attributes:
+        compared: How they differ.
+    """
+
+    def __init__(self, compared: Comparison) -> None:
+        super().__init__(f"the package differs from eager: {compared.problem}")
+        self.compared = compared
+
+
+def check_equal(module: nn.Module, eager: nn.Module, package: ExportedModule, args: Any, kwargs: Any) -> Comparison:
+    """Compare a package with eager.
+
+    Raises:
+        DiffersFromEagerError: It differs by more than rounding explains.
+    """
+    compared = compare_with_eager(module, eager, package, args, kwargs)
+    if compared.problem:
+        raise DiffersFromEagerError(compared)
+    return compared
 
 
 def _compile(program: Any, path: Path, config: InductorConfig, device: torch.device, metadata: str) -> None:

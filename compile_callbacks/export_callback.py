@@ -20,7 +20,15 @@ from compile_callbacks.callback import InductorCompile
 from compile_callbacks.choices import check_choice
 from compile_callbacks.config import Mode
 from compile_callbacks.example_call import ExampleCall
-from compile_callbacks.export import as_deployed, check_path, check_settings, check_writable, export
+from compile_callbacks.export import (
+    DiffersFromEagerError,
+    as_deployed,
+    check_equal,
+    check_path,
+    check_settings,
+    check_writable,
+    export,
+)
 from compile_callbacks.export_report import ExportReport
 from compile_callbacks.exported import ExportedModule, ExportError, load_exported
 from compile_callbacks.failures import describe_failure, in_one_line
@@ -29,7 +37,7 @@ from compile_callbacks.region import CompileWarning
 from compile_callbacks.switch import compiled_call
 from compile_callbacks.terminal import say
 from compile_callbacks.timing import median_ms
-from compile_callbacks.verify import Comparison, compare_with_eager
+from compile_callbacks.verify import Comparison
 
 Weights = Literal["best", "last"]
 """Which weights are exported."""
@@ -153,7 +161,7 @@ class AOTInductorExport(Callback):
             say(trainer, f"AOTInductorExport: {self.report.describe()}")
         except Exception as error:
             reason = in_one_line(str(error) if isinstance(error, ExportError) else describe_failure(error), 600)
-            compared = error.compared if isinstance(error, _DiffersFromEagerError) else None
+            compared = error.compared if isinstance(error, DiffersFromEagerError) else None
             self.report = ExportReport(error=reason, **_verdict(compared))
             rank_zero_warn(f"AOTInductorExport: {self.path} was not made: {reason}", category=CompileWarning)
         self._batches = {}
@@ -180,6 +188,7 @@ class AOTInductorExport(Callback):
                     example_kwargs=call.kwargs,
                     config=self.config,
                     dynamic_batch=self.dynamic_batch,
+                    verify=False,  # it is compared below, for the figures
                 )
                 package = load_exported(beside)
                 compared = self._compare(module, package, call)
@@ -206,9 +215,7 @@ class AOTInductorExport(Callback):
     def _compare(self, module: nn.Module, package: ExportedModule, call: ExampleCall) -> Comparison | None:
         if not self.verify:
             return None
-        compared = compare_with_eager(module, module, package, call.args, call.kwargs)
-        if compared.problem:
-            raise _DiffersFromEagerError(compared)
+        compared = check_equal(module, module, package, call.args, call.kwargs)
         if compared.left_out:
             rank_zero_warn(f"{self.path} is not compared with eager: {compared.left_out}", category=CompileWarning)
         return compared
@@ -275,12 +282,6 @@ class AOTInductorExport(Callback):
 def _callbacks(trainer: Trainer) -> list[Callback]:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of its connectors sets it
     return callbacks
-
-
-class _DiffersFromEagerError(ExportError):
-    def __init__(self, compared: Comparison) -> None:
-        super().__init__(f"it differs from eager: {compared.problem}")
-        self.compared = compared
 
 
 def _verdict(compared: Comparison | None) -> dict[str, Any]:

@@ -197,6 +197,22 @@ def test_settings_that_have_no_place_in_a_package_are_named(exported):
     assert not exported.drew
 
 
+@graph_pass
+def turns_signs(graph, is_inference):
+    """Wrong on purpose."""
+    [value] = next(iter(graph.find_nodes(op="output"))).args[0]
+    with graph.inserting_after(value):
+        negative = graph.call_function(torch.ops.aten.neg.default, (value,))
+    value.replace_all_uses_with(negative, delete_user_cb=lambda user: user is not negative)
+
+
+def test_a_package_that_differs_from_eager_is_not_left(tmp_path):
+    arguments = nn.ReLU(), (torch.randn(4, 8),), tmp_path / "net.pt2"
+    with pytest.raises(ExportError, match="the package differs from eager: output 0 is off by 2 of its norm"):
+        export(*arguments, config={"passes": [turns_signs]})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_compiler_that_fails_leaves_what_was_there(tmp_path):
     path = tmp_path / "net.pt2"
     path.write_text("an older package")
@@ -412,6 +428,7 @@ X = (torch.randn(4, 8),)
         ({"config": "defualt"}, ValueError, "config='defualt' is unknown; did you mean 'default'"),
         ({"config": "eager"}, ValueError, r"export\(format='export'\) writes what is not compiled"),
         ({"config": 3}, TypeError, "config=3 must be a mode"),
+        ({"verify": None}, TypeError, "verify=None must be True or False"),
         ({"dynamic_batch": "yes"}, TypeError, "dynamic_batch='yes' must be True or False"),
     ],
 )
