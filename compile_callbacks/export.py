@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
-import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,6 +21,7 @@ from compile_callbacks.choices import check_choice
 from compile_callbacks.config import EAGER, InductorConfig, Mode, as_config
 from compile_callbacks.exported import SPEC_KEY, ExportedModule, ExportError, Format, load_exported
 from compile_callbacks.failures import describe_failure, in_one_line
+from compile_callbacks.package_files import appears_whole, check_path
 from compile_callbacks.package_options import package_options
 from compile_callbacks.passes import GraphPassError, pass_options
 from compile_callbacks.region import CompileWarning
@@ -92,7 +91,7 @@ def export(
         _warn(f"config={settings.describe()!r} has no effect with format='export', which compiles nothing")
     call = _Call(_torch.unwrap_dynamo(module), example_inputs, kwargs, dynamic_batch=dynamic_batch)
     metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
-    with _appears_whole(path) as beside, as_deployed(module):
+    with appears_whole(path) as beside, as_deployed(module):
         program = call.traced()
         if format == "export":
             # Else the example batch goes into the file, and with it a part of somebody's data.
@@ -223,34 +222,6 @@ def as_deployed(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-@contextlib.contextmanager
-def _appears_whole(path: Path) -> Iterator[Path]:
-    """A file beside ``path`` that takes its place in the end, and is gone where it does not come to that."""
-    beside = path.with_name(f".{path.stem}.{os.getpid()}.pt2")
-    check_writable(path)  # before minutes of compiling
-    try:
-        yield beside
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a path that no file can be written to, and make the folders on the way that are missing.
-
-    Raises:
-        OSError: The system's reason.
-    """
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "path is a folder", str(path))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}."):
-            pass
-    except OSError as error:
-        raise type(error)(error.errno, f"path cannot be written: {error.strerror}", str(path)) from error
-
-
 def check_settings(config: Mode, dynamic_batch: object) -> InductorConfig:
     """The settings that a package is compiled with.
 
@@ -278,21 +249,6 @@ def _check_inputs(module: object, example_inputs: object, example_kwargs: object
     if not isinstance(example_kwargs, Mapping):
         raise TypeError(f"example_kwargs={example_kwargs!r} must map names to inputs")
     return dict(example_kwargs)
-
-
-def check_path(path: object) -> Path:
-    """The path of a package.
-
-    Raises:
-        TypeError: No path.
-        ValueError: Another ending than ``.pt2``.
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path={path!r} must be a path, not {type(path).__name__}")
-    found = Path(path)
-    if found.suffix != ".pt2":
-        raise ValueError(f"path={str(found)!r} must end in '.pt2'")
-    return found
 
 
 def _doubled(tensor: torch.Tensor) -> torch.Tensor:

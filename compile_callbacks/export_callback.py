@@ -24,15 +24,14 @@ from compile_callbacks.export import (
     DiffersFromEagerError,
     as_deployed,
     check_equal,
-    check_path,
     check_settings,
-    check_writable,
     export,
 )
 from compile_callbacks.export_report import ExportReport
 from compile_callbacks.exported import ExportedModule, ExportError, load_exported
 from compile_callbacks.failures import describe_failure, in_one_line
 from compile_callbacks.loggers import log_export
+from compile_callbacks.package_files import check_path, check_writable
 from compile_callbacks.region import CompileWarning
 from compile_callbacks.switch import compiled_call
 from compile_callbacks.terminal import say
