@@ -9,6 +9,10 @@ from compile_callbacks import templates
 from compile_callbacks.by_grad_mode import compile_phases, report_of, restore
 from compile_callbacks.callback import InductorCompile
 from compile_callbacks.config import InductorConfig
+from compile_callbacks.export import export
+from compile_callbacks.export_callback import AOTInductorExport
+from compile_callbacks.export_report import ExportReport
+from compile_callbacks.exported import ExportError, load_exported
 from compile_callbacks.pass_library import (
     CudnnConvolutionReLU,
     RecordGraphs,
@@ -20,10 +24,13 @@ from compile_callbacks.region import CompileError, CompileWarning
 from compile_callbacks.report import CompileReport, PhaseReport
 
 __all__ = [
+    "AOTInductorExport",
     "CompileError",
     "CompileReport",
     "CompileWarning",
     "CudnnConvolutionReLU",
+    "ExportError",
+    "ExportReport",
     "GraphPass",
     "GraphPassError",
     "InductorCompile",
@@ -33,7 +40,9 @@ __all__ = [
     "TritonMaxPoolBackward",
     "TritonSqueezeExcitation",
     "compile_phases",
+    "export",
     "graph_pass",
+    "load_exported",
     "pattern_pass",
     "report_of",
     "restore",

@@ -11,12 +11,15 @@ import copy
 import dataclasses
 import functools
 import inspect
+import io
+import os
 import sys
 import time
 import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +47,8 @@ __all__ = [
     "compile_function",
     "compile_graph",
     "compile_inner",
+    "compile_package",
+    "export_program",
     "fake_tensor",
     "function_with_own_cache",
     "graph_breaks",
@@ -56,17 +61,25 @@ __all__ = [
     "inference_flag_of_caller",
     "is_decomposed",
     "is_dynamo_wrapper",
+    "load_foreign_package",
+    "load_package",
+    "load_program",
     "mode_names",
+    "named_leaves",
     "no_cudagraphs",
     "option_names",
     "option_type",
     "output_code_class",
     "pattern_matcher",
+    "program_as_module",
+    "quiet_export",
     "raised_while_compiling",
     "resolve_options",
     "restored",
     "run_pass",
+    "save_program",
     "serializable",
+    "torch_folder",
     "tree_leaves",
     "tree_map_tensors",
     "unregister",
@@ -479,6 +492,14 @@ def output_dtypes(
     return [leaf.dtype for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
+def named_leaves(value: Any) -> list[tuple[str, Any]]:
+    """The leaves of nested containers, as `tree_leaves` orders them, after the way that leads there: ``"[0]['a']"``."""
+    from torch.utils._pytree import keystr, tree_flatten_with_path
+
+    leaves, _ = tree_flatten_with_path(value)
+    return [(keystr(path), leaf) for path, leaf in leaves]
+
+
 def is_dynamo_wrapper(module: object) -> bool:
     """Whether this is what ``torch.compile(module)`` returns."""
     return isinstance(module, torch._dynamo.OptimizedModule)
@@ -489,6 +510,120 @@ def unwrap_dynamo(module: torch.nn.Module) -> torch.nn.Module:
     while is_dynamo_wrapper(module):
         module = module._orig_mod  # type: ignore[assignment]
     return module
+
+
+# ---------------------------------------------------------------------------------------------- packages
+
+
+@contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """Export without what torch says beside its error: the graph that it has so far, on stderr."""
+    printed = io.StringIO()
+    with _own_warnings_off(), contextlib.redirect_stderr(printed):
+        yield
+    sys.stderr.write(printed.getvalue())  # nothing failed: it is what the module itself printed
+
+
+@contextlib.contextmanager
+def _own_warnings_off() -> Iterator[None]:
+    """Torch 2.11 warns of its own use of ``LeafSpec``, and of buffers that it reads and does not write."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
+        yield
+
+
+def export_program(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, signature: inspect.Signature
+) -> Any:
+    """``torch.export.export``, for a module whose ``forward`` takes ``**kwargs`` too.
+
+    Torch 2.11 fails on dynamic shapes of such inputs with an assertion of its own; it goes by the signature.
+
+    Args:
+        module: The module.
+        args: Inputs by position.
+        kwargs: Inputs by name.
+        shapes: What is dynamic.
+        signature: A signature that names each of the inputs.
+    """
+    own = vars(module).get("forward")
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    named.__signature__ = signature  # type: ignore[attr-defined]
+    vars(module)["forward"] = named
+    try:
+        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+    finally:
+        vars(module).pop("forward")
+        if own is not None:
+            vars(module)["forward"] = own
+
+
+def torch_folder() -> str:
+    """Where torch's own source lies."""
+    return f"{Path(torch.__file__).parent}{os.sep}"
+
+
+def compile_package(program: Any, path: str, options: Mapping[str, Any]) -> None:
+    """Compile what ``torch.export`` gave with AOTInductor, and write the package.
+
+    ``torch._inductor.aoti_compile_and_package`` is what torch's documentation tells users to call; it has no name
+    without an underscore. It writes into the mapping that it is given.
+
+    Args:
+        program: The exported program.
+        path: The package; its name has to end in ``.pt2``.
+        options: Inductor settings.
+    """
+    with _own_warnings_off():
+        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
+
+
+def save_program(program: Any, path: str, extra_files: dict[str, Any]) -> None:
+    """``torch.export.save``."""
+    with _own_warnings_off():
+        torch.export.save(program, path, extra_files=extra_files)
+
+
+def load_program(path: str) -> torch.nn.Module:
+    """What ``torch.export.save`` wrote, as a module."""
+    with _own_warnings_off():
+        return program_as_module(torch.export.load(path))
+
+
+def program_as_module(program: Any) -> torch.nn.Module:
+    """What an exported program computes, uncompiled."""
+    with _own_warnings_off():
+        module: torch.nn.Module = program.module()
+        return module
+
+
+def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
+    """What an AOTInductor package computes, as a function of its input tensors in the order of the export.
+
+    ``torch._inductor.aoti_load_package`` is what torch's documentation tells users to call. What it returns reads its
+    two tree specs anew in each call, which takes longer than a small model does; the outputs' is read once here, and
+    the inputs' is not needed.
+    """
+    from torch.utils._pytree import tree_unflatten, treespec_loads
+
+    loader = load_foreign_package(path).loader
+    outputs = treespec_loads(loader.get_call_spec()[1])
+
+    def run(tensors: list[torch.Tensor]) -> Any:
+        return tree_unflatten(loader.boxed_run(tensors), outputs)
+
+    return run
+
+
+def load_foreign_package(path: str) -> Any:
+    """An AOTInductor package as torch loads it, called with the arguments of the export."""
+    with _own_warnings_off():
+        return torch._inductor.aoti_load_package(path)
 
 
 # ---------------------------------------------------------------------------------------------- graph passes

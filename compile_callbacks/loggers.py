@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks.environment import environment
+from compile_callbacks.export_report import ExportReport
 from compile_callbacks.hparams import JoinedHyperparameters, WriteEntry
 from compile_callbacks.markdown import to_markdown
 from compile_callbacks.pass_library.record_graphs import RecordedGraph
@@ -99,6 +100,25 @@ def log_summary(
                     _tensorboard().add_graphs(_experiment(logger), graphs, step)
         if isinstance(logger, TensorBoardLogger):
             _leave_hparams(logger, report)
+
+
+@rank_zero_only
+def log_export(loggers: Sequence[Logger], report: ExportReport, step: int) -> None:
+    """Give every logger the figures of an export, and TensorBoard its table as text.
+
+    Args:
+        loggers: The trainer's loggers.
+        report: What came of the export.
+        step: The trainer's global step.
+    """
+    for logger in loggers:
+        with _costs_its_numbers_only(logger):
+            if scalars := report.scalars():
+                logger.log_metrics(scalars, step=step)
+            if _tensorboard().is_writer(experiment := _experiment(logger)):
+                experiment.add_text(
+                    "export_report", "\n".join(f"    {line}" for line in str(report).splitlines()), step
+                )
 
 
 def _summarize(logger: Logger, report: CompileReport, step: int) -> None:

@@ -174,6 +174,38 @@ class StepTimer:
         return {repr(work): samples.read() for work, samples in self._samples[phase, compiled].items()}
 
 
+def call_times_ms(
+    call: Callable[[], object], *, cuda: bool, samples: int = 50, seconds: float = 10
+) -> tuple[float, ...]:
+    """Time calls one by one, each waited for; the first `WARMUP_STEPS` are left out.
+
+    Args:
+        call: What is timed.
+        cuda: Whether it computes on the GPU.
+        samples: How many calls to time.
+        seconds: When to stop before that; one call is timed in any case.
+
+    Returns:
+        Milliseconds of each call.
+    """
+    found: list[float] = []
+    deadline = time.perf_counter() + seconds
+    for done in range(WARMUP_STEPS + samples):
+        if cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if cuda:
+            torch.cuda.synchronize()
+        end = time.perf_counter()
+        if done >= WARMUP_STEPS:
+            found.append((end - start) * 1000)
+        if found and end > deadline:
+            break
+    return tuple(found)
+
+
 def median_ms(samples: tuple[float, ...]) -> float | None:
     """The median, or ``None`` of nothing."""
     return statistics.median(samples) if samples else None

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.models import resnet18
 from torchvision.transforms.v2 import RandomCrop, Transform
 
-from compile_callbacks import InductorCompile
+from compile_callbacks import AOTInductorExport, InductorCompile
 
 HELD_OUT = 256  # images each for validation and for test: whole batches, so no batch has a shape of its own
 
@@ -122,6 +122,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--accelerator", default="auto", help="Lightning's accelerator: auto, cpu, gpu, ...")
     add("--logdir", type=Path, default=Path("runs"), help="where logs and checkpoints go")
     add("--seed", type=int, default=0, help="seed of the weights and of the order of the batches")
+    add("--export", type=Path, nargs="?", const="digits.pt2", help="leave a package of the best weights here")
     add("--min-accuracy", type=float, default=0.0, help="exit with status 1 if the test accuracy is lower")
     return parser.parse_args(argv)
 
@@ -145,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_epochs=args.max_epochs,
         accelerator=args.accelerator,
         devices=1,
-        callbacks=[compiler, checkpoint],
+        callbacks=[compiler, checkpoint, *([AOTInductorExport(args.export)] if args.export else [])],
         logger=logger,
         enable_model_summary=False,
         log_every_n_steps=10,

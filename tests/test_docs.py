@@ -47,3 +47,11 @@ def test_the_page_of_settings_runs_and_names_every_template(capsys):
         assert all(f"`{option}`" in row for option in template.options)
         assert template.mode is None or f"mode `{template.mode}`" in row
     torch._dynamo.reset()
+
+
+def test_the_page_on_export_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = run_blocks("export.md", 3)
+    assert namespace["outputs"].shape == (2, 3)
+    assert namespace["callback"] in namespace["trainer"].callbacks
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
