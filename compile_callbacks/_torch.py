@@ -533,7 +533,12 @@ def _own_warnings_off() -> Iterator[None]:
 
 
 def export_program(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, signature: inspect.Signature
+    module: torch.nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shapes: Any,
+    signature: inspect.Signature,
 ) -> Any:
     """``torch.export.export``, for a module whose ``forward`` takes ``**kwargs`` too.
 
@@ -541,15 +546,15 @@ def export_program(
 
     Args:
         module: The module.
+        forward: What it computes.
         args: Inputs by position.
         kwargs: Inputs by name.
         shapes: What is dynamic.
         signature: A signature that names each of the inputs.
     """
     own = vars(module).get("forward")
-    forward = module.forward
 
-    @functools.wraps(forward)
+    @functools.wraps(module.forward)
     def named(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks.config import InductorConfig
@@ -32,10 +35,9 @@ class ConfiguredAutocast:
         self, target: Target, config: InductorConfig, uncompiled: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._target = target
-        self._enabled = bool(config.autocast_enabled)
-        self._dtype = config.autocast_dtype
+        self._config = config
         self._uncompiled = uncompiled
-        self._output_dtypes: dict[Any, list[torch.dtype] | None] = {}
+        self._output_dtypes: dict[Any, OutputDtypes] = {}
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The same call under autocast."""
@@ -43,40 +45,73 @@ class ConfiguredAutocast:
 
     def _call(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        weights = self._target.module.parameters()
-        first = next((t for t in (*weights, *tensors) if t.is_floating_point()), None)
-        device = (tensors[0] if tensors else first if first is not None else torch.empty(())).device.type
-        under = torch.autocast(device, self._dtype or torch.get_autocast_dtype(device), enabled=self._enabled)
-        if not self._enabled:
-            with under:
-                return call(*args, **kwargs)
-        weight_dtype = torch.float32 if first is None else first.dtype
-        dtypes = self._dtypes_without_it(device, weight_dtype, tensors, args, kwargs)
-        with under:
+        device = device_type(self._target.module, tensors)
+        dtypes = self._dtypes_without_it(device, tensors, args, kwargs) if self._config.autocast_enabled else None
+        with autocast_of(self._config, device):
             outputs = call(*args, **kwargs)
-        return _cast(outputs, dtypes, weight_dtype)
+        return outputs if dtypes is None else in_dtypes(outputs, dtypes)
 
-    def _dtypes_without_it(
-        self, device: str, weight_dtype: torch.dtype, tensors: list[torch.Tensor], args: Any, kwargs: Any
-    ) -> list[torch.dtype] | None:
-        """The dtypes of the tensors among the outputs; ``None`` where they are not known."""
+    def _dtypes_without_it(self, device: str, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> OutputDtypes:
+        module = self._target.module
         outer = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = weight_dtype, outer, self._target.module.training, tuple(tensor.dtype for tensor in tensors)
+        key = weight_dtype(module), outer, module.training, tuple(tensor.dtype for tensor in tensors)
         if key not in self._output_dtypes:
-            found = None
-            if self._target.why_not_twice() is None:
-                with self._uncompiled():
-                    found = _torch.output_dtypes(self._target.module, self._target.eager, args, kwargs)
-            self._output_dtypes[key] = found
+            with self._uncompiled():
+                self._output_dtypes[key] = output_dtypes(self._target, args, kwargs)
         return self._output_dtypes[key]
 
 
-def _cast(outputs: Any, dtypes: list[torch.dtype] | None, otherwise: torch.dtype) -> Any:
+@dataclass(frozen=True)
+class OutputDtypes:
+    """The dtypes of what a target returns.
+
+    Attributes:
+        each: Those of the tensors, in order; ``None`` where they are not known.
+        otherwise: The dtype of the weights.
+    """
+
+    each: list[torch.dtype] | None
+    otherwise: torch.dtype
+
+
+def output_dtypes(target: Target, args: Any, kwargs: Any) -> OutputDtypes:
+    """The dtypes of what a target returns under the autocast that is in effect, without running it on data."""
+    each = None
+    if target.why_not_twice() is None:
+        each = _torch.output_dtypes(target.module, target.eager, args, kwargs)
+    return OutputDtypes(each, weight_dtype(target.module))
+
+
+def in_dtypes(outputs: Any, dtypes: OutputDtypes) -> Any:
+    """Nested outputs with each tensor of floating point in its dtype."""
     count = sum(isinstance(leaf, torch.Tensor) for leaf in _torch.tree_leaves(outputs))
-    remaining = iter(dtypes if dtypes is not None and len(dtypes) == count else [otherwise] * count)
+    known = dtypes.each is not None and len(dtypes.each) == count
+    remaining = iter(dtypes.each if known else [dtypes.otherwise] * count)  # type: ignore[arg-type]
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         dtype = next(remaining)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return _torch.tree_map_tensors(cast, outputs)
+
+
+def autocast_of(config: InductorConfig, device: str) -> AbstractContextManager[None]:
+    """The autocast that a config sets, for a device type; the one that is in effect where it sets none."""
+    if config.autocast_enabled is None:
+        return contextlib.nullcontext()
+    dtype = config.autocast_dtype or torch.get_autocast_dtype(device)
+    context: AbstractContextManager[None] = torch.autocast(device, dtype, enabled=config.autocast_enabled)
+    return context
+
+
+def weight_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of a module's first weight of floating point; float32 where it has none."""
+    return next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), torch.float32)
+
+
+def device_type(module: nn.Module, tensors: Sequence[torch.Tensor]) -> str:
+    """The type of the device that a call with these inputs computes on."""
+    first = next(iter(tensors), None)
+    if first is None:
+        first = next(module.parameters(), None)
+    return "cpu" if first is None else first.device.type

@@ -8,7 +8,8 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
+from compile_callbacks.autocast import OutputDtypes, autocast_of, in_dtypes, output_dtypes
 from compile_callbacks.call_spec import CallSpec, TensorInput, in_own_layout
 from compile_callbacks.choices import check_choice
 from compile_callbacks.config import EAGER, InductorConfig, Mode, as_config
@@ -25,6 +27,7 @@ from compile_callbacks.package_files import appears_whole, check_path
 from compile_callbacks.package_options import package_options
 from compile_callbacks.passes import GraphPassError, pass_options
 from compile_callbacks.region import CompileWarning
+from compile_callbacks.targets import Target
 from compile_callbacks.verify import Comparison, compare_with_eager
 
 
@@ -41,9 +44,10 @@ def export(
 ) -> Path:
     """Write a module to a ``.pt2`` package that runs where neither this library nor the module's code is installed.
 
-    The module is exported as it is in ``eval()`` under ``torch.no_grad()``, and under the autocast that is in effect,
-    on the device where it is, and is left as it was. A module that is compiled in place, by this library or by torch,
-    gives the original. The file appears when it is whole, and replaces an older one; a failure leaves nothing.
+    The module is exported as it is in ``eval()`` under ``torch.no_grad()``, and under the autocast that ``config`` sets
+    or else that is in effect, on the device where it is, and is left as it was. A module that is compiled in place, by
+    this library or by torch, gives the original. The file appears when it is whole, and replaces an older one; a
+    failure leaves nothing.
 
     Args:
         module: The module.
@@ -52,7 +56,8 @@ def export(
         path: Where to, ending in ``.pt2``; folders that are missing are made.
         example_kwargs: The inputs of the call that are given by name.
         config: The settings that ``"aoti"`` compiles with, as ``infer_mode`` takes them; ``None`` for the default
-            ones. What AOTInductor cannot take is left out with a warning (docs/export.md).
+            ones. Of them, ``"export"`` takes the autocast. What AOTInductor cannot take is left out with a warning
+            (docs/export.md).
         dynamic_batch: Whether the batch size may change from call to call: dimension 0 of the first tensor, and of
             each other one whose dimension 0 is of the same size.
         format: ``"aoti"``: compiled by AOTInductor, for this kind of device. ``"export"``: the program that
@@ -87,11 +92,11 @@ def export(
     settings = check_settings(config, dynamic_batch)
     if not isinstance(verify, bool):
         raise TypeError(f"verify={verify!r} must be True or False")
-    if format == "export" and config is not None:
+    if format == "export" and replace(settings, autocast_enabled=None, autocast_dtype=None) != InductorConfig():
         _warn(f"config={settings.describe()!r} has no effect with format='export', which compiles nothing")
-    call = _Call(_torch.unwrap_dynamo(module), example_inputs, kwargs, dynamic_batch=dynamic_batch)
+    call = _Call(_torch.unwrap_dynamo(module), example_inputs, kwargs, settings, dynamic_batch=dynamic_batch)
     metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
-    with appears_whole(path) as beside, as_deployed(module):
+    with appears_whole(path) as beside, as_deployed(module), autocast_of(settings, call.device.type):
         program = call.traced()
         if format == "export":
             # Else the example batch goes into the file, and with it a part of somebody's data.
@@ -111,7 +116,13 @@ class _Call:
     """One call of a module, which is traced."""
 
     def __init__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_batch: bool
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        config: InductorConfig,
+        *,
+        dynamic_batch: bool,
     ) -> None:
         tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors:
@@ -124,6 +135,10 @@ class _Call:
         self._batch = tensors[0].shape[0] if dynamic_batch else None
         self.spec = CallSpec.of(module.forward, args, kwargs, self._batch)
         self._module = module
+        self._dtypes: OutputDtypes | None = None
+        if config.autocast_enabled:
+            with as_deployed(module):
+                self._dtypes = output_dtypes(Target("forward", module), args, kwargs)
         bound = self.spec.bind(args, kwargs)
         self._args, self._kwargs = _torch.tree_map_tensors(in_own_layout, (bound.args, bound.kwargs))
         if self._batch == 1:
@@ -140,7 +155,9 @@ class _Call:
                 shapes[leaf] = {0: batch}
         try:
             with _torch.quiet_export():
-                program = _torch.export_program(self._module, self._args, self._kwargs, shapes, self.spec.signature)
+                program = _torch.export_program(
+                    self._module, self._forward(), self._args, self._kwargs, shapes, self.spec.signature
+                )
                 # A program knows no autocast from without until its operators are traced once more.
                 return program.run_decompositions({}) if torch.is_autocast_enabled(self.device.type) else program
         except Exception as error:
@@ -148,6 +165,12 @@ class _Call:
             if "Constraints violated" in str(error):
                 raise ExportError(self._fixes_the_batch(name, str(error))) from error
             raise ExportError(f"{name} cannot be exported: {_why(error)}") from error
+
+    def _forward(self) -> Callable[..., Any]:
+        forward, dtypes = self._module.forward, self._dtypes
+        if dtypes is None:
+            return forward
+        return lambda *args, **kwargs: in_dtypes(forward(*args, **kwargs), dtypes)
 
     def compare(self, eager: nn.Module, package: ExportedModule) -> Comparison:
         """Compare a package with eager; raises an error where it differs."""

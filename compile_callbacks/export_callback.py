@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from compile_callbacks import _torch
+from compile_callbacks.autocast import autocast_of
 from compile_callbacks.callback import InductorCompile
 from compile_callbacks.choices import check_choice
 from compile_callbacks.config import Mode
@@ -54,9 +55,10 @@ class AOTInductorExport(Callback):
     - of a tuple or list, the first element;
     - of a mapping, the entries that it names as parameters, by name; all of it as one argument, where it names none.
 
-    The package computes in the trainer's precision. A package that differs from eager by more than rounding explains
-    (see `compare_with_eager`) does not replace an older one. A failure is a warning and is in ``report``, never an
-    error of the run. Under several processes rank zero exports while the others go on.
+    The package computes in the trainer's precision, or under the autocast that ``config`` sets. A package that differs
+    from eager by more than rounding explains (see `compare_with_eager`) does not replace an older one. A failure is a
+    warning and is in ``report``, never an error of the run. Under several processes rank zero exports while the others
+    go on.
 
     Args:
         path: Where to, ending in ``.pt2``. It is tried out when the fit begins.
@@ -99,7 +101,7 @@ class AOTInductorExport(Callback):
             raise ValueError("target='' names no submodule; None exports the LightningModule")
         if inputs is not None and not callable(inputs):
             raise TypeError(f"inputs={inputs!r} must be a function of a batch, or None")
-        check_settings(config, dynamic_batch)
+        self._settings = check_settings(config, dynamic_batch)
         if not isinstance(verify, bool):
             raise TypeError(f"verify={verify!r} must be True or False")
         self.weights: Weights = weights
@@ -179,7 +181,8 @@ class AOTInductorExport(Callback):
         module = self._find_target(whole.to(device))
         beside = self.path.with_name(f".{self.path.stem}.{os.getpid()}.new.pt2")
         try:
-            with as_deployed(module), trainer.precision_plugin.forward_context():
+            autocast = autocast_of(self._settings, device.type)
+            with as_deployed(module), trainer.precision_plugin.forward_context(), autocast:
                 export(
                     module,
                     call.args,

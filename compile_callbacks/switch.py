@@ -206,7 +206,9 @@ class PhaseSwitch:
 def compiled_call(module: nn.Module, phase: Phase) -> Callable[..., Any] | None:
     """What stands for a module's call in a phase while it is compiled in place; ``None`` where it is no target."""
     dispatcher = vars(module).get(_CALL_SLOT)
-    return dispatcher.region(phase, frozen=False) if isinstance(dispatcher, Dispatcher) else None
+    if not isinstance(dispatcher, Dispatcher) or phase not in dispatcher.regions:
+        return None
+    return dispatcher.call(phase)
 
 
 _ABSENT = object()

@@ -303,6 +303,16 @@ def test_the_autocast_in_effect_is_part_of_the_package(tmp_path):
     torch.testing.assert_close(run(x), expected.detach())
 
 
+def test_the_autocast_of_the_settings_does_not_leave_the_package(tmp_path):
+    net, x = mlp(), torch.randn(2, 8)
+    config = InductorConfig(autocast_enabled=True, autocast_dtype=torch.bfloat16)
+    run = exported_program(net, (torch.randn(4, 8),), tmp_path, config=config)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = net.eval()(x).detach()
+    assert run(x).dtype == torch.float32
+    torch.testing.assert_close(run(x), expected.float())
+
+
 def test_one_batch_size_is_exported_on_request(tmp_path):
     run = exported_program(FixesBatch(), (torch.zeros(4, 1),), tmp_path, dynamic_batch=False)
     torch.testing.assert_close(run(torch.zeros(4, 1)), torch.arange(4.0).reshape(4, 1))
