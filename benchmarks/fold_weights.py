@@ -44,6 +44,9 @@ def make(name: str, device: str) -> nn.Module:
         module = timm.create_model(name.removeprefix("timm/"))
     else:
         module = torchvision.models.get_model(name)
+    for weight in module.parameters():
+        if not weight.any():  # the head of a fresh ViT is all zeros
+            nn.init.normal_(weight, std=0.02)
     for part in module.modules():
         if isinstance(part, nn.BatchNorm2d):  # as after training: fresh ones compute x * 1 + 0
             part.running_mean.normal_(0, 0.1)

@@ -17,6 +17,7 @@ from compile_callbacks.passes import GraphPass, call_before, find_nodes
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 _HALF = (torch.float16, torch.bfloat16)
+_CHANNELS = 8  # cuDNN's fused kernels for tensor cores read 16 bytes of channels at a time
 
 
 class CudnnConvolutionReLU(GraphPass):
@@ -43,7 +44,8 @@ class CudnnConvolutionReLU(GraphPass):
     Training is left alone: its backward needs what lies between. Numerics change: one rounding to the half type in
     place of up to three, so that results lie nearer to those of float32.
 
-    It takes convolutions of float16 or bfloat16, channels last, ungrouped; others stay as they are.
+    It takes convolutions of float16 or bfloat16, channels last, ungrouped, of 8, 16, 24, ... input and output channels;
+    others stay as they are, a network's first one among them: for 3 input channels cuDNN has no such kernel.
 
     Args:
         devices: Device types on which it acts. On a CPU the operator is its reference, which is slower than what
@@ -82,6 +84,7 @@ class CudnnConvolutionReLU(GraphPass):
             and x.dtype == weight.dtype == out.dtype
             and not transposed
             and groups == 1
+            and all(channels % _CHANNELS == 0 for channels in weight.shape[:2])
             and all(len(value) == 2 for value in (stride, padding, dilation))  # type: ignore[arg-type]
             and is_channels_last(x)
             and (residual is None or (is_channels_last(residual) and residual.shape == out.shape))
@@ -160,9 +163,10 @@ def _cudnn(x: Any, weight: Any, bias: Any, residual: Any, stride: Any, padding: 
         return _aten.cudnn_convolution_add_relu.default(
             x, weight, residual, 1.0, bias, stride, padding, dilation, groups
         )
-    except RuntimeError as error:  # no engine of this cuDNN for these shapes on this GPU
+    except RuntimeError as error:  # no kernel of this cuDNN for these shapes on this GPU
         warnings.warn(f"cuDNN fuses no ReLU into {tuple(weight.shape)}: {error}", stacklevel=2)
-        return _reference(x, weight, bias, residual, stride, padding, dilation, groups)
+        out = _aten.convolution.default(x, weight, bias, stride, padding, dilation, False, [0, 0], groups)
+        return (out if residual is None else out.add_(residual)).relu_()
 
 
 def _fake(x: Any, weight: Any, bias: Any, residual: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
