@@ -1,7 +1,7 @@
 """What each pass of the library gives: a model with it, against the same settings without it, and eager.
 
 Each row is one pass, model and phase. Blocks of steps of the three alternate; a cell is the median of its blocks, in
-milliseconds a step. `difference` is that from eager by the norm: of the outputs in inference; in training of outputs and
+milliseconds a step. `difference` is that from eager by the norm: of outputs in inference; in training of outputs and
 gradients, in float32 on 16 images (bfloat16 gradients of random weights are mostly rounding, eager ones too).
 
 python benchmarks/passes.py [--rows CudnnConvolutionReLU ...] [--mode reduce-overhead] [--batch-size 128]
