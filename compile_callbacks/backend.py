@@ -38,7 +38,8 @@ class InductorBackend:
         checkpoint_loaded: activate -> active, deploy -> deployed, to_dict, key
         deployed: infer, key
 
-    `from_dict` makes a backend that is ``"checkpoint_loaded"``. A call that fails leaves the state as it was.
+    `from_dict` makes a backend that is ``"checkpoint_loaded"``. A call that fails leaves the state as it was. A backend
+    that is dropped while it is active leaves its module uncompiled where it is; `deactivate` puts it back.
 
     Outputs are not compared with eager's, because each sample runs once: ``report.infer.verified`` is ``None``. A
     backend is not made for several threads at once.
@@ -206,14 +207,18 @@ class InductorBackend:
 
         Raises:
             RuntimeError: The backend is not active, or is deployed.
+            Exception: Whatever moving the module raises; the backend is inactive and the module uncompiled all the
+                same.
         """
         after = self._after("deactivate")
         assert self._compiled is not None
-        self._report = self._compiled.report()
-        self._compiled.end()
-        self._compiled = None
-        free_memory()
-        self._state = after
+        self._report, compiled = self._compiled.report(), self._compiled
+        self._compiled, self._state = None, after
+        try:
+            compiled.end()
+        finally:
+            del compiled
+            free_memory()
 
     def activate(self) -> None:
         """Compile again on the samples, which torch's cache on disk makes short; as `build`.
@@ -285,8 +290,10 @@ class InductorBackend:
         Raises:
             TypeError: A module or data of the wrong type.
             ValueError: Data of another format or version, or of another module; the module is as it was then.
+                Or a module that is compiled already, has its weights on several devices, or without values.
         """
         _check_module(module)
+        Placement(module)
         saved = SavedBackend.from_dict(state)
         backend = cls(saved.config, on_error=saved.on_error, new_shapes=saved.new_shapes, name=saved.name)
         saved.load_into(module)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,8 +68,9 @@ class CompiledInference:
         """Call the module, compiled, with tensors moved to its device."""
         if self._placement.training:
             self._module.eval()
-        args, kwargs = _torch.tree_map_tensors(self._as_input, (args, kwargs))
-        return self._call(args, kwargs)
+        with _no_autograd():
+            args, kwargs = _torch.tree_map_tensors(self._as_input, (args, kwargs))
+            return self._module(*args, **kwargs)
 
     def report(self) -> CompileReport:
         """What compiling cost so far; what ran and was not compiled is warned about here, once."""
@@ -86,20 +88,19 @@ class CompiledInference:
             for sample in samples:
                 args, kwargs = on_device(sample, self._device)
                 self._session.admit_shapes(args, kwargs)
-                self._call(args, kwargs)
+                with _no_autograd():
+                    self._module(*args, **kwargs)
         finally:
             before.restore()
         self._session.leave("infer")
 
-    def _call(self, args: Any, kwargs: Any) -> Any:
-        # Inference mode, where it is the caller's, would be compiled for apart; its tensors cannot be used elsewhere.
-        with torch.inference_mode(False), torch.no_grad():
-            return self._module(*args, **kwargs)
-
     def _as_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the kind that the samples are, which was compiled for, with the same memory where it can be."""
         if tensor.device != self._device:
             tensor = tensor.to(self._device)
-        return tensor.detach() if tensor.requires_grad else tensor  # as samples are, for whose kind it is compiled
+        if tensor.is_inference():
+            tensor = _outside_inference_mode(tensor)
+        return tensor.detach() if tensor.requires_grad else tensor
 
 
 def free_memory() -> None:
@@ -107,6 +108,21 @@ def free_memory() -> None:
     gc.collect()  # compiled code refers to itself
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _no_autograd() -> Iterator[None]:
+    # Inference mode, where it is the caller's, would be compiled for apart; its tensors cannot be used elsewhere.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _outside_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
+    """An ordinary tensor in the memory of one that was made in inference mode, where that memory tells all of it."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    memory = tensor.untyped_storage()
+    return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _end(session: CompileSession) -> None:
