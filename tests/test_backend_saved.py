@@ -101,7 +101,10 @@ def test_settings_and_samples_come_back(saved, state):
     assert state["state_dict_metadata"] == versions
     again = backend.to_dict()
     assert (again["on_error"], again["new_shapes"]) == ("raise", "eager")
-    torch.testing.assert_close(again, state, rtol=0, atol=0)
+    assert again.keys() == state.keys()
+    for name in ("state_dict", "samples"):
+        torch.testing.assert_close(again.pop(name), state.pop(name), rtol=0, atol=0)
+    assert again == state
     backend.activate()
     torch.testing.assert_close(backend.infer(X, scale=2.0), saved[2], rtol=0, atol=0)
     backend.deactivate()
@@ -184,7 +187,7 @@ def test_what_cannot_be_written_down_is_named():
         pass
 
     backend = InductorBackend({"passes": (local,)}).build(nn.ReLU(), [((X,), {})])
-    with pytest.raises(ValueError, match="local"):
+    with pytest.raises(ValueError, match="cannot be written down: .* at the top level"):
         backend.to_dict()
 
     class Takes(nn.Module):
