@@ -113,7 +113,9 @@ def test_what_others_compiled_stays_compiled():
 
     # Behind the graph break both have their code on one function of Model.
     other = torch.compile(Model(breaks=True).eval(), backend=backend_of_others)
+    watch = Watch()
     ours = InductorBackend().build(Model(breaks=True), samples(2))
+    code = watch.code()
     still_ours = InductorBackend("freezing").build(Model(breaks=True), samples(2))
     x = torch.ones(2, FEATURES)
     with torch.no_grad():
@@ -121,6 +123,7 @@ def test_what_others_compiled_stays_compiled():
         before = len(compiled_by_others), still_ours.report.infer.graphs
         assert before == (2, 2)
         ours.deactivate()
+        assert alive(code) == 0
         torch.testing.assert_close(other(x), expected)
     torch.testing.assert_close(still_ours.infer(x), expected)
     assert (len(compiled_by_others), still_ours.report.infer.graphs) == before
