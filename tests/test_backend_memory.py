@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch._inductor.output_code import OutputCode
 
-from compile_callbacks import InductorBackend
+from compile_callbacks import InductorBackend, InductorConfig
+from compile_callbacks.session import CompileSession
+from compile_callbacks.targets import Target
 
 FEATURES, HIDDEN = 8, 13  # no other test has tensors of this size
 
@@ -129,6 +131,21 @@ def test_what_others_compiled_stays_compiled():
     assert (len(compiled_by_others), still_ours.report.infer.graphs) == before
     with torch.no_grad():
         torch.testing.assert_close(ours._module.eval()(x), expected)
+
+
+def test_what_was_given_back_is_compiled_again_where_it_is_called():
+    module, x = Model(breaks=True).eval(), torch.ones(2, FEATURES)
+    other = torch.compile(Model(breaks=True).eval(), backend="eager")  # has code on the same function
+    config = InductorConfig()
+    session = CompileSession(module, [Target("forward", module)], {"train": None, "infer": config})
+    session.begin_by_grad_mode()
+    with torch.no_grad():
+        expected = other(x)
+        for graphs in (2, 4):
+            torch.testing.assert_close(module(x), expected)
+            assert session.report().infer.graphs == graphs
+            session.free_compiled()
+    session.end()
 
 
 def test_a_failed_activation_leaves_the_backend_inactive():
