@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import subprocess
 import sys
@@ -12,9 +11,10 @@ import pytest
 import torch
 from models import CLASSES, FEATURES, mlp
 from torch import nn
-from torch._dynamo.callback import callback_handler
 
 from compile_callbacks import InductorBackend, InductorConfig, graph_pass
+
+pytestmark = pytest.mark.usefixtures("dropped_backends_go")
 
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
 
@@ -30,13 +30,6 @@ class Scaled(nn.Module):
 
 
 SAMPLES = [((X,), {"scale": 2.0}), ((X[:3],), {"scale": torch.tensor(3.0)})]
-
-
-@pytest.fixture(autouse=True)
-def _backends_go():
-    yield
-    if callback_handler.start_callbacks:
-        gc.collect()
 
 
 @pytest.fixture(scope="module")

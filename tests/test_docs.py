@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from compile_callbacks import lifecycle, templates
@@ -58,6 +58,7 @@ def test_the_page_on_export_runs(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
 
 
+@pytest.mark.usefixtures("dropped_backends_go")
 def test_the_page_of_backends_runs_and_has_the_table_of_states(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace = run_blocks("backend.md", 2)
@@ -66,5 +67,3 @@ def test_the_page_of_backends_runs_and_has_the_table_of_states(tmp_path, monkeyp
     assert table.splitlines() == lifecycle.table()
     printed = capsys.readouterr().out.splitlines()[0]
     assert f"  # {printed}\n" in (DOCS / "backend.md").read_text()
-    namespace.clear()
-    gc.collect()
