@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from backend_models import RUNS, SAMPLES, Model, batch, eagerly, linear, looks
-from models import FEATURES
+from models import CLASSES, FEATURES
 from torch import nn
 from uncached import Uncached
 
