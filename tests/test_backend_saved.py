@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ torch.save({"key": key, "out": x, "graphs": backend.report.infer.graphs, "says":
 def test_another_process_gives_the_same(saved, tmp_path):
     path, key, expected = saved
     out = tmp_path / "out.pt"
-    here = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])  # noqa: PTH120
+    here = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     subprocess.run(
         [sys.executable, "-c", OTHER_PROCESS, str(path), str(out)],
         check=True,
