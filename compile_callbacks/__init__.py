@@ -6,6 +6,7 @@ One line is enough::
 """
 
 from compile_callbacks import templates
+from compile_callbacks.backend import InductorBackend
 from compile_callbacks.by_grad_mode import compile_phases, report_of, restore
 from compile_callbacks.callback import InductorCompile
 from compile_callbacks.config import InductorConfig
@@ -33,6 +34,7 @@ __all__ = [
     "ExportReport",
     "GraphPass",
     "GraphPassError",
+    "InductorBackend",
     "InductorCompile",
     "InductorConfig",
     "PhaseReport",

@@ -18,6 +18,7 @@ from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSe
 from compile_callbacks.report import CompileReport
 from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes
+from compile_callbacks.switch import compiled_parts
 from compile_callbacks.targets import Target, check_names, find_targets
 from compile_callbacks.verify import VERIFY, Verify
 
@@ -93,8 +94,11 @@ def compile_phases(
                 stacklevel=2,
             )
     module = target if isinstance(target, nn.Module) else _Function(target)
-    if _session_of(module) is not None:
-        raise ValueError(f"target={type(module).__name__} is compiled by this library already; restore() it first")
+    if _session_of(module) is not None or "forward" in compiled_parts(module):
+        raise ValueError(
+            f"target={type(module).__name__} is compiled by this library already; undo that first: restore(), or "
+            "deactivate() where an InductorBackend compiled it"
+        )
     names = check_names(targets)
     session = CompileSession(
         module,

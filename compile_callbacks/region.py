@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -141,6 +142,7 @@ class CompiledRegion:
         self._baked_in = False
         self._before_compile: Snapshot | None = None
         self._folded: list[weakref.ref[FoldedGraph]] = []
+        self._generated: list[ModuleType] = []
         self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,6 +193,20 @@ class CompiledRegion:
         """Give back the memory that folded weights take, until the next call."""
         for graph in self._folded_graphs():
             graph.free()
+
+    def free_compiled(self) -> None:
+        """Give back what compiled code takes, weights that are folded or baked in among it; the next call compiles."""
+        self.free_folded_weights()
+        self._folded.clear()
+        self._compiled = self._compiled_beside_another = self._compile_and_call
+        self._baked_in = False
+        _torch.forget_compiled(self._backend)
+        _torch.forget_generated(self._generated)
+        self._generated.clear()
+
+    def admit_shapes(self, args: Any, kwargs: Any) -> None:
+        """Have calls with inputs of these shapes compile, whatever new shapes do."""
+        self._shapes.admit(args, kwargs)
 
     def _folded_graphs(self) -> list[FoldedGraph]:
         """The folded graphs that are still in use."""
@@ -275,6 +291,10 @@ class CompiledRegion:
         self._compiled = compiled
         self._compiled_beside_another = _torch.with_dynamo_settings(compiled, recompile_limit=lambda limit: 2 * limit)
 
+    def _compile_and_call(self, *args: Any, **kwargs: Any) -> Any:
+        self._compile()
+        return self._call_compiled(*args, **kwargs)
+
     def _look_for_hooks(self) -> None:
         """Compile anew where the first hooks were registered: by torch's default a compiled module never learns.
 
@@ -290,7 +310,7 @@ class CompiledRegion:
         self._device = _device_of(example_inputs)
         self._note_template()
         attempt = _Attempt()
-        with self._folding() as inner_compile:
+        with self._folding() as inner_compile, _torch.generated_with_constants() as generated:
             compiled = _torch.compile_graph(
                 graph_module,
                 example_inputs,
@@ -300,6 +320,7 @@ class CompiledRegion:
                 on_lowered=lambda seconds, backward: self._recorder.graph_lowered(seconds, is_backward=backward),
                 inner_compile=inner_compile,
             )
+        self._generated += generated
         if self._fell_back:
             self._fell_back = False
             return compiled

@@ -99,11 +99,26 @@ class CompileSession:
         else:
             self._switch.remove()
 
-    def begin_by_grad_mode(self) -> None:
-        """Compile in place for a loop without a trainer: each call tells its phase by the grad mode."""
+    def begin_by_grad_mode(self, *, weights_stand_still: bool = False, found_from_module: bool = True) -> None:
+        """Compile in place for a loop without a trainer: each call tells its phase by the grad mode.
+
+        Args:
+            weights_stand_still: Whether nobody trains meanwhile, so that weights may be baked in.
+            found_from_module: Whether `report_of` and `restore` are to find this session.
+        """
         self.begin({})
-        self._switch.belongs_to(self)
-        self._switch.select_by_grad_mode()
+        if found_from_module:
+            self._switch.belongs_to(self)
+        self._switch.select_by_grad_mode(frozen=weights_stand_still)
+
+    def admit_shapes(self, args: Any, kwargs: Any) -> None:
+        """Have inference with inputs of these shapes compile, whatever new shapes do."""
+        for region in self._switch.regions("infer"):
+            region.admit_shapes(args, kwargs)
+
+    def free_compiled(self) -> None:
+        """Give back the memory that compiled code takes; what is called again is compiled again."""
+        self._switch.free_compiled()
 
     def listeners_end(self) -> Callable[[], None]:
         """What ends listening to torch once the module is gone; it does not keep the module."""

@@ -15,6 +15,10 @@ class Snapshot:
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        # A forward pass may also put another tensor in a buffer's place: self.count = self.count + 1.
+        self._places = [
+            (part._buffers, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()
+        ]
         self._generators = _generator_states()
 
     def drew(self) -> bool:
@@ -27,8 +31,12 @@ class Snapshot:
         torch.set_rng_state(self._generators[0])
         if len(self._generators) > 1:
             torch.cuda.set_rng_state(self._generators[1])
+        for buffers, name, buffer in self._places:
+            buffers[name] = buffer
         for buffer, value in self._buffers:
-            buffer.copy_(value)
+            # A write, even of the same value, makes weights look changed. Only dense tensors can be compared.
+            if buffer.layout is not torch.strided or not torch.equal(buffer, value):
+                buffer.copy_(value)
 
 
 def _generator_states() -> list[torch.Tensor]:

@@ -39,6 +39,7 @@ class Dispatcher:
         self.autocasts = autocasts
         self.eager = target.eager
         self.selected: Callable[..., Any] = self.eager
+        self.weights_stand_still = False  # what `by_grad_mode` may rely on
         self.session: Any = None  # whoever compiled the target, where it has to be found again from it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +67,8 @@ class Dispatcher:
 
     def by_grad_mode(self, *args: Any, **kwargs: Any) -> Any:
         """Call the region of the phase that the grad mode tells; for when no trainer selects one."""
-        return self.call("train" if torch.is_grad_enabled() else "infer")(*args, **kwargs)
+        phase: Phase = "train" if torch.is_grad_enabled() else "infer"
+        return self.call(phase, frozen=self.weights_stand_still)(*args, **kwargs)
 
 
 class PhaseSwitch:
@@ -175,10 +177,21 @@ class PhaseSwitch:
             for region in self.regions(phase):
                 region.suspect_weights()
 
-    def select_by_grad_mode(self) -> None:
-        """Have each call choose: the train settings where grad is enabled, else the infer settings."""
+    def select_by_grad_mode(self, *, frozen: bool = False) -> None:
+        """Have each call choose: the train settings where grad is enabled, else the infer settings.
+
+        Args:
+            frozen: Whether calls without grad run with weights baked in, where the config asks for it.
+        """
         for dispatcher in self._dispatchers:
+            dispatcher.weights_stand_still = frozen
             dispatcher.selected = dispatcher.by_grad_mode
+
+    def free_compiled(self) -> None:
+        """Give back what compiled code takes; where a target is called again, it is compiled again."""
+        for phase in PHASES:
+            for region in self.regions(phase):
+                region.free_compiled()
 
     def remove(self) -> None:
         """Leave every module as it was before `install`."""
@@ -209,6 +222,20 @@ def compiled_call(module: nn.Module, phase: Phase) -> Callable[..., Any] | None:
     if not isinstance(dispatcher, Dispatcher) or phase not in dispatcher.regions:
         return None
     return dispatcher.call(phase)
+
+
+def compiled_parts(module: nn.Module) -> list[str]:
+    """The names of a module's parts that are compiled in place by this library; ``"forward"`` is the module's own call.
+
+    Args:
+        module: The module to look at.
+    """
+    return [
+        (f"{path}.{slot}" if slot != _CALL_SLOT else path).removeprefix(".") or "forward"
+        for path, part in module.named_modules()
+        for slot, value in vars(part).items()
+        if isinstance(value, Dispatcher)
+    ]
 
 
 _ABSENT = object()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -48,6 +49,14 @@ def _fresh_compiler():
     assert callback_handler.end_callbacks == []
     changed = {name for name, value in os.environ.items() if environment.get(name) != value}
     assert not {name for name in changed if not name.startswith(_SET_BY_OTHERS)}
+
+
+@pytest.fixture
+def dropped_backends_go():
+    """A backend that is active listens to torch until it is collected, which takes a fifth of a second."""
+    yield
+    if callback_handler.start_callbacks:
+        gc.collect()
 
 
 # torch and Lightning set some of their own.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
-from compile_callbacks import templates
+from compile_callbacks import lifecycle, templates
 from compile_callbacks.testing import check_pass
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -55,3 +56,14 @@ def test_the_page_on_export_runs(tmp_path, monkeypatch):
     assert namespace["outputs"].shape == (2, 3)
     assert namespace["callback"] in namespace["trainer"].callbacks
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
+
+
+@pytest.mark.usefixtures("dropped_backends_go")
+def test_the_page_of_backends_runs_and_has_the_table_of_states(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    namespace = run_blocks("backend.md", 2)
+    assert namespace["loaded"].describe() == "features: Sequential, max-autotune-no-cudagraphs, cpu, deployed"
+    (table,) = re.findall(r"```text\n(.*?)```", (DOCS / "backend.md").read_text(), re.DOTALL)
+    assert table.splitlines() == lifecycle.table()
+    printed = capsys.readouterr().out.splitlines()[0]
+    assert f"  # {printed}\n" in (DOCS / "backend.md").read_text()
