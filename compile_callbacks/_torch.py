@@ -17,6 +17,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "after_optimizer_steps",
     "aside_of_main_graph",
     "bundled_cache",
+    "cache_folder",
     "callback_handler",
     "causes",
     "compilation_records",
@@ -62,7 +64,9 @@ __all__ = [
     "option_type",
     "output_code_class",
     "pattern_matcher",
+    "put_into_cache",
     "raised_while_compiling",
+    "recorded_artifacts",
     "resolve_options",
     "restored",
     "run_pass",
@@ -454,6 +458,42 @@ def unwrap_dynamo(module: torch.nn.Module) -> torch.nn.Module:
     while is_dynamo_wrapper(module):
         module = module._orig_mod  # type: ignore[assignment]
     return module
+
+
+# ---------------------------------------------------------------------------------------------- compile artifacts
+
+
+def recorded_artifacts(after: int) -> tuple[list[tuple[str, str, bytes]], int]:
+    """What this process wrote to torch's caches and took from them since the ``after``-th entry, each entry once.
+
+    ``torch.compiler.save_cache_artifacts`` gives it as bytes, of which ``load_cache_artifacts`` takes no more than what
+    was new in the last call (torch 2.11 to 2.15): of what a run compiles for training, nothing would be left after it
+    was called for inference.
+
+    Returns:
+        The kind, key and content of each; and how many there are in all.
+    """
+    from torch.compiler._cache import CacheArtifactManager
+
+    recorded = list(CacheArtifactManager._seen_artifacts)
+    if len(recorded) < after:  # torch.compiler's caches were made afresh
+        after = 0
+    return [(artifact.type(), artifact.key, artifact.content) for artifact in recorded[after:]], len(recorded)
+
+
+def put_into_cache(kind: str, key: str, content: bytes) -> None:
+    """Put an entry into one of torch's caches, as ``torch.compiler.load_cache_artifacts`` does with each of its."""
+    from torch.compiler._cache import CacheArtifactFactory, CacheArtifactManager
+
+    CacheArtifactManager._ensure_cache_artifacts_registered()
+    CacheArtifactFactory.create(kind, key, content).populate_cache()
+
+
+def cache_folder() -> Path:
+    """Where torch's compiler keeps what it makes; ``TORCHINDUCTOR_CACHE_DIR`` tells only if it is set."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 # ---------------------------------------------------------------------------------------------- graph passes
