@@ -146,7 +146,7 @@ class ArtifactStore:
     @contextlib.contextmanager
     def _opened_folder(self) -> Iterator[int | None]:
         """The folder as a descriptor, for which a path that is exchanged later on makes no difference."""
-        if not hasattr(os, "getuid") or os.open not in os.supports_dir_fd:
+        if not hasattr(os, "geteuid") or os.open not in os.supports_dir_fd:
             raise ArtifactError("this platform does not tell whose file it is, and loading one runs code")
         try:
             folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -160,7 +160,7 @@ class ArtifactStore:
             os.close(folder)
 
     def _check_folder(self, found: os.stat_result) -> None:
-        if found.st_uid not in (os.getuid(), 0):
+        if found.st_uid not in (os.geteuid(), 0):
             raise ArtifactError(
                 f"{self.folder} belongs to another user ({found.st_uid}), who could put code there; take a folder of "
                 "your own"
@@ -174,7 +174,7 @@ class ArtifactStore:
     def _check_file(self, path: Path, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
             raise ArtifactError(f"{path} is no regular file")
-        if found.st_uid != os.getuid():
+        if found.st_uid != os.geteuid():
             raise ArtifactError(
                 f"{path} belongs to another user ({found.st_uid}), whose code it would run; chown it to yourself if "
                 "you trust it, or remove it"

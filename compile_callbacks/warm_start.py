@@ -6,6 +6,7 @@ all that a start takes there: so the libraries that were loaded are kept with th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import warnings
@@ -21,7 +22,7 @@ from compile_callbacks.artifact_file import Artifact
 from compile_callbacks.artifacts import ArtifactError, ArtifactStore
 from compile_callbacks.artifacts_key import artifacts_key
 from compile_callbacks.config import InductorConfig
-from compile_callbacks.libraries import loaded_libraries, put_library
+from compile_callbacks.libraries import loaded_libraries, probe_libraries, put_library
 from compile_callbacks.phases import Phase
 from compile_callbacks.region import CompileWarning
 
@@ -118,13 +119,11 @@ class WarmStart:
 
     def _new_libraries(self) -> Iterator[Artifact]:
         loaded = loaded_libraries()
-        for name in sorted(loaded.keys() - self._libraries):
-            try:
-                content = loaded[name].read_bytes()
-            except OSError:  # somebody cleaned up torch's cache folder
-                continue
-            yield Artifact(_LIBRARY, name, content)
+        new = {name: loaded[name] for name in sorted(loaded.keys() - self._libraries)}
         self._libraries |= loaded.keys()
+        for name, path in (new | probe_libraries()).items() if new else ():
+            with contextlib.suppress(OSError):  # somebody cleaned up torch's cache folder
+                yield Artifact(_LIBRARY, name, path.read_bytes())
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
