@@ -41,6 +41,7 @@ __all__ = [
     "after_optimizer_steps",
     "aside_of_main_graph",
     "bundled_cache",
+    "cache_folder",
     "callback_handler",
     "causes",
     "compilation_records",
@@ -75,8 +76,10 @@ __all__ = [
     "output_code_class",
     "pattern_matcher",
     "program_as_module",
+    "put_into_cache",
     "quiet_export",
     "raised_while_compiling",
+    "recorded_artifacts",
     "resolve_options",
     "restored",
     "run_pass",
@@ -709,6 +712,42 @@ def load_foreign_package(path: str) -> Any:
     """An AOTInductor package as torch loads it, called with the arguments of the export."""
     with _own_warnings_off():
         return torch._inductor.aoti_load_package(path)
+
+
+# ---------------------------------------------------------------------------------------------- compile artifacts
+
+
+def recorded_artifacts(after: int) -> tuple[list[tuple[str, str, bytes]], int]:
+    """What this process wrote to torch's caches and took from them since the ``after``-th entry, each entry once.
+
+    ``torch.compiler.save_cache_artifacts`` gives it as bytes, of which ``load_cache_artifacts`` takes no more than what
+    was new in the last call (torch 2.11 to 2.15): of what a run compiles for training, nothing would be left after it
+    was called for inference.
+
+    Returns:
+        The kind, key and content of each; and how many there are in all.
+    """
+    from torch.compiler._cache import CacheArtifactManager
+
+    recorded = list(CacheArtifactManager._seen_artifacts)
+    if len(recorded) < after:  # torch.compiler's caches were made afresh
+        after = 0
+    return [(artifact.type(), artifact.key, artifact.content) for artifact in recorded[after:]], len(recorded)
+
+
+def put_into_cache(kind: str, key: str, content: bytes) -> None:
+    """Put an entry into one of torch's caches, as ``torch.compiler.load_cache_artifacts`` does with each of its."""
+    from torch.compiler._cache import CacheArtifactFactory, CacheArtifactManager
+
+    CacheArtifactManager._ensure_cache_artifacts_registered()
+    CacheArtifactFactory.create(kind, key, content).populate_cache()
+
+
+def cache_folder() -> Path:
+    """Where torch's compiler keeps what it makes; ``TORCHINDUCTOR_CACHE_DIR`` tells only if it is set."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 # ---------------------------------------------------------------------------------------------- graph passes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from compile_callbacks.artifacts import check_folder
 from compile_callbacks.choices import check_choice
 from compile_callbacks.config import Mode, as_config
 from compile_callbacks.passes import as_passes
@@ -34,6 +36,7 @@ def compile_phases(
     on_error: OnError = "eager",
     verify: Verify = "warn",
     new_shapes: NewShapes = "recompile",
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Compile a function or module; each call takes the train settings where grad is enabled, else the infer settings.
 
@@ -50,6 +53,8 @@ def compile_phases(
         on_error: As `InductorCompile` takes it.
         verify: As `InductorCompile` takes it.
         new_shapes: As `InductorCompile` takes it.
+        cache_dir: As `InductorCompile` takes it. Compile artifacts are loaded here, and kept when the process ends, or
+            at `report_of` and `restore`.
 
     Returns:
         The same module, or a function that calls the compiled one.
@@ -77,6 +82,7 @@ def compile_phases(
             on_error=on_error,
             verify=verify,
             new_shapes=new_shapes,
+            cache_dir=cache_dir,
         )
     if not callable(target) or isinstance(target, type):
         raise TypeError(f"target={target!r} must be a module or a function")
@@ -86,6 +92,11 @@ def compile_phases(
     check_choice("on_error", on_error, ON_ERROR)
     check_choice("verify", verify, VERIFY)
     check_choice("new_shapes", new_shapes, NEW_SHAPES)
+    folder = check_folder("cache_dir", cache_dir)
+    if folder is not None and not any(configs.values()):
+        warnings.warn(
+            "cache_dir has no effect: neither train_mode nor infer_mode compiles", CompileWarning, stacklevel=2
+        )
     for phase, config in configs.items():
         if config is not None and config.freezes:
             warnings.warn(
@@ -106,6 +117,7 @@ def compile_phases(
         configs,
         passes=as_passes(passes, "passes"),
         settings=RegionSettings(on_error=on_error, verify=verify, new_shapes=new_shapes),
+        cache_dir=folder,
     )
     session.begin_by_grad_mode()
     weakref.finalize(module, session.listeners_end())
@@ -158,6 +170,10 @@ class _Function(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self._function = function
+
+    def extra_repr(self) -> str:
+        # By which the compile artifacts of two functions are told apart.
+        return f"{self._function.__module__}.{getattr(self._function, '__qualname__', '')}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)

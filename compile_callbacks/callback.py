@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from compile_callbacks.artifacts import check_folder
 from compile_callbacks.checkpoint import KeyMatcher
 from compile_callbacks.choices import check_choice
 from compile_callbacks.config import InductorConfig, Mode, as_config
@@ -52,6 +54,8 @@ class InductorCompile(Callback):
             ``"raise"``, end the run. ``"off"``: do not compare. See `compare_with_eager` for the tolerance.
         new_shapes: What an input of a shape not seen before does: ``"recompile"``; ``"eager"``, run eagerly
             unless a compiled graph fits (a shape that keeps coming back is compiled after all); ``"raise"``.
+        cache_dir: A folder in which compile artifacts are kept across runs and machines: made where it is not there,
+            and loaded from only where nobody else can write to it (docs/warm_start.md). ``None`` keeps none.
         keep_compiled: Leave the module compiled after the trainer is done. Calls then choose the phase by
             whether grad is enabled.
 
@@ -77,6 +81,7 @@ class InductorCompile(Callback):
         on_error: OnError = "eager",
         verify: Verify = "warn",
         new_shapes: NewShapes = "recompile",
+        cache_dir: str | os.PathLike[str] | None = None,
         keep_compiled: bool = False,
     ) -> None:
         self.configs: dict[Phase, InductorConfig | None] = {
@@ -92,6 +97,7 @@ class InductorCompile(Callback):
         check_choice("on_error", on_error, ON_ERROR)
         check_choice("verify", verify, VERIFY)
         check_choice("new_shapes", new_shapes, NEW_SHAPES)
+        self.cache_dir = check_folder("cache_dir", cache_dir)
         if not isinstance(keep_compiled, bool):
             raise TypeError(f"keep_compiled={keep_compiled!r} must be True or False")
         if self.configs["train"] is not None and self.configs["train"].freezes:
@@ -99,8 +105,8 @@ class InductorCompile(Callback):
                 "train_mode's option 'freezing' has no effect: weights that are trained are not baked in",
                 category=CompileWarning,
             )
-        if not any(self.configs.values()) and (self.passes or keep_compiled):
-            idle = "passes" if self.passes else "keep_compiled"
+        given = {"passes": self.passes, "cache_dir": self.cache_dir, "keep_compiled": keep_compiled}
+        if not any(self.configs.values()) and (idle := next((name for name, value in given.items() if value), None)):
             rank_zero_warn(f"{idle} has no effect: neither train_mode nor infer_mode compiles", category=CompileWarning)
         self.baseline_steps = baseline_steps
         self.on_error: OnError = on_error
@@ -303,6 +309,7 @@ class InductorCompile(Callback):
                 passes=self.passes,
                 baseline_steps=self.baseline_steps,
                 settings=RegionSettings(on_error=self.on_error, verify=self.verify, new_shapes=self.new_shapes),
+                cache_dir=self.cache_dir,
                 say=functools.partial(say, trainer),
             )
         if self._earlier_state is not None:

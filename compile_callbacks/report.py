@@ -124,11 +124,14 @@ class CompileReport:
     Attributes:
         train: The train phase.
         infer: The infer phase.
+        artifacts: Compile artifacts that outlast the run (``cache_dir``): ``path`` of the file, ``loaded_mb`` that were
+            in it and ``saved_mb`` that are, in MiB; ``None`` without a ``cache_dir``.
         before: The report of the run that this one resumes, if it does.
     """
 
     train: PhaseReport = field(default_factory=PhaseReport)
     infer: PhaseReport = field(default_factory=PhaseReport)
+    artifacts: dict[str, Any] | None = None
     before: CompileReport | None = None
 
     def phase(self, phase: Phase) -> PhaseReport:
@@ -138,6 +141,7 @@ class CompileReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data."""
         data: dict[str, Any] = {phase: self.phase(phase).to_dict() for phase in PHASES}
+        data["artifacts"] = self.artifacts
         data["before"] = self.before.to_dict() if self.before else None
         return data
 
@@ -148,6 +152,7 @@ class CompileReport:
         return cls(
             train=PhaseReport.from_dict(data["train"]),
             infer=PhaseReport.from_dict(data["infer"]),
+            artifacts=data.get("artifacts"),
             before=cls.from_dict(before) if before else None,
         )
 
@@ -159,7 +164,13 @@ class CompileReport:
         """A table of plain text, a row for each figure and a column for each phase."""
         table = plain_table([("", *PHASES)], labels_and_cells([self.phase(phase) for phase in PHASES]))
         restored = sorted({name for phase in PHASES for name in self.phase(phase).restored})
-        return table + (f"\nfrom the run before this one: {', '.join(restored)}" if restored else "")
+        lines = [table]
+        if restored:
+            lines.append(f"from the run before this one: {', '.join(restored)}")
+        if self.artifacts is not None:
+            loaded, saved = self.artifacts["loaded_mb"], self.artifacts["saved_mb"]
+            lines.append(f"compile artifacts: {loaded:.1f} MB loaded, {saved:.1f} MB saved, {self.artifacts['path']}")
+        return "\n".join(lines)
 
 
 def build_phase_report(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from compile_callbacks.report import CompileReport, build_phase_report
 from compile_callbacks.switch import PhaseSwitch
 from compile_callbacks.targets import Target
 from compile_callbacks.timing import StepTimer
+from compile_callbacks.warm_start import WarmStart
 
 _SAMPLES_TO_JUDGE = 5  # fewer say nothing about whether compiled steps are slower
 
@@ -35,6 +37,7 @@ class CompileSession:
         passes: Graph passes for both phases.
         baseline_steps: Eager samples wanted in each phase.
         settings: What to do on failures, differences from eager and new shapes.
+        cache_dir: Where compile artifacts are kept across runs.
         say: Takes a line of text while something compiles.
     """
 
@@ -47,10 +50,12 @@ class CompileSession:
         passes: Sequence[Any] = (),
         baseline_steps: int = 0,
         settings: RegionSettings | None = None,
+        cache_dir: Path | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module = module
         self._configs = dict(configs)
+        self._warm_start = WarmStart(cache_dir, configs, passes) if cache_dir and any(configs.values()) else None
         progress = CompileProgress(say)
         self._recorder = CompileRecorder(on_start=progress.compile_begins, on_end=progress.compile_ends)
         self._timer = StepTimer()
@@ -84,6 +89,8 @@ class CompileSession:
         self._running = True
         self._cuda = _on_cuda(self.module)
         self._warn_of_idle_cudagraphs()
+        if self._warm_start is not None:
+            self._warm_start.begin(self.module)
         self._recorder.listen()
         self._switch.install()
         for phase, steps in expected_steps.items():
@@ -94,6 +101,8 @@ class CompileSession:
         self._running = False
         self._recorder.stop()
         self._timer.abandon()
+        self._keep_artifacts()
+        self._warn_of_idle_cache_dir()
         if keep_compiled:
             self._switch.select_by_grad_mode()
         else:
@@ -121,11 +130,13 @@ class CompileSession:
         self._switch.free_compiled()
 
     def listeners_end(self) -> Callable[[], None]:
-        """What ends listening to torch once the module is gone; it does not keep the module."""
-        recorder, trace_settings = self._recorder, self._switch.trace_settings
+        """What ends listening to torch once the module is gone, or the process; it does not keep the module."""
+        recorder, trace_settings, warm_start = self._recorder, self._switch.trace_settings, self._warm_start
 
         def end() -> None:
             recorder.stop()
+            if warm_start is not None:
+                warm_start.save()
             trace_settings.remove()
 
         return end
@@ -209,6 +220,7 @@ class CompileSession:
                     f"{self._why(region.owner)}",
                 )
         self._warn_of_idle_folding(phase)
+        self._keep_artifacts()
 
     # ------------------------------------------------------------------------------------------ what was measured
 
@@ -219,7 +231,8 @@ class CompileSession:
             phase: build_phase_report(phase, config, self._target_names, self._recorder, self._timer, self._memory)
             for phase, config in self._configs.items()
         }
-        return CompileReport(train=phases["train"], infer=phases["infer"], before=self._before)
+        artifacts = self._warm_start.report() if self._warm_start else None
+        return CompileReport(train=phases["train"], infer=phases["infer"], artifacts=artifacts, before=self._before)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to know, as plain data: the report, and the baseline's samples."""
@@ -258,6 +271,10 @@ class CompileSession:
         self._compiled = compiled and self._configs[self._phase] is not None
         self._switch.select(self._phase, compiled=compiled, frozen=self._frozen)
 
+    def _keep_artifacts(self) -> None:
+        if self._warm_start is not None:
+            self._warm_start.save()
+
     def _heard_of(self, owner: Owner) -> bool:
         return any(
             event.kind == "fallback" or event.graphs
@@ -294,6 +311,17 @@ class CompileSession:
                 (phase, "fold"),
                 f"fold_weights=True has no effect in the {phase} phase: "
                 + (reasons[-1] if reasons else "no inference graph computes from weights alone what is worth keeping"),
+            )
+
+    def _warn_of_idle_cache_dir(self) -> None:
+        if self._warm_start is None or not self._warm_start.idle:
+            return
+        events = self._recorder.events
+        if any(event.graphs for event in events) and not any(event.cache_hits for event in events):
+            self._warn_once(
+                "cache_dir",
+                "cache_dir has no effect: torch kept nothing of what it compiled. Its caches are off, or the settings "
+                "keep it from using them (freezing, and passes whose uuid() is None, do)",
             )
 
     def _warn_once(self, subject: object, message: str) -> bool:

@@ -33,6 +33,11 @@ def test_the_guide_to_passes_runs():
     result.assert_close(rtol=0, atol=0.5)
 
 
+def test_the_page_of_warm_starts_runs():
+    callback = run_blocks("warm_start.md", 1)["callback"]
+    assert callback.cache_dir == Path.home() / ".cache/my-project/compiled"
+
+
 def test_the_page_of_settings_runs_and_names_every_template(capsys):
     try:
         namespace = run_blocks("settings.md", 2)

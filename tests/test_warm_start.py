@@ -1,0 +1,300 @@
+"""`cache_dir`: what one run compiles, the next one loads, in another process with an empty cache of torch's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import CLASSES, FEATURES, Classifier, loader, mlp, trainer
+from torch import nn
+from uncached import Uncached
+
+from compile_callbacks import CompileWarning, InductorCompile, InductorConfig, compile_phases, report_of, restore
+from compile_callbacks.artifact_file import Artifact
+from compile_callbacks.artifacts import ArtifactStore
+from compile_callbacks.artifacts_key import artifacts_key
+from compile_callbacks.report import CompileReport
+from compile_callbacks.warm_start import WarmStart, _writes
+
+# A run of both phases: prediction compiles anew what validation compiled, because it runs under inference_mode.
+RUN = """
+import json, os, sys
+
+import torch
+import torch._inductor.cpp_builder as cpp_builder
+from torch._dynamo.utils import counters
+
+from compile_callbacks import InductorCompile
+from models import loader, seeded, trainer
+
+built = []
+build = cpp_builder.CppBuilder.build
+
+
+def recorded(self):
+    if "preprocess" not in (target := self.get_target_file_path()) and target.endswith((".so", ".o")):
+        built.append(target)
+    build(self)
+
+
+cpp_builder.CppBuilder.build = recorded
+callback = InductorCompile(cache_dir=sys.argv[1], baseline_steps=0)
+module = seeded()
+trainer(callback, max_epochs=2).fit(module, loader(4), loader(2))
+predictions = torch.cat(trainer(callback).predict(module, loader(2, seed=1)))
+print(json.dumps({
+    "losses": module.losses,
+    "predictions": predictions.tolist(),
+    "report": callback.report.to_dict(),
+    "table": str(callback.report),
+    "aot_autograd": counters["aot_autograd"],
+    "inductor": counters["inductor"],
+    "built": built,
+}))
+"""
+
+
+def run_in_a_new_process(tmp_path, cache, kept):
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # what is built is built by this process, and counted
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    result = subprocess.run(
+        [sys.executable, "-W", "error::compile_callbacks.CompileWarning", "-c", RUN, str(kept)],
+        capture_output=True, text=True, timeout=280, env=environment, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_a_second_run_on_an_empty_cache_compiles_nothing(tmp_path):
+    kept = tmp_path / "kept"
+    first = run_in_a_new_process(tmp_path, "first", kept)
+    assert first["aot_autograd"]["autograd_cache_miss"] > 0
+    assert first["built"]
+    assert first["report"]["artifacts"]["loaded_mb"] == 0
+    (file,) = kept.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert first["report"]["artifacts"]["path"] == str(file)
+    assert first["report"]["artifacts"]["saved_mb"] == file.stat().st_size / 2**20
+    before = file.stat().st_mtime_ns
+
+    second = run_in_a_new_process(tmp_path, "second", kept)
+    asked = first["aot_autograd"]["autograd_cache_miss"] + first["aot_autograd"].get("autograd_cache_hit", 0)
+    assert second["aot_autograd"]["autograd_cache_hit"] == asked
+    assert "autograd_cache_miss" not in second["aot_autograd"]
+    assert "fxgraph_cache_miss" not in second["inductor"]
+    assert second["built"] == []
+    for phase in ("train", "infer"):
+        assert first["report"][phase]["cache_misses"] > 0
+        assert second["report"][phase]["cache_hits"] >= first["report"][phase]["cache_misses"]
+        assert second["report"][phase]["cache_misses"] == 0
+        assert second["report"][phase]["folded_mb"] == first["report"][phase]["folded_mb"]
+    assert second["losses"] == first["losses"]
+    assert second["predictions"] == first["predictions"]
+    assert second["report"]["artifacts"]["loaded_mb"] > 0
+    assert second["report"]["artifacts"]["saved_mb"] == 0
+    assert "MB loaded, 0.0 MB saved" in second["table"]
+    assert file.stat().st_mtime_ns > before  # loaded lately: it is not the next to be evicted
+
+
+def artifacts_of(store_folder):
+    (file,) = Path(store_folder).iterdir()
+    return ArtifactStore(store_folder).load(file.stem)
+
+
+class Scaled(nn.Module):
+    """A graph of its own for each factor: what was recorded once in a process is not recorded again."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.factor = factor
+
+    def forward(self, x):
+        return self.layer(x) * self.factor
+
+
+def test_each_phase_is_kept_when_it_is_left_and_a_loop_by_hand_at_its_report(tmp_path):
+    module = compile_phases(Scaled(1.25), cache_dir=tmp_path / "kept", verify="off")
+    assert report_of(module).artifacts["saved_mb"] == 0
+    assert not (tmp_path / "kept").exists()
+    module(torch.randn(2, FEATURES)).sum().backward()
+    report_of(module)
+    train = {artifact.place for artifact in artifacts_of(tmp_path / "kept")}
+    with torch.no_grad():
+        module(torch.randn(2, FEATURES))
+    report_of(module)
+    both = {artifact.place for artifact in artifacts_of(tmp_path / "kept")}
+    assert train < both
+    assert {place[0] for place in both} == {"aot_autograd", "inductor", "library"}
+    (file,) = (tmp_path / "kept").iterdir()
+    before = file.stat().st_mtime_ns
+    restore(module)
+    assert file.stat().st_mtime_ns == before  # nothing new, nothing written
+
+
+def test_a_run_that_fails_keeps_what_it_compiled(tmp_path):
+    class Failing(Classifier):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise ZeroDivisionError("by design")
+            return super().training_step(batch, batch_idx)
+
+    callback = InductorCompile("default", None, baseline_steps=0, verify="off", cache_dir=tmp_path / "kept")
+    with pytest.raises(ZeroDivisionError):
+        trainer(callback).fit(Failing(Scaled(1.5)), loader(4))
+    assert {artifact.kind for artifact in artifacts_of(tmp_path / "kept")} >= {"aot_autograd", "inductor"}
+    assert callback.report.artifacts["saved_mb"] > 0
+
+
+def test_a_file_that_is_not_to_be_used_costs_a_warning(tmp_path):
+    settings = {"infer_mode": None, "verify": "off", "cache_dir": tmp_path / "kept"}
+    x = torch.randn(2, FEATURES)
+    module = compile_phases(Scaled(1.75), **settings)
+    module(x)
+    restore(module)
+    (file,) = (tmp_path / "kept").iterdir()
+    file.write_bytes(file.read_bytes()[:-3])
+    module = Scaled(1.75)
+    with pytest.warns(CompileWarning, match="ignored: .*damaged") as caught:
+        compile_phases(module, **settings)
+    assert len(caught) == 1
+    torch.testing.assert_close(module(x), module.layer(x) * 1.75)
+    assert report_of(module).artifacts["loaded_mb"] == 0
+    restore(module)
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
+    (tmp_path / "kept").mkdir(mode=0o700)
+    module = compile_phases(Scaled(2.25), infer_mode=None, verify="off", cache_dir=tmp_path / "kept")
+    (tmp_path / "kept").chmod(0o777)
+    module(torch.randn(2, FEATURES))
+    with pytest.warns(CompileWarning, match="not kept: others than its owner"):
+        report_of(module)
+    restore(module)  # and not again
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_artifacts_that_torch_cannot_take_cost_a_warning(tmp_path, monkeypatch):
+    store = ArtifactStore(tmp_path)
+    warm = WarmStart(tmp_path, {"train": InductorConfig(), "infer": None})
+    module = mlp()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
+    key = artifacts_key(module, {"train": InductorConfig(), "infer": None}, (), torch.device("cpu"))
+    store.save(key, [Artifact("of another torch", "k", b"k"), Artifact("library", "ab/kernel.so", b"code")])
+    with pytest.warns(CompileWarning, match="could not all be put"):
+        warm.begin(module)
+    assert (tmp_path / "torch" / "ab" / "kernel.so").read_bytes() == b"code"
+    assert warm.report()["loaded_mb"] == len(b"code") / 2**20
+    warm.begin(module)  # a second run of the same session loads nothing
+    assert warm.report()["loaded_mb"] == len(b"code") / 2**20
+
+
+def test_the_key_is_of_what_compiled_code_depends_on(monkeypatch):
+    configs = {"train": InductorConfig(), "infer": None}
+    cpu = torch.device("cpu")
+    key = artifacts_key(mlp(), configs, (), cpu)
+    assert artifacts_key(mlp(), configs, (), cpu) == key  # other weights
+    assert artifacts_key(mlp(), {**configs, "infer": InductorConfig()}, (), cpu) != key
+    assert artifacts_key(mlp(), {**configs, "train": InductorConfig(dynamic=True)}, (), cpu) != key
+    assert artifacts_key(mlp(), configs, (Uncached(),), cpu) != key
+    assert artifacts_key(mlp().double(), configs, (), cpu) != key
+    assert artifacts_key(nn.Linear(2, 2), configs, (), cpu) != key
+    assert artifacts_key(mlp(), configs, (), torch.device("meta")) != key
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "3.0.0")
+        assert artifacts_key(mlp(), configs, (), cpu) != key
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+        assert artifacts_key(mlp(), configs, (), cpu) != key
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 99)
+        assert artifacts_key(mlp(), configs, (), cpu) != key
+
+
+def test_functions_have_keys_of_their_own(tmp_path):
+    paths = set()
+    for function in (torch.relu, torch.tanh):
+        compiled = compile_phases(function, cache_dir=tmp_path)
+        paths.add(report_of(compiled).artifacts["path"])
+        restore(compiled)
+    assert len(paths) == 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "device", "writes"),
+    [
+        (None, "cpu", True),
+        ("0", "cpu", True),
+        ("1", "cpu", False),
+        ("0", "cuda:0", True),
+        ("1", "cuda:1", True),  # its graphs name cuda:1, and are kept apart
+        ("1", "cuda:0", False),  # a GPU for each process, by CUDA_VISIBLE_DEVICES
+        ("8", "cuda:0", False),  # the first GPU of the second machine
+    ],
+)
+def test_of_ranks_with_the_same_artifacts_the_lowest_keeps_them(monkeypatch, rank, device, writes):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    assert _writes(torch.device(device)) == writes
+
+
+def test_another_rank_loads_and_does_not_write(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    module = compile_phases(Scaled(2.5), infer_mode=None, verify="off", cache_dir=tmp_path / "kept")
+    module(torch.randn(2, FEATURES))
+    restore(module)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_of_graphs_that_torch_does_not_cache_the_libraries_are_kept(tmp_path):
+    module = compile_phases(Scaled(2.75), infer_mode=None, verify="off", passes=[Uncached()], cache_dir=tmp_path)
+    module(torch.randn(2, FEATURES))
+    restore(module)
+    assert {artifact.kind for artifact in artifacts_of(tmp_path)} == {"library"}
+
+
+def test_where_there_is_nothing_to_keep_it_is_said(tmp_path):
+    module = nn.Linear(FEATURES, CLASSES)  # one call of a library of torch's own
+    compile_phases(module, train_mode=None, verify="off", passes=[Uncached()], cache_dir=tmp_path)
+    with torch.no_grad():
+        module(torch.randn(2, FEATURES))
+    with pytest.warns(CompileWarning, match="cache_dir has no effect: torch kept nothing"):
+        restore(module)
+
+
+def test_a_cache_dir_without_compiling_is_said(tmp_path):
+    with pytest.warns(CompileWarning, match="cache_dir has no effect"):
+        InductorCompile(None, None, cache_dir=tmp_path)
+    with pytest.warns(CompileWarning, match="cache_dir has no effect"):
+        compiled = compile_phases(torch.relu, train_mode=None, infer_mode=None, cache_dir=tmp_path)
+    assert report_of(compiled).artifacts is None
+    restore(compiled)
+
+
+@pytest.mark.parametrize("make", [InductorCompile, lambda **settings: compile_phases(torch.relu, **settings)])
+def test_a_cache_dir_that_is_no_folder_is_refused(tmp_path, make):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cache_dir=.*is a file"):
+        make(cache_dir=tmp_path / "file")
+    with pytest.raises(TypeError, match="cache_dir=3"):
+        make(cache_dir=3)
+
+
+def test_a_report_tells_of_artifacts_and_survives_a_checkpoint():
+    artifacts = {"path": "kept/1.artifacts", "loaded_mb": 30.25, "saved_mb": 0.0}
+    report = CompileReport(artifacts=artifacts)
+    assert CompileReport.from_dict(report.to_dict()) == report
+    assert "compile artifacts: 30.2 MB loaded, 0.0 MB saved, kept/1.artifacts" in str(report)
+    assert "artifacts" not in str(CompileReport())
+    assert CompileReport.from_dict({"train": {}, "infer": {}}).artifacts is None  # of an earlier version
