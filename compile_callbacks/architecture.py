@@ -1,0 +1,62 @@
+"""What a module is built of: a hash to tell it by, and whether another's weights fit it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_SHOWN = 3  # more names than this are no help in one message
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class, without that of its file: a script's is ``__main__`` in one process alone."""
+    return type(module).__qualname__
+
+
+def architecture_key(module: nn.Module) -> str:
+    """A hash of the classes, names and settings of a module's parts, and of its weights' names, shapes and dtypes.
+
+    Equal for modules that were built alike, also in another process; values and devices do not count.
+    """
+    parts = [
+        (name, class_name(part), _ADDRESS.sub("", part.extra_repr()))
+        for name, part in module.named_modules(remove_duplicate=False)
+    ]
+    weights = [
+        (name, list(tensor.shape), str(tensor.dtype))
+        for named in (module.named_parameters, module.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+    ]
+    return hashlib.sha256(json.dumps([parts, weights]).encode()).hexdigest()[:16]
+
+
+def why_unfit(module: nn.Module, state_dict: Mapping[str, Any]) -> str | None:
+    """How a state_dict differs from a module's own in names, shapes or dtypes; ``None`` where it fits."""
+    own = module.state_dict()
+    if missing := [name for name in own if name not in state_dict]:
+        return f"it lacks {_some(missing)}"
+    if unexpected := [name for name in state_dict if name not in own]:
+        return f"it has {_some(unexpected)}, which module has not"
+    for name, value in own.items():
+        here, there = _looks(value), _looks(state_dict[name])
+        if here != there:
+            return f"{name!r} is {there} in it and {here} in module"
+    return None
+
+
+def _looks(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "no tensor"
+    return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
