@@ -18,6 +18,7 @@ from compile_callbacks.pass_library import (
 from compile_callbacks.passes import GraphPass, GraphPassError, graph_pass, pattern_pass
 from compile_callbacks.region import CompileError, CompileWarning
 from compile_callbacks.report import CompileReport, PhaseReport
+from compile_callbacks.tune import Tune
 
 __all__ = [
     "CompileError",
@@ -32,6 +33,7 @@ __all__ = [
     "RecordGraphs",
     "TritonMaxPoolBackward",
     "TritonSqueezeExcitation",
+    "Tune",
     "compile_phases",
     "graph_pass",
     "pattern_pass",

@@ -49,9 +49,7 @@ def auto_candidates(device: torch.device, phase: Phase) -> tuple[InductorConfig,
     return (InductorConfig(freezing=None if phase == "train" else True),)
 
 
-def why_not_repaid(
-    name: str, configs: Mapping[str, InductorConfig], device: torch.device, known: Known
-) -> str | None:
+def why_not_repaid(name: str, configs: Mapping[str, InductorConfig], device: torch.device, known: Known) -> str | None:
     """Why compiling a candidate cannot repay itself in what remains of the run; ``None`` where it may.
 
     Args:

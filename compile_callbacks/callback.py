@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,7 +14,7 @@ from typing_extensions import override
 
 from compile_callbacks.checkpoint import KeyMatcher
 from compile_callbacks.choices import check_choice
-from compile_callbacks.config import InductorConfig, Mode, as_config
+from compile_callbacks.choices_store import ChoicesStore
 from compile_callbacks.loggers import join_hparams, log_scalars, log_summary
 from compile_callbacks.pass_library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes import as_passes
@@ -24,6 +26,7 @@ from compile_callbacks.shapes import NEW_SHAPES, NewShapes, signature
 from compile_callbacks.stages import expected_steps
 from compile_callbacks.targets import adopt_compiled, check_names, find_targets
 from compile_callbacks.terminal import print_report, say
+from compile_callbacks.tune import Mode, Settings, as_settings
 from compile_callbacks.verify import VERIFY, Verify
 
 
@@ -36,8 +39,9 @@ class InductorCompile(Callback):
 
     Args:
         train_mode: Settings for training: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``,
-            ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), an `InductorConfig`, a mapping of
-            its fields, or ``None`` or ``"eager"`` for not compiled.
+            ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), a template's name, an
+            `InductorConfig`, a mapping of its fields, or ``None`` or ``"eager"`` for not compiled. ``"auto"`` or a
+            `Tune`, or a mapping of its fields: what measurements choose.
         infer_mode: Settings for sanity check, validation, test and predict; the same choices.
         targets: What to compile: dotted names of submodules or methods (``"net"``, ``"training_step"``), or
             globs (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None`` takes that
@@ -52,6 +56,8 @@ class InductorCompile(Callback):
             ``"raise"``, end the run. ``"off"``: do not compare. See `compare_with_eager` for the tolerance.
         new_shapes: What an input of a shape not seen before does: ``"recompile"``; ``"eager"``, run eagerly
             unless a compiled graph fits (a shape that keeps coming back is compiled after all); ``"raise"``.
+        cache_dir: A folder for what later runs can use; ``None``: nothing is kept. What was chosen among candidates is
+            kept in ``choices`` below it, and checked in a few steps by the next run.
         keep_compiled: Leave the module compiled after the trainer is done. Calls then choose the phase by
             whether grad is enabled.
 
@@ -77,11 +83,12 @@ class InductorCompile(Callback):
         on_error: OnError = "eager",
         verify: Verify = "warn",
         new_shapes: NewShapes = "recompile",
+        cache_dir: str | os.PathLike[str] | None = None,
         keep_compiled: bool = False,
     ) -> None:
-        self.configs: dict[Phase, InductorConfig | None] = {
-            "train": as_config(train_mode, "train_mode"),
-            "infer": as_config(infer_mode, "infer_mode"),
+        self.configs: dict[Phase, Settings] = {
+            "train": as_settings(train_mode, "train_mode"),
+            "infer": as_settings(infer_mode, "infer_mode"),
         }
         self.targets = check_names(targets)
         self.passes = as_passes(passes, "passes")
@@ -92,6 +99,8 @@ class InductorCompile(Callback):
         check_choice("on_error", on_error, ON_ERROR)
         check_choice("verify", verify, VERIFY)
         check_choice("new_shapes", new_shapes, NEW_SHAPES)
+        if cache_dir is not None and not isinstance(cache_dir, (str, os.PathLike)):
+            raise TypeError(f"cache_dir={cache_dir!r} must be a path or None, not {type(cache_dir).__name__}")
         if not isinstance(keep_compiled, bool):
             raise TypeError(f"keep_compiled={keep_compiled!r} must be True or False")
         if self.configs["train"] is not None and self.configs["train"].freezes:
@@ -106,6 +115,7 @@ class InductorCompile(Callback):
         self.on_error: OnError = on_error
         self.verify: Verify = verify
         self.new_shapes: NewShapes = new_shapes
+        self.cache_dir = None if cache_dir is None else Path(cache_dir)
         self.keep_compiled = keep_compiled
         self._session: CompileSession | None = None
         self._key_matcher: KeyMatcher | None = None
@@ -303,13 +313,14 @@ class InductorCompile(Callback):
                 passes=self.passes,
                 baseline_steps=self.baseline_steps,
                 settings=RegionSettings(on_error=self.on_error, verify=self.verify, new_shapes=self.new_shapes),
+                choices=None if self.cache_dir is None else ChoicesStore(self.cache_dir / "choices"),
                 say=functools.partial(say, trainer),
             )
         if self._earlier_state is not None:
             session.resume(self._earlier_state)
             self._earlier_state = None
         if not session.running:
-            session.begin(expected_steps(trainer))
+            session.begin(expected_steps(trainer), precision=str(trainer.precision))
         session.enter(phase, weights_stand_still=trainer.state.fn != "fit")
 
     def _step_begins(self, trainer: Trainer, batch_idx: int) -> None:
@@ -338,7 +349,7 @@ class InductorCompile(Callback):
         """The table in the loggers, and after a fit or a first run in the terminal."""
         report = self.report
         log_summary(trainer.loggers, report, trainer.global_step, self._recorded_graphs())
-        if self._session is None or not report.scalars():
+        if self._session is None or not report.has_figures:
             return
         self._session.judge()
         if trainer.is_global_zero and (trainer.state.fn == "fit" or not self._printed):

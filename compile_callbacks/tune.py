@@ -155,6 +155,7 @@ class Tune:
 Mode = OneMode | Tune
 """What a phase's settings may be given as where a Trainer's steps are measured."""
 
+
 def named(configs: Sequence[InductorConfig]) -> dict[str, InductorConfig]:
     """Configs by a name of their own: what `describe` says, numbered where two say the same (of unlike passes)."""
     names: dict[str, InductorConfig] = {}

@@ -30,6 +30,8 @@ class Tuner:
         budget_seconds: As `Tune` takes it.
         min_speedup: As `Tune` takes it.
         latency_budget_ms: As `Tune` takes it.
+        least_steps: Steps of the phase; in a run that has fewer nothing is tried.
+        skip: Candidates that are not to be tried at all, and why.
         why_not: Tells, given a name and what is known, why that candidate is not worth compiling, or ``None``.
     """
 
@@ -42,16 +44,23 @@ class Tuner:
         budget_seconds: float | None = None,
         min_speedup: float = 1.01,
         latency_budget_ms: float | None = None,
+        least_steps: int = 0,
+        skip: Mapping[str, str] | None = None,
         why_not: Callable[[str, Known], str | None] = lambda name, known: None,
     ) -> None:
         self.winner: str | None = None
         """What is chosen; ``None`` while nothing is."""
         self._eager = Candidate(EAGER)
         self._others = {name: Candidate(name) for name in names}
+        for name, reason in (skip or {}).items():
+            self._others[name].rule_out("not tried", reason)
         self._scores = Scores(rule, steps, min_speedup, latency_budget_ms, {EAGER: self._eager, **self._others})
+        self.provisional = False
+        """Whether a longer run, or one with a larger budget, might choose otherwise."""
         self._rule = rule
         self._steps = steps
         self._budget_seconds = budget_seconds
+        self._least_steps = least_steps
         self._why_not = why_not
         self._steps_left = math.inf
         self._spent_seconds = 0.0
@@ -77,6 +86,11 @@ class Tuner:
             self._not_worth.clear()
             self._reopen()
             self._next_turn()
+        if 0 < steps_left < self._least_steps and not self._eager.steps:
+            few = f"the run has {steps_left:.0f} steps of the phase, and comparing takes {self._least_steps} at least"
+            for one in self._in_play():
+                self._leave_for_now(one, few)
+            self._settle(None)
 
     def remember(self, name: str) -> None:
         """An earlier run chose this candidate: it is compared with eager alone, before any other is tried."""
@@ -84,7 +98,7 @@ class Tuner:
             return
         if name == EAGER:
             self._choose(self._eager, "chosen in an earlier run")
-        elif name in self._others:
+        elif name in self._others and not self._others[name].out:
             self._remembered = self._others[name]
             self._turns = [self._turns[0], self._remembered]
 
@@ -231,9 +245,12 @@ class Tuner:
         )
         if (reason := self._why_not(one.name, known)) is None:
             return True
+        self._leave_for_now(one, reason)
+        return False
+
+    def _leave_for_now(self, one: Candidate, reason: str) -> None:
         one.rule_out("not tried", reason)
         self._not_worth.append(one)
-        return False
 
     @property
     def _seconds_left(self) -> float:
@@ -256,14 +273,14 @@ class Tuner:
 
     def _choose_if_clear(self) -> None:
         now, in_play = self._turns[0], self._in_play()
-        if self._rule == "throughput" and len(in_play) == 1 and self._scores.clearly_passes(in_play[0].name):
-            self._choose(in_play[0])
-        elif self._rule == "first" and in_play and self._scores.clearly_passes(in_play[0].name):
+        alone = self._rule == "first" or (self._rule == "throughput" and len(in_play) == 1)
+        if alone and in_play and self._scores.clearly_passes(in_play[0].name):
             self._choose(in_play[0])
         elif self._rule == "first" and in_play and self._is_done(in_play[0]) and self._is_done(self._eager):
             self._conclude(in_play[0])
         elif self._rule == "latency_budget" and self._is_done(now) and not now.out:
-            if self._scores.within_latency_budget(now.name) and (now is self._eager or self._scores.passes(now.name)):
+            passes = now is self._eager or self._scores.passes(now.name)
+            if passes and self._scores.within_latency_budget(now.name):
                 self._choose(now)
 
     def _judge_remembered(self, one: Candidate) -> None:
@@ -293,6 +310,7 @@ class Tuner:
             one.rule_out("not faster", self._scores.speedup_in_words(one.name))
 
     def _settle(self, reason: str | None) -> None:
+        self.provisional = bool(reason or self._not_worth)
         for one in self._in_play():
             self._rule_out_unproven(one, reason)
         left = self._in_play()
