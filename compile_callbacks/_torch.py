@@ -45,7 +45,10 @@ __all__ = [
     "compile_graph",
     "compile_inner",
     "fake_tensor",
+    "forget_compiled",
+    "forget_generated",
     "function_with_own_cache",
+    "generated_with_constants",
     "graph_breaks",
     "has_call_hooks",
     "has_cutlass",
@@ -277,6 +280,83 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(found))
         yield found
         open_ += [found.__cause__, found.__context__, getattr(found, "inner_exception", None)]
+
+
+# ---------------------------------------------------------------------------------------------- giving memory back
+
+
+def forget_compiled(backend: Callable[..., Any]) -> None:
+    """Take what was compiled with a backend out of Dynamo's caches; nobody else's code is touched.
+
+    Compiled code stays alive for three reasons, and ``torch._dynamo.reset()`` would drop all code of the process:
+
+    - Dynamo's cache hangs on code objects, which the garbage collector does not look into: what refers back to its own
+      function from there is never collected. Behind a graph break it is the user's code objects, which may hold
+      graphs of another ``torch.compile`` too.
+    - Torch keeps every backend, for ``reset()`` to call.
+    - The code that Dynamo writes around a graph break is never freed (Python 3.11; ``reset()`` does not help), and so
+      the graphs that it calls stay among the globals of the user's file.
+
+    Args:
+        backend: What `compile_function` was given.
+    """
+    from torch._C._dynamo.eval_frame import (
+        _debug_get_cache_entry_list,
+        _debug_get_precompile_entries,
+        reset_code,
+    )
+    from torch._dynamo import convert_frame, eval_frame
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+    from torch._dynamo.utils import CleanupManager
+
+    def is_ours(other: Any) -> bool:
+        return bool(getattr(other, "compiler_fn", other) == backend)  # torch wraps what torch.compile was given
+
+    with convert_frame.compile_lock:
+        for code in [code for reference in convert_frame.input_codes.seen if (code := reference()) is not None]:
+            entries = _debug_get_cache_entry_list(code)
+            ours = [entry for entry in entries if is_ours(entry.backend)]
+            written = [entry.code for entry in ours]
+            if ours and len(ours) == len(entries) and not _debug_get_precompile_entries(code):
+                del entries, ours  # they point into what goes
+                reset_code(code)
+            else:  # as torch does where an object dies that a guard has seen
+                for entry in ours:
+                    if (state := entry.guard_manager.extra_state) is not None:
+                        state.invalidate(entry, DeletedGuardManagerWrapper("compiled code was given back"))
+            for compiled_code in written:
+                if compiled_code in CleanupManager.instance:
+                    CleanupManager.instance._remove_id(id(compiled_code))
+        for key, kept in list(eval_frame.cached_backends.items()):
+            if is_ours(kept):
+                del eval_frame.cached_backends[key]
+
+
+@contextlib.contextmanager
+def generated_with_constants() -> Iterator[list[types.ModuleType]]:
+    """The Python modules that Inductor generates meanwhile with constants of their own, frozen weights for example.
+
+    Inductor keeps every module that it has loaded, for good. It shares those without constants between graphs.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    before, found = len(PyCodeCache.modules), list[types.ModuleType]()
+    try:
+        yield found
+    finally:
+        shared = set(map(id, PyCodeCache.modules_no_attr.values()))
+        found += [module for module in PyCodeCache.modules[before:] if id(module) not in shared]
+
+
+def forget_generated(modules: Sequence[types.ModuleType]) -> None:
+    """Take modules of `generated_with_constants` out of Inductor's list, so that they go with the last use of them."""
+    from torch._inductor.codecache import PyCodeCache
+
+    gone = set(map(id, modules))
+    PyCodeCache.modules[:] = [module for module in PyCodeCache.modules if id(module) not in gone]
+    for module in modules:
+        if sys.modules.get(module.__name__) is module:
+            del sys.modules[module.__name__]
 
 
 # ---------------------------------------------------------------------------------------------- folding

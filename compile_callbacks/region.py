@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -150,6 +151,7 @@ class CompiledRegion:
         self._baked_in = False
         self._before_compile: Snapshot | None = None
         self._folded: list[weakref.ref[FoldedGraph]] = []
+        self._generated: list[ModuleType] = []
         self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,6 +211,9 @@ class CompiledRegion:
         self._folded.clear()
         self._compiled = self._compiled_beside_another = self._compile_and_call
         self._baked_in = False
+        _torch.forget_compiled(self._backend)
+        _torch.forget_generated(self._generated)
+        self._generated.clear()
 
     @property
     def on_trial(self) -> bool:
@@ -324,7 +329,7 @@ class CompiledRegion:
         self._device = _device_of(example_inputs)
         self._note_template()
         attempt = _Attempt()
-        with self._folding() as inner_compile:
+        with self._folding() as inner_compile, _torch.generated_with_constants() as generated:
             compiled = _torch.compile_graph(
                 graph_module,
                 example_inputs,
@@ -334,6 +339,7 @@ class CompiledRegion:
                 on_lowered=lambda seconds, backward: self._recorder.graph_lowered(seconds, is_backward=backward),
                 inner_compile=inner_compile,
             )
+        self._generated += generated
         if self._fell_back:
             self._fell_back = False
             return compiled
