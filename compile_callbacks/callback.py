@@ -23,7 +23,7 @@ from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSe
 from compile_callbacks.report import CompileReport, uncompiled_report
 from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes, signature
-from compile_callbacks.stages import expected_steps
+from compile_callbacks.stages import expected_steps, validation_batches
 from compile_callbacks.targets import adopt_compiled, check_names, find_targets
 from compile_callbacks.terminal import print_report, say
 from compile_callbacks.tune import Mode, Settings, as_settings
@@ -321,6 +321,8 @@ class InductorCompile(Callback):
             self._earlier_state = None
         if not session.running:
             session.begin(expected_steps(trainer), precision=str(trainer.precision))
+        if phase == "infer" and trainer.state.fn == "fit":
+            session.expect(phase, validation_batches(trainer))
         session.enter(phase, weights_stand_still=trainer.state.fn != "fit")
 
     def _step_begins(self, trainer: Trainer, batch_idx: int) -> None:

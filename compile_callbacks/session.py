@@ -154,6 +154,11 @@ class CompileSession:
         self._frozen = weights_stand_still
         self._select(compiled=True)
 
+    def expect(self, phase: Phase, steps: float) -> None:
+        """Tell how many steps of a phase the run has, where that was not known when it began."""
+        if (tuning := self._tunings.get(phase)) is not None:
+            tuning.expect(steps)
+
     def step_begins(self, *, first: bool = False, measured: bool = True) -> None:
         """A batch begins.
 

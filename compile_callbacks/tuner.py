@@ -62,7 +62,8 @@ class Tuner:
         self._budget_seconds = budget_seconds
         self._least_steps = least_steps
         self._why_not = why_not
-        self._steps_left = math.inf
+        self.steps_left = math.inf
+        """Steps of the phase that remain of the run; infinite where that is not known."""
         self._spent_seconds = 0.0
         self._not_worth: list[Candidate] = []
         self._remembered: Candidate | None = None
@@ -79,7 +80,7 @@ class Tuner:
         Args:
             steps_left: Steps of the phase to come, ``math.inf`` where that is not known.
         """
-        self._steps_left = steps_left
+        self.steps_left = steps_left
         if self._not_worth:
             for one in self._not_worth:
                 one.rule_out("undecided")
@@ -121,7 +122,7 @@ class Tuner:
         now = self._turns[0]
         now.steps += 1
         now.compile_seconds += compile_seconds
-        self._steps_left -= 1
+        self.steps_left -= 1
         self._spent_seconds += seconds
         self._steps_of_block += 1
         self._samples_of_block += sample
@@ -237,7 +238,7 @@ class Tuner:
             return True
         measured = [stats for other in self._in_play() if (stats := self._scores.stats(other.name))]
         known = Known(
-            steps_left=self._steps_left,
+            steps_left=self.steps_left,
             eager_ms=eager.median_ms,
             best_ms=min(stats.median_ms for stats in (eager, *measured)),
             seconds_left=self._seconds_left,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +131,11 @@ class PhaseTuning:
             )
         self._tuner.plan(steps_left)
         self._use(self._tuner.winner or EAGER)
+
+    def expect(self, steps_left: float) -> None:
+        """So many steps of the phase are to come, where `begin` could not know."""
+        if self._tuner is not None and math.isinf(self._tuner.steps_left):
+            self._tuner.plan(steps_left)
 
     def recall(self, fingerprint: str, choice: Choice) -> None:
         """The run that this one resumes chose so, under circumstances of this fingerprint."""
