@@ -259,8 +259,9 @@ class InductorConfig:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-Mode = str | Mapping[str, Any] | InductorConfig | None
-"""What a phase's settings may be given as."""
+Mode = str | InductorConfig | Mapping[str, Any] | None
+"""What a phase's settings may be given as. The class comes before the mapping, which LightningCLI would take YAML's
+``class_path`` for."""
 
 
 def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> InductorConfig | None:

@@ -1,11 +1,11 @@
-"""Settings that were asked for and have no effect."""
+"""What was asked for and has no effect: settings, and targets that nothing was compiled of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from compile_callbacks.config import InductorConfig
-from compile_callbacks.events import CompileRecorder
+from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.phases import Phase
 
 
@@ -21,6 +21,29 @@ def idle_folding(phase: Phase, config: InductorConfig | None, recorder: CompileR
     if config is None or not config.fold_weights or any(event.folded_mb is not None for event in folds):
         return
     if any(event.graphs for event in recorder.of(phase, "compile")):
-        reasons: Sequence[str] = [event.reason for event in folds if event.reason]
+        reasons = [event.reason for event in folds if event.reason]
         nothing = "no inference graph computes from weights alone what is worth keeping"
         yield f"fold_weights=True has no effect in the {phase} phase: {reasons[-1] if reasons else nothing}"
+
+
+def limits_reached(recorder: CompileRecorder) -> Iterator[tuple[Owner, str]]:
+    """Say which targets torch compiles for no further inputs."""
+    for owner, reason in recorder.limits_hit.items():
+        yield (
+            owner,
+            f"target {owner.target!r} reached torch's recompile limit in the {owner.phase} phase, and runs eagerly "
+            f"wherever no graph fits that it has; the last reason to compile anew: {reason} (all of them: "
+            f"callback.report.{owner.phase}.events; dynamic=True in {owner.phase}_mode, or a fixed shape, needs "
+            "fewer graphs)",
+        )
+
+
+def why_uncompiled(owner: Owner, recorder: CompileRecorder) -> str | None:
+    """Say that a target that ran has no compiled graph; ``None`` where it has one, or is known to have fallen back."""
+    for event in recorder.events:
+        ours = (event.target, event.phase, event.settings) == (owner.target, owner.phase, owner.settings)
+        if ours and (event.kind == "fallback" or event.graphs):
+            return None
+    breaks = [e.reason for e in recorder.of(owner.phase, "graph_break") if e.target == owner.target and e.reason]
+    reason = breaks[-1] if breaks else "torch gives no reason; nothing in it may be there to compile"
+    return f"target {owner.target!r} ran in the {owner.phase} phase without a compiled graph: {reason}"

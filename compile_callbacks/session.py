@@ -14,7 +14,7 @@ from compile_callbacks.choices_store import Choice, ChoicesStore, circumstances
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.cudagraphs import LastingGradients
 from compile_callbacks.events import CompileRecorder, Owner
-from compile_callbacks.idle import idle_cudagraphs, idle_folding
+from compile_callbacks.idle import idle_cudagraphs, idle_folding, limits_reached, why_uncompiled
 from compile_callbacks.memory import PeakMemory
 from compile_callbacks.once import WarnOnce
 from compile_callbacks.phases import PHASES, Phase
@@ -220,23 +220,12 @@ class CompileSession:
     def leave(self, phase: Phase) -> None:
         """A stage of this phase ends: say what ran and was not compiled, unless that has been said."""
         self._recorder.collect()
-        for owner, reason in self._recorder.limits_hit.items():
-            if self._is_tried(owner):
-                continue
-            self._warn(
-                (owner, "limit"),
-                f"target {owner.target!r} reached torch's recompile limit in the {owner.phase} phase, and runs eagerly "
-                f"wherever no graph fits that it has; the last reason to compile anew: {reason} (all of them: "
-                f"callback.report.{owner.phase}.events; dynamic=True in {owner.phase}_mode, or a fixed shape, needs "
-                "fewer graphs)",
-            )
+        for owner, message in limits_reached(self._recorder):
+            if not self._is_tried(owner):
+                self._warn((owner, "limit"), message)
         for region in self._switch.regions(phase):
-            if region.ran and not region.on_trial and not self._heard_of(region.owner):
-                self._warn(
-                    region.owner[:2],
-                    f"target {region.owner.target!r} ran in the {phase} phase without a compiled graph: "
-                    f"{self._why(region.owner)}",
-                )
+            if region.ran and not region.on_trial and (message := why_uncompiled(region.owner, self._recorder)):
+                self._warn(region.owner[:2], message)
         for message in idle_folding(phase, self._configs[phase], self._recorder):
             self._warn((phase, "fold"), message)
         self._judge(phase)
@@ -295,13 +284,6 @@ class CompileSession:
         self._compiled = compiled and self._configs[self._phase] is not None
         self._switch.select(self._phase, compiled=compiled, frozen=self._frozen)
 
-    def _heard_of(self, owner: Owner) -> bool:
-        return any(
-            event.kind == "fallback" or event.graphs
-            for event in self._recorder.events
-            if (event.target, event.phase, event.settings) == (*owner[:2], owner.settings)
-        )
-
     @property
     def _candidate(self) -> str | None:
         """The candidate that the step runs with, where the phase is tuned."""
@@ -311,15 +293,6 @@ class CompileSession:
     def _is_tried(self, owner: Owner) -> bool:
         """Whether something happened to a candidate that is not chosen, and is told of in the report alone."""
         return owner.phase in self._tunings and owner.settings != self._tunings[owner.phase].winner
-
-    def _why(self, owner: Owner) -> str:
-        """Torch's reason for compiling nothing of a target."""
-        reasons = [
-            event.reason
-            for event in self._recorder.of(owner.phase, "graph_break")
-            if event.target == owner.target and event.reason
-        ]
-        return reasons[-1] if reasons else "torch gives no reason; nothing in it may be there to compile"
 
     def _warn_of_idle_cudagraphs(self) -> None:
         for phase, config in self._configs.items():

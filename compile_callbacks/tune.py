@@ -152,8 +152,9 @@ class Tune:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
-Mode = OneMode | Tune
-"""What a phase's settings may be given as where a Trainer's steps are measured."""
+Mode = str | InductorConfig | Tune | Mapping[str, Any] | None
+"""What a phase's settings may be given as where a Trainer's steps are measured. The classes come before the mapping,
+which LightningCLI would take YAML's ``class_path`` for."""
 
 
 def named(configs: Sequence[InductorConfig]) -> dict[str, InductorConfig]:
