@@ -29,13 +29,13 @@ def idle_folding(phase: Phase, config: InductorConfig | None, recorder: CompileR
 def limits_reached(recorder: CompileRecorder) -> Iterator[tuple[Owner, str]]:
     """Say which targets torch compiles for no further inputs."""
     for owner, reason in recorder.limits_hit.items():
-        yield (
-            owner,
+        message = (
             f"target {owner.target!r} reached torch's recompile limit in the {owner.phase} phase, and runs eagerly "
             f"wherever no graph fits that it has; the last reason to compile anew: {reason} (all of them: "
             f"callback.report.{owner.phase}.events; dynamic=True in {owner.phase}_mode, or a fixed shape, needs "
-            "fewer graphs)",
+            "fewer graphs)"
         )
+        yield owner, message
 
 
 def why_uncompiled(owner: Owner, recorder: CompileRecorder) -> str | None:

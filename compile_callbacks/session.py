@@ -224,8 +224,8 @@ class CompileSession:
             if not self._is_tried(owner):
                 self._warn((owner, "limit"), message)
         for region in self._switch.regions(phase):
-            if region.ran and not region.on_trial and (message := why_uncompiled(region.owner, self._recorder)):
-                self._warn(region.owner[:2], message)
+            if region.ran and not region.on_trial and (why := why_uncompiled(region.owner, self._recorder)):
+                self._warn(region.owner[:2], why)
         for message in idle_folding(phase, self._configs[phase], self._recorder):
             self._warn((phase, "fold"), message)
         self._judge(phase)
