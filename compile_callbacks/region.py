@@ -187,6 +187,9 @@ class CompiledRegion:
         return result
 
     def _compiled_call(self, args: Any, kwargs: Any) -> Any:
+        if self._settings.on_trial:
+            # The first call of a candidate may be the odd one of a run, the last batch of an epoch for example.
+            self._shapes.admit(args, kwargs)
         if self._unverified:
             self._shapes.stance(args, kwargs)  # the first call's shapes are known from here on
             return self._verified_call(args, kwargs)

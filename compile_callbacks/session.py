@@ -211,6 +211,10 @@ class CompileSession:
         if self._baselines[self._phase].running and not self._compiled:
             self._baselines[self._phase].step(sample=sample)
         if tuning is not None:
+            config = self._configs[self._phase]
+            if tuning.winner is None and config is not None and config.uses_cudagraphs:
+                # Torch frees the memory of CUDA graphs with the last of them, tensors that are still in it or not.
+                self._lasting_gradients.keep(self.module.parameters())
             tuning.step_ends(
                 measured=self._measured, sample=sample, made_for=functools.partial(self._circumstances, work)
             )

@@ -52,6 +52,10 @@ class ShapePolicy:
         self._known: set[Any] = set()
         self._calls: Counter[Any] = Counter()
 
+    def admit(self, args: Any, kwargs: Any) -> None:
+        """Have a call's shapes count as seen, so that they may compile."""
+        self._known.add(signature(args, kwargs))
+
     def stance(self, args: Any, kwargs: Any) -> str | None:
         """Torch's stance for the call: ``None`` where it may compile.
 

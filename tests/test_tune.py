@@ -7,19 +7,23 @@ import gc
 import json
 import math
 import pickle
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from against_eager import FLOAT32, assert_same_module, assert_same_values
-from models import FEATURES, Classifier, loader, seeded, trainer
+from models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 from torch._inductor.output_code import OutputCode
+from torch.utils.data import DataLoader
 from uncached import Uncached
 
 from compile_callbacks import CompileReport, CompileWarning, GraphPass, InductorCompile, InductorConfig, Tune
 from compile_callbacks.choices_store import Choice, ChoicesStore
+from compile_callbacks.events import CompileRecorder
 from compile_callbacks.markdown import to_markdown
 from compile_callbacks.timing import StepTimer
 from compile_callbacks.tune import as_settings, named
+from compile_callbacks.tuning import Observed, PhaseTuning
 
 # Two settings that compute the same in other code.
 PLAIN, UNFUSED = InductorConfig(), InductorConfig(options={"epilogue_fusion": False})
@@ -288,6 +292,78 @@ def test_keeping_it_compiled_keeps_what_is_proven(monkeypatch):
     module.net(torch.randn(4, FEATURES)).sum().backward()
     assert ours.report.train.graphs == graphs
     ours._session.end()
+
+
+@pytest.mark.parametrize("new_shapes", ["recompile", "eager", "raise"])
+def test_a_candidate_that_meets_the_odd_batch_first_runs_the_others_compiled_too(monkeypatch, new_shapes):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    sizes = [3 if i == 7 else 4 for i in range(40)]
+    batches = [(torch.randn(size, FEATURES), torch.randint(CLASSES, (size,))) for size in sizes]
+
+    def run(*callbacks):
+        module = seeded()
+        trainer(*callbacks).fit(module, DataLoader(batches, batch_size=None))
+        return module
+
+    ours = InductorCompile(Tune(["default"], steps=5), None, new_shapes=new_shapes)
+    compiled, eager = run(ours), run()
+    torch.testing.assert_close(compiled.losses, eager.losses, **FLOAT32)
+    assert ours.report.train.mode == "default"
+    assert ours.report.train.recompiles == 1  # the eighth step is a candidate's first, and its shape is compiled first
+
+
+@dataclass
+class Rank:
+    """One of several processes: what it sees, and the phase that it tunes."""
+
+    seen: list[str]
+    tuning: PhaseTuning
+
+
+def test_processes_that_agree_on_what_they_see_run_the_same_candidates():
+    class Switch:
+        def use(self, phase, config, name=None):
+            pass
+
+        choose = drop = use
+
+    class Timer(StepTimer):
+        def __init__(self, faster):
+            super().__init__()
+            self.ms = {None: 10.0, "default": 5.0, "aten": 6.0} | faster
+
+        def samples(self, phase, *, compiled, settings=None):
+            return {"w": (self.ms[settings],) * 20}
+
+    def agreed(what):
+        """What the first rank sees, which is asked first: a broadcast."""
+        if isinstance(what, Observed):
+            what = replace(what, graphs=1)
+        turns = len(said[rank])
+        said[rank].append(what)
+        return said[0][turns]
+
+    said = {0: [], 1: []}
+    ranks = []
+    for faster in ({}, {"aten": 1.0, "default": 20.0}):
+        tuning = PhaseTuning(
+            "train",
+            Tune(["default", "aten"], steps=10),
+            switch=Switch(),
+            recorder=CompileRecorder(),
+            timer=Timer(faster),
+            say=print,
+            agree=agreed,
+        )
+        tuning.begin(torch.device("cpu"), math.inf)
+        ranks.append(Rank([], tuning))
+    while ranks[0].tuning.winner is None:
+        for rank, one in enumerate(ranks):
+            one.tuning.step_begins(measured=True)
+            one.seen.append(one.tuning.in_force)
+            one.tuning.step_ends(measured=True, sample=rank == 0, made_for=dict)
+    assert ranks[0].seen == ranks[1].seen
+    assert [one.tuning.winner for one in ranks] == ["default", "default"]
 
 
 # ------------------------------------------------------------------------------------------ the infer phase
