@@ -23,6 +23,7 @@ from compile_callbacks.pass_library import (
 from compile_callbacks.passes import GraphPass, GraphPassError, graph_pass, pattern_pass
 from compile_callbacks.region import CompileError, CompileWarning
 from compile_callbacks.report import CompileReport, PhaseReport
+from compile_callbacks.tune import Tune
 
 __all__ = [
     "AOTInductorExport",
@@ -41,6 +42,7 @@ __all__ = [
     "RecordGraphs",
     "TritonMaxPoolBackward",
     "TritonSqueezeExcitation",
+    "Tune",
     "compile_phases",
     "export",
     "graph_pass",

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from compile_callbacks.architecture import architecture_key
-from compile_callbacks.config import InductorConfig
 from compile_callbacks.passes import pass_identity
 from compile_callbacks.phases import Phase
+from compile_callbacks.tune import Settings
 
 
 def artifacts_key(
-    module: nn.Module, configs: Mapping[Phase, InductorConfig | None], passes: Sequence[Any], device: torch.device
+    module: nn.Module, configs: Mapping[Phase, Settings], passes: Sequence[Any], device: torch.device
 ) -> str:
     """A hash of what compiled code depends on beside the code that it is compiled of: torch tells that apart itself.
 

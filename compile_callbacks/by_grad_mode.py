@@ -13,15 +13,16 @@ from torch import nn
 
 from compile_callbacks.artifacts import check_folder
 from compile_callbacks.choices import check_choice
-from compile_callbacks.config import Mode, as_config
+from compile_callbacks.config import InductorConfig, Mode
 from compile_callbacks.passes import as_passes
-from compile_callbacks.phases import PHASES
+from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSettings
 from compile_callbacks.report import CompileReport
 from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes
 from compile_callbacks.switch import compiled_parts
 from compile_callbacks.targets import Target, check_names, find_targets
+from compile_callbacks.tune import Settings, Tune, as_settings
 from compile_callbacks.verify import VERIFY, Verify
 
 
@@ -88,7 +89,10 @@ def compile_phases(
         raise TypeError(f"target={target!r} must be a module or a function")
     if targets is not None and not isinstance(target, nn.Module):
         raise ValueError(f"targets={targets!r} names parts of a module, and {target!r} is a function")
-    configs: Any = {"train": as_config(train_mode, "train_mode"), "infer": as_config(infer_mode, "infer_mode")}
+    configs: dict[Phase, Settings] = {
+        "train": _without_trainer(train_mode, "train_mode"),
+        "infer": _without_trainer(infer_mode, "infer_mode"),
+    }
     check_choice("on_error", on_error, ON_ERROR)
     check_choice("verify", verify, VERIFY)
     check_choice("new_shapes", new_shapes, NEW_SHAPES)
@@ -159,6 +163,16 @@ def restore(compiled: Any) -> None:
         ValueError: It is not compiled by `compile_phases`.
     """
     _session_or_error(compiled).end()
+
+
+def _without_trainer(mode: object, argument: str) -> InductorConfig | None:
+    settings = as_settings(mode, argument)
+    if isinstance(settings, Tune):
+        raise ValueError(
+            f"{argument}={mode!r} chooses by the times of a Trainer's steps, which compile_phases does not know; give "
+            "one mode or config"
+        )
+    return settings
 
 
 _HOLDER = "__compile_phases__"

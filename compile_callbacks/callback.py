@@ -14,7 +14,6 @@ from typing_extensions import override
 from compile_callbacks.artifacts import check_folder
 from compile_callbacks.checkpoint import KeyMatcher
 from compile_callbacks.choices import check_choice
-from compile_callbacks.config import InductorConfig, Mode, as_config
 from compile_callbacks.loggers import join_hparams, log_scalars, log_summary
 from compile_callbacks.pass_library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes import as_passes
@@ -23,9 +22,10 @@ from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSe
 from compile_callbacks.report import CompileReport, uncompiled_report
 from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes, signature
-from compile_callbacks.stages import expected_steps
+from compile_callbacks.stages import expected_steps, validation_batches
 from compile_callbacks.targets import adopt_compiled, check_names, find_targets
 from compile_callbacks.terminal import print_report, say
+from compile_callbacks.tune import Mode, Settings, as_settings
 from compile_callbacks.verify import VERIFY, Verify
 
 
@@ -38,8 +38,9 @@ class InductorCompile(Callback):
 
     Args:
         train_mode: Settings for training: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``,
-            ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), an `InductorConfig`, a mapping of
-            its fields, or ``None`` or ``"eager"`` for not compiled.
+            ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), a template's name, an
+            `InductorConfig`, a mapping of its fields, or ``None`` or ``"eager"`` for not compiled. ``"auto"`` or a
+            `Tune`, or a mapping of its fields: what measurements choose.
         infer_mode: Settings for sanity check, validation, test and predict; the same choices.
         targets: What to compile: dotted names of submodules or methods (``"net"``, ``"training_step"``), or
             globs (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None`` takes that
@@ -55,7 +56,8 @@ class InductorCompile(Callback):
         new_shapes: What an input of a shape not seen before does: ``"recompile"``; ``"eager"``, run eagerly
             unless a compiled graph fits (a shape that keeps coming back is compiled after all); ``"raise"``.
         cache_dir: A folder in which compile artifacts are kept across runs and machines: made where it is not there,
-            and loaded from only where nobody else can write to it (docs/warm_start.md). ``None`` keeps none.
+            and loaded from only where nobody else can write to it (docs/warm_start.md). What was chosen among
+            candidates is kept in ``choices`` below it, and checked in a few steps by the next run. ``None`` keeps none.
         keep_compiled: Leave the module compiled after the trainer is done. Calls then choose the phase by
             whether grad is enabled.
 
@@ -84,9 +86,9 @@ class InductorCompile(Callback):
         cache_dir: str | os.PathLike[str] | None = None,
         keep_compiled: bool = False,
     ) -> None:
-        self.configs: dict[Phase, InductorConfig | None] = {
-            "train": as_config(train_mode, "train_mode"),
-            "infer": as_config(infer_mode, "infer_mode"),
+        self.configs: dict[Phase, Settings] = {
+            "train": as_settings(train_mode, "train_mode"),
+            "infer": as_settings(infer_mode, "infer_mode"),
         }
         self.targets = check_names(targets)
         self.passes = as_passes(passes, "passes")
@@ -316,7 +318,9 @@ class InductorCompile(Callback):
             session.resume(self._earlier_state)
             self._earlier_state = None
         if not session.running:
-            session.begin(expected_steps(trainer))
+            session.begin(expected_steps(trainer), precision=str(trainer.precision))
+        if phase == "infer" and trainer.state.fn == "fit":
+            session.expect(phase, validation_batches(trainer))
         session.enter(phase, weights_stand_still=trainer.state.fn != "fit")
 
     def _step_begins(self, trainer: Trainer, batch_idx: int) -> None:
@@ -345,7 +349,7 @@ class InductorCompile(Callback):
         """The table in the loggers, and after a fit or a first run in the terminal."""
         report = self.report
         log_summary(trainer.loggers, report, trainer.global_step, self._recorded_graphs())
-        if self._session is None or not report.scalars():
+        if self._session is None or not report.has_figures:
             return
         self._session.judge()
         if trainer.is_global_zero and (trainer.state.fn == "fit" or not self._printed):

@@ -285,12 +285,18 @@ class InductorConfig:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-Mode = str | Mapping[str, Any] | InductorConfig | None
-"""What a phase's settings may be given as."""
+Mode = str | InductorConfig | Mapping[str, Any] | None
+"""What a phase's settings may be given as. The class comes before the mapping, which LightningCLI would take YAML's
+``class_path`` for."""
 
 
-def as_config(value: object, argument: str) -> InductorConfig | None:
+def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> InductorConfig | None:
     """The config that a ``train_mode`` or ``infer_mode`` stands for; ``None`` where it is not to be compiled.
+
+    Args:
+        value: What was given.
+        argument: The argument that it was given for.
+        also: Mode strings that the argument takes beside these, to be named among the choices.
 
     Raises:
         ValueError: An unknown mode or field.
@@ -303,7 +309,7 @@ def as_config(value: object, argument: str) -> InductorConfig | None:
     if isinstance(value, str):
         if value in templates.names():
             return InductorConfig(template=value)
-        _check_mode(value, argument, also=(EAGER, *templates.names()))
+        _check_mode(value, argument, also=(EAGER, *also, *templates.names()))
         return InductorConfig(mode=value)
     if isinstance(value, Mapping):
         known = [f.name for f in fields(InductorConfig)]

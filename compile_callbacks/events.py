@@ -28,11 +28,12 @@ CompilePart = Literal["graph", "backward", "cudagraph"]
 
 
 class Owner(NamedTuple):
-    """The target and phase that a compile is for, and whether weights are baked in."""
+    """The target and phase that a compile is for, whether weights are baked in, and the settings if they are tried."""
 
     target: str
     phase: Phase
     frozen: bool = False
+    settings: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class CompileEvent:
             that torch put off; ``"cudagraph"``, a recording.
         target: Name of the target.
         phase: The phase it was compiled for.
+        settings: The candidate of a `Tune` that it happened to, in a line; ``None`` where nothing is tuned.
         seconds: How long it took (kind ``"compile"``).
         backward_seconds: How much of it went into the backward graph.
         graphs: How many graphs were compiled (kind ``"compile"``).
@@ -61,6 +63,7 @@ class CompileEvent:
     target: str
     phase: Phase
     part: CompilePart | None = None
+    settings: str | None = None
     seconds: float | None = None
     backward_seconds: float | None = None
     graphs: int = 0
@@ -161,7 +164,7 @@ class CompileRecorder:
 
     def add(self, kind: EventKind, owner: Owner, **what: Any) -> CompileEvent:
         """Record something that happened to a target."""
-        event = CompileEvent(kind=kind, target=owner.target, phase=owner.phase, **what)
+        event = CompileEvent(kind=kind, target=owner.target, phase=owner.phase, settings=owner.settings, **what)
         self.events.append(event)
         return event
 

@@ -93,7 +93,7 @@ def log_summary(
         graphs: Graphs that were recorded in the run, for TensorBoard's text tab.
     """
     for logger in loggers:
-        if report.scalars():
+        if report.has_figures:
             with _costs_its_numbers_only(logger):
                 _summarize(logger, report, step)
                 if _tensorboard().is_writer(_experiment(logger)):
@@ -145,7 +145,7 @@ def _leave_hparams(logger: TensorBoardLogger, report: CompileReport) -> None:
     if joined is None or logger.hparams:
         return
     joined.leave()
-    if report.scalars():
+    if report.has_figures:
         _entry_writer(logger, lambda: report)({}, {})
 
 

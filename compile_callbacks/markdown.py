@@ -44,6 +44,9 @@ def to_markdown(report: CompileReport, environment: Mapping[str, str]) -> str:
         parts.append("No graph breaks, recompiles or fallbacks.")
     if rows := [_pass_row(phase, run) for phase in PHASES for run in report.phase(phase).passes]:
         parts += ["### Graph passes", _table(("phase", "target", "pass", "hook point", "graph", "nodes", "ms"), rows)]
+    if rows := [_trial_row(phase, trial) for phase in PHASES for trial in report.phase(phase).trials]:
+        heads = ("phase", "candidate", "median ms", "95% ms", "samples", "compile s", "verdict", "reason")
+        parts += ["### Candidates", _table(heads, rows)]
     parts += ["### Environment", _table(("", "version or name"), environment.items())]
     return "\n\n".join(parts) + "\n"
 
@@ -60,6 +63,14 @@ def _pass_row(phase: Phase, run: Mapping[str, Any]) -> tuple[str, ...]:
         graph, ms = run["graph"], f"{run['seconds'] * 1000:.1f}"
         nodes = counts if run["changed"] else f"{run['nodes_before']}, changed nothing"
     return phase, run["target"], run["name"], run["hook"], graph, nodes, ms
+
+
+def _trial_row(phase: Phase, trial: Mapping[str, Any]) -> tuple[str, ...]:
+    numbers = [(trial["median_ms"], ".2f"), (trial["high_ms"], ".2f"), (trial["samples"], "d")]
+    cells = [
+        "-" if value is None else format(value, form) for value, form in [*numbers, (trial["compile_seconds"], ".1f")]
+    ]
+    return phase, trial["candidate"], *cells, trial["verdict"], trial["reason"] or "-"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

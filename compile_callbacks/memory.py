@@ -13,6 +13,9 @@ _MEASURED_STEPS = 5
 longer than a steady step should pay, and resets the peak that the user's own code may read."""
 
 
+_Way = tuple[Phase, bool, str | None]
+
+
 class PeakMemory:
     """Measures the first undisturbed steps of each phase, eager and compiled, and no more.
 
@@ -21,13 +24,13 @@ class PeakMemory:
     """
 
     def __init__(self) -> None:
-        self._peak_bytes: dict[tuple[Phase, bool], int] = {}
-        self._measured: Counter[tuple[Phase, bool]] = Counter()
-        self._running: tuple[Phase, bool] | None = None
+        self._peak_bytes: dict[_Way, int] = {}
+        self._measured: Counter[_Way] = Counter()
+        self._running: _Way | None = None
 
-    def start(self, phase: Phase, *, compiled: bool) -> None:
-        """A step begins on a GPU."""
-        key = phase, compiled
+    def start(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> None:
+        """A step begins on a GPU; ``settings``, what it is compiled with, where the phase has had several."""
+        key = phase, compiled, settings
         self._running = key if self._measured[key] < _MEASURED_STEPS else None
         if self._running:
             torch.cuda.reset_peak_memory_stats()
@@ -40,7 +43,7 @@ class PeakMemory:
         self._measured[key] += 1
         self._peak_bytes[key] = max(self._peak_bytes.get(key, 0), torch.cuda.max_memory_allocated())
 
-    def peak_mb(self, phase: Phase, *, compiled: bool) -> float | None:
+    def peak_mb(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> float | None:
         """The peak in MiB, or ``None`` where none was measured."""
-        peak = self._peak_bytes.get((phase, compiled))
+        peak = self._peak_bytes.get((phase, compiled, settings))
         return None if peak is None else peak / 2**20

@@ -7,7 +7,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -72,11 +72,18 @@ class RegionSettings:
         on_error: What a failure of the compiler does.
         verify: What a difference from eager on the first call does.
         new_shapes: What an unseen input shape does.
+        on_trial: Whether the settings are candidates of a `Tune`: what fails or differs runs eagerly, whatever else is
+            asked for, and is left to the `Tune`; what there is to say is said when they are chosen.
     """
 
     on_error: OnError = "eager"
     verify: Verify = "off"
     new_shapes: NewShapes = "recompile"
+    on_trial: bool = False
+
+    def for_trial(self) -> RegionSettings:
+        """These settings while candidates are tried."""
+        return replace(self, on_error="eager", verify="off" if self.verify == "off" else "eager", on_trial=True)
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class CompiledRegion:
         isolation: Shared with the regions of the same switch.
         settings: What the region does beside compiling.
         frozen: Bake the weights in, and anew when they changed; see `WeightWatch` and `suspect_weights`.
+        name: What the settings are called, where the phase has several.
     """
 
     def __init__(
@@ -115,9 +123,10 @@ class CompiledRegion:
         isolation: Isolation | None = None,
         settings: RegionSettings | None = None,
         frozen: bool = False,
+        name: str | None = None,
     ) -> None:
         self.target = target
-        self.owner = Owner(target.name, phase, frozen)
+        self.owner = Owner(target.name, phase, frozen, name)
         self.ran = False
         self._settings = settings or RegionSettings()
         self._config = config
@@ -171,11 +180,16 @@ class CompiledRegion:
             recorder.owner, recorder.on_trace = outer, outer_on_trace
         if failure is not None:
             result = self._without_compiler(failure, args, kwargs)
-        while self._unsaid:  # after the call: within the backend, a warning that is made an error would end in Dynamo
+        while (
+            self._unsaid and not self._settings.on_trial
+        ):  # after the call: within the backend, a warning that is made an error would end in Dynamo
             warnings.warn(self._unsaid.pop(0), CompileWarning, stacklevel=2)
         return result
 
     def _compiled_call(self, args: Any, kwargs: Any) -> Any:
+        if self._settings.on_trial:
+            # The first call of a candidate may be the odd one of a run, the last batch of an epoch for example.
+            self._shapes.admit(args, kwargs)
         if self._unverified:
             self._shapes.stance(args, kwargs)  # the first call's shapes are known from here on
             return self._verified_call(args, kwargs)
@@ -208,6 +222,15 @@ class CompiledRegion:
         """Have calls with inputs of these shapes compile, whatever new shapes do."""
         self._shapes.admit(args, kwargs)
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether the settings are candidates of a `Tune`."""
+        return self._settings.on_trial
+
+    def choose(self, settings: RegionSettings) -> None:
+        """The settings are on trial no more; what there was to say meanwhile is said at the next call."""
+        self._settings = settings
+
     def _folded_graphs(self) -> list[FoldedGraph]:
         """The folded graphs that are still in use."""
         return [graph for reference in self._folded if (graph := reference()) is not None]
@@ -232,7 +255,7 @@ class CompiledRegion:
         except RuntimeError as error:
             if stance not in str(error):
                 raise
-        target, phase, _ = self.owner
+        target, phase = self.owner[:2]
         raise CompileError(
             f"target {target!r} was called in the {phase} phase with inputs of the shapes {shapes((args, kwargs))}, "
             "for which it is not compiled, and new_shapes='raise'; give 'recompile' or 'eager' to admit them"
@@ -263,11 +286,14 @@ class CompiledRegion:
 
     def _judge(self, compared: Comparison) -> None:
         """Report a comparison, and do what the user asked for where it found a difference."""
-        target, phase, _ = self.owner
+        target, phase = self.owner[:2]
         self._recorder.add(
             "verify", self.owner, reason=compared.problem or compared.left_out, max_abs_error=compared.max_abs_error
         )
         if compared.problem is None:
+            return
+        if self._settings.on_trial:
+            self._gave_up = True
             return
         message = f"target {target!r} does not compute in the {phase} phase what it does eagerly: {compared.problem}"
         if self._settings.verify == "raise":
@@ -356,12 +382,14 @@ class CompiledRegion:
         failure = _failed_pass(error)
         if failure is None or self._settings.on_error == "raise":
             return None
+        if self._settings.on_trial and any(failure.failed is own for own in self._config.passes):
+            return None  # without the pass it would be other settings that are tried
         attempt.runs.clear()
         attempt.skipped.append(failure.failed)
         self._recorder.add("pass_skipped", self.owner, reason=str(failure))
         if not any(failure.failed is other for other in self._passes_said):
             self._passes_said.append(failure.failed)
-            target, phase, _ = self.owner
+            target, phase = self.owner[:2]
             self._unsaid.append(
                 f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without it (each time: "
                 f"callback.report.{phase}.events; on_error='raise' ends the run)"
@@ -422,7 +450,7 @@ class CompiledRegion:
         # Where the error is the user's own, the eager call raises it as it is, with its own traceback.
         result = self._eager(*args, **kwargs)
         if self._settings.on_error == "raise":
-            target, phase, _ = self.owner
+            target, phase = self.owner[:2]
             raise CompileError(
                 f"compiling target {target!r} for the {phase} phase failed: {_describe(failure)}"
             ) from failure
@@ -435,7 +463,7 @@ class CompiledRegion:
         self._recorder.add("fallback", self.owner, reason=reason)
         if not self._warned:
             self._warned = True
-            target, phase, _ = self.owner
+            target, phase = self.owner[:2]
             self._unsaid.append(
                 f"target {target!r} runs eagerly in the {phase} phase, because the compiler failed: "
                 f"{in_one_line(reason)} (the whole of it: callback.report.{phase}.events; more: "

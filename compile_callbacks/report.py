@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from compile_callbacks.config import EAGER, InductorConfig
-from compile_callbacks.events import CompileEvent, CompileRecorder
+from compile_callbacks.config import EAGER
+from compile_callbacks.events import CompileEvent, CompileRecorder, EventKind
 from compile_callbacks.memory import PeakMemory
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.table import labels_and_cells, plain_table
 from compile_callbacks.timing import StepTimer, median_ms, spread_ms
+from compile_callbacks.trial import Trial
+from compile_callbacks.tune import Settings, Tune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +22,11 @@ class PhaseReport:
     """What compiling one phase cost and gained. What was not measured is ``None``.
 
     Attributes:
-        mode: The settings, in a line; ``"eager"`` where the phase is not compiled.
+        mode: The settings, in a line; ``"eager"`` where the phase is not compiled. Of a `Tune`, what was chosen; the
+            other figures are of that too, unless something else is said.
         targets: Names of the targets.
-        compile_seconds: Time spent compiling so far, forward, backward and CUDA-graph recording.
+        compile_seconds: Time spent compiling so far, forward, backward and CUDA-graph recording; of a `Tune`, all
+            candidates together.
         graphs: Graphs compiled.
         graph_breaks: Places where torch ended a graph early.
         recompiles: Compiles because a guard of an earlier one failed.
@@ -50,6 +54,7 @@ class PhaseReport:
         passes: What custom graph passes did, a mapping for each pass and graph, in order: ``target``, ``name``,
             ``hook``, and either the fields of `PassRun` or, where the graph came out of torch's cache as the pass had
             left it, ``from_cache``.
+        trials: What came of each candidate of a `Tune`, eager first, a mapping of the fields of `Trial` for each.
         restored: Names of the figures that come from the run that this one resumes.
         events: What is behind the counts, in order.
     """
@@ -79,6 +84,7 @@ class PhaseReport:
     fallbacks: int = 0
     skipped_passes: int = 0
     passes: tuple[dict[str, Any], ...] = ()
+    trials: tuple[dict[str, Any], ...] = ()
     restored: tuple[str, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
 
@@ -101,7 +107,7 @@ class PhaseReport:
 
     def scalars(self, phase: Phase) -> dict[str, float]:
         """What was measured, under the names that loggers get."""
-        if self.mode == EAGER or self.compile_seconds is None:
+        if self.compile_seconds is None:
             return {}
         values: dict[str, float | None] = {
             f"compile/{phase}/seconds": self.compile_seconds,
@@ -163,40 +169,66 @@ class CompileReport:
     def __str__(self) -> str:
         """A table of plain text, a row for each figure and a column for each phase."""
         table = plain_table([("", *PHASES)], labels_and_cells([self.phase(phase) for phase in PHASES]))
+        return "\n".join([table, *self.notes()])
+
+    def notes(self) -> list[str]:
+        """What the table has no room for, a line each."""
+        notes = [
+            f"{phase}: {trial['candidate']} {_VERDICT_NOTES[trial['verdict']]}: {trial['reason']}"
+            for phase in PHASES
+            for trial in self.phase(phase).trials
+            if trial["reason"] and trial["verdict"] in _VERDICT_NOTES
+        ]
         restored = sorted({name for phase in PHASES for name in self.phase(phase).restored})
-        lines = [table]
         if restored:
-            lines.append(f"from the run before this one: {', '.join(restored)}")
+            notes.append(f"from the run before this one: {', '.join(restored)}")
         if self.artifacts is not None:
             loaded, saved = self.artifacts["loaded_mb"], self.artifacts["saved_mb"]
-            lines.append(f"compile artifacts: {loaded:.1f} MB loaded, {saved:.1f} MB saved, {self.artifacts['path']}")
-        return "\n".join(lines)
+            notes.append(f"compile artifacts: {loaded:.1f} MB loaded, {saved:.1f} MB saved, {self.artifacts['path']}")
+        return notes
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether anything was compiled, or could have been and was found not to be worth it."""
+        return bool(self.scalars()) or any(t["verdict"] != "undecided" for p in PHASES for t in self.phase(p).trials)
+
+
+_VERDICT_NOTES = {"failed": "failed", "wrong": "is wrong", "not tried": "was not tried", "chosen": "is chosen"}
 
 
 def build_phase_report(
     phase: Phase,
-    config: InductorConfig | None,
+    settings: Settings,
     targets: tuple[str, ...],
     recorder: CompileRecorder,
     timer: StepTimer,
     memory: PeakMemory,
+    *,
+    trials: Sequence[Trial] = (),
 ) -> PhaseReport:
     """Put together what the recorder, the timer and the memory know of a phase."""
+    chosen = next((trial.candidate for trial in trials if trial.verdict == "chosen"), None)
+    config = None if chosen == EAGER else settings
+    of_tune = chosen if isinstance(settings, Tune) else None
+
+    def of(kind: EventKind) -> list[CompileEvent]:
+        return [e for e in recorder.of(phase, kind) if of_tune is None or e.settings in (None, of_tune)]
+
     compiles = recorder.of(phase, "compile")
-    times = timer.times(phase)
+    times = timer.times(phase, of_tune)
     eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
     seconds = sum(event.seconds or 0 for event in compiles) if compiles else None
-    folded_mb = [event.folded_mb for event in recorder.of(phase, "fold") if event.folded_mb is not None]
+    folded_mb = [event.folded_mb for event in of("fold") if event.folded_mb is not None]
     counts = [len(side) for side in (times.eager_ms, times.compiled_ms) if side]
     return PhaseReport(
-        mode=config.describe() if config else EAGER,
+        mode=chosen or (config.describe() if config else EAGER),
         targets=targets if config else (),
         compile_seconds=seconds,
-        graphs=sum(event.graphs for event in compiles),
-        graph_breaks=len(recorder.of(phase, "graph_break")),
-        recompiles=len(recorder.of(phase, "recompile")),
-        cache_hits=sum(event.cache_hits for event in recorder.of(phase, "cache")),
-        cache_misses=sum(event.cache_misses for event in recorder.of(phase, "cache")),
+        graphs=sum(event.graphs for event in of("compile")),
+        graph_breaks=len(of("graph_break")),
+        recompiles=len(of("recompile")),
+        cache_hits=sum(event.cache_hits for event in of("cache")),
+        cache_misses=sum(event.cache_misses for event in of("cache")),
         eager_step_ms=eager_ms,
         eager_spread_ms=spread_ms(times.eager_ms),
         compiled_step_ms=compiled_ms,
@@ -204,18 +236,21 @@ def build_phase_report(
         speedup=eager_ms / compiled_ms if eager_ms is not None and compiled_ms else None,
         samples=min(counts) if counts else None,
         break_even_steps=break_even_steps(seconds, eager_ms, compiled_ms),
-        seconds_saved=seconds_saved(timer.steps[phase, True], eager_ms, compiled_ms),
+        seconds_saved=seconds_saved(timer.compiled_steps(phase, of_tune), eager_ms, compiled_ms),
         eager_peak_memory_mb=memory.peak_mb(phase, compiled=False),
-        peak_memory_mb=memory.peak_mb(phase, compiled=True),
+        peak_memory_mb=memory.peak_mb(phase, compiled=True, settings=of_tune),
         folded_mb=sum(folded_mb) if folded_mb else None,
         weight_refreshes=recorder.weight_refreshes[phase] if folded_mb else None,
-        max_abs_error=max(
-            (e.max_abs_error for e in recorder.of(phase, "verify") if e.max_abs_error is not None), default=None
+        max_abs_error=max((e.max_abs_error for e in of("verify") if e.max_abs_error is not None), default=None),
+        verified=_verdict(of("verify")),
+        fallbacks=len(of("fallback")),
+        skipped_passes=len(of("pass_skipped")),
+        trials=tuple(trial.to_dict() for trial in trials),
+        passes=tuple(
+            {"target": owner.target, **run}
+            for owner, run in recorder.pass_runs
+            if owner.phase == phase and (of_tune is None or owner.settings == of_tune)
         ),
-        verified=_verdict(recorder.of(phase, "verify")),
-        fallbacks=len(recorder.of(phase, "fallback")),
-        skipped_passes=len(recorder.of(phase, "pass_skipped")),
-        passes=tuple({"target": owner.target, **run} for owner, run in recorder.pass_runs if owner.phase == phase),
         restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
         events=tuple(event.to_dict() for event in recorder.events if event.phase == phase),
     )
@@ -230,7 +265,7 @@ def _verdict(comparisons: Sequence[CompileEvent]) -> str | None:
     return "equal" if comparisons else None
 
 
-def uncompiled_report(configs: Mapping[Phase, InductorConfig | None]) -> CompileReport:
+def uncompiled_report(configs: Mapping[Phase, Settings]) -> CompileReport:
     """The report of settings with which nothing has run yet."""
     phases = {phase: PhaseReport(mode=config.describe() if config else EAGER) for phase, config in configs.items()}
     return CompileReport(train=phases["train"], infer=phases["infer"])

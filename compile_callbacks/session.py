@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,24 @@ import torch
 from torch import nn
 
 from compile_callbacks.baseline import Baseline
+from compile_callbacks.choices_store import Choice, ChoicesStore, circumstances
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.cudagraphs import LastingGradients
 from compile_callbacks.events import CompileRecorder, Owner
+from compile_callbacks.idle import idle_cache_dir, idle_cudagraphs, idle_folding, limits_reached, why_uncompiled
 from compile_callbacks.memory import PeakMemory
+from compile_callbacks.once import WarnOnce
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.progress import CompileProgress
-from compile_callbacks.region import CompileWarning, RegionSettings
+from compile_callbacks.region import RegionSettings
 from compile_callbacks.report import CompileReport, build_phase_report
 from compile_callbacks.switch import PhaseSwitch
 from compile_callbacks.targets import Target
 from compile_callbacks.timing import StepTimer
+from compile_callbacks.tune import Settings, Tune
+from compile_callbacks.tuning import PhaseTuning
 from compile_callbacks.warm_start import WarmStart
-
-_SAMPLES_TO_JUDGE = 5  # fewer say nothing about whether compiled steps are slower
+from compile_callbacks.watch import Watch
 
 
 class CompileSession:
@@ -33,11 +37,11 @@ class CompileSession:
     Args:
         module: The root module.
         targets: What is compiled of it.
-        configs: The settings by phase; ``None`` leaves a phase eager.
+        configs: The settings by phase, or candidates for them; ``None`` leaves a phase eager.
         passes: Graph passes for both phases.
         baseline_steps: Eager samples wanted in each phase.
         settings: What to do on failures, differences from eager and new shapes.
-        cache_dir: Where compile artifacts are kept across runs.
+        cache_dir: Where compile artifacts, and choices among candidates, are kept across runs.
         say: Takes a line of text while something compiles.
     """
 
@@ -45,7 +49,7 @@ class CompileSession:
         self,
         module: nn.Module,
         targets: Sequence[Target],
-        configs: Mapping[Phase, InductorConfig | None],
+        configs: Mapping[Phase, Settings],
         *,
         passes: Sequence[Any] = (),
         baseline_steps: int = 0,
@@ -54,14 +58,25 @@ class CompileSession:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module = module
-        self._configs = dict(configs)
+        self._settings = dict(configs)
         self._warm_start = WarmStart(cache_dir, configs, passes) if cache_dir and any(configs.values()) else None
+        tunes = {phase: given for phase, given in configs.items() if isinstance(given, Tune)}
+        self._configs: dict[Phase, InductorConfig | None] = {
+            phase: given if isinstance(given, InductorConfig) else None for phase, given in configs.items()
+        }
         progress = CompileProgress(say)
         self._recorder = CompileRecorder(on_start=progress.compile_begins, on_end=progress.compile_ends)
         self._timer = StepTimer()
         self._memory = PeakMemory()
-        self._switch = PhaseSwitch(targets, configs, passes=passes, recorder=self._recorder, settings=settings)
-        self._baselines = {phase: Baseline(baseline_steps if config else 0) for phase, config in configs.items()}
+        self._switch = PhaseSwitch(targets, self._configs, passes=passes, recorder=self._recorder, settings=settings)
+        # A phase that is tuned measures eager steps among those of its candidates.
+        self._baselines = {phase: Baseline(baseline_steps if config else 0) for phase, config in self._configs.items()}
+        self._tunings = {
+            phase: PhaseTuning(phase, tune, switch=self._switch, recorder=self._recorder, timer=self._timer, say=say)
+            for phase, tune in tunes.items()
+        }
+        self._choices = ChoicesStore(cache_dir / "choices") if cache_dir else None
+        self._precision = ""
         self._target_names = tuple(target.name for target in targets)
         self._lasting_gradients = LastingGradients()
         self._before: CompileReport | None = None
@@ -71,7 +86,9 @@ class CompileSession:
         self._frozen = False
         self._cuda = False
         self._seen_before_step = (0, 0)
-        self._warned: set[Any] = set()
+        self._measured = self._first = False
+        self._warn = WarnOnce()
+        self._watch = Watch(self._recorder, self._timer)
 
     # ------------------------------------------------------------------------------------------ a trainer run
 
@@ -80,11 +97,12 @@ class CompileSession:
         """Whether a trainer run is under way."""
         return self._running
 
-    def begin(self, expected_steps: Mapping[Phase, float]) -> None:
+    def begin(self, expected_steps: Mapping[Phase, float], *, precision: str = "") -> None:
         """A trainer run begins: compile in place, and plan the baselines.
 
         Args:
             expected_steps: Steps to come by phase, ``math.inf`` where that is not known.
+            precision: The trainer's precision.
         """
         self._running = True
         self._cuda = _on_cuda(self.module)
@@ -95,6 +113,10 @@ class CompileSession:
         self._switch.install()
         for phase, steps in expected_steps.items():
             self._baselines[phase].plan(steps)
+        self._precision = precision
+        for phase, tuning in self._tunings.items():
+            tuning.begin(_device(self.module), expected_steps.get(phase, 0), self._choices)
+            self._configs[phase] = tuning.config
 
     def end(self, *, keep_compiled: bool = False) -> None:
         """The trainer run is over: the module is an ordinary one again, unless it is to stay compiled."""
@@ -102,8 +124,12 @@ class CompileSession:
         self._recorder.stop()
         self._timer.abandon()
         self._keep_artifacts()
-        self._warn_of_idle_cache_dir()
+        if self._warm_start is not None:
+            for message in idle_cache_dir(self._warm_start, self._recorder):
+                self._warn("cache_dir", message)
         if keep_compiled:
+            for tuning in self._tunings.values():
+                tuning.settle("the run ended before all steps were taken")
             self._switch.select_by_grad_mode()
         else:
             self._switch.remove()
@@ -154,6 +180,11 @@ class CompileSession:
         self._frozen = weights_stand_still
         self._select(compiled=True)
 
+    def expect(self, phase: Phase, steps: float) -> None:
+        """Tell how many steps of a phase the run has, where that was not known when it began."""
+        if (tuning := self._tunings.get(phase)) is not None:
+            tuning.expect(steps)
+
     def step_begins(self, *, first: bool = False, measured: bool = True) -> None:
         """A batch begins.
 
@@ -163,12 +194,15 @@ class CompileSession:
         """
         if first:
             self._switch.suspect_weights()
+        self._measured, self._first = measured, first
+        if (tuning := self._tunings.get(self._phase)) is not None:
+            self._configs[self._phase] = tuning.step_begins(measured=measured)
         self._select(compiled=not (measured and self._baselines[self._phase].running))
         self._seen_before_step = self._recorder.compiles_seen, self._recorder.traces_seen
         if self._cuda:
             torch.compiler.cudagraph_mark_step_begin()
             if measured:
-                self._memory.start(self._phase, compiled=self._compiled)
+                self._memory.start(self._phase, compiled=self._compiled, settings=self._candidate)
         if measured:
             self._timer.start(cuda=self._cuda)
 
@@ -189,37 +223,42 @@ class CompileSession:
             work: What was to be done in it; steps of equal work are compared.
         """
         compiles_before, traces_before = self._seen_before_step
+        tuning = self._tunings.get(self._phase)
         sample = self._timer.stop(
             self._phase,
             compiled=self._compiled,
-            work=work,
+            # A stage's first batch finds weights to be folded anew, and with frozen weights other code runs.
+            work=work if tuning is None else (work, self._first, self._frozen),
             disturbed=self._recorder.compiles_seen != compiles_before,
+            settings=self._candidate,
         )
         if self._cuda:
             self._memory.stop(traced=self._recorder.traces_seen != traces_before)
         if self._baselines[self._phase].running and not self._compiled:
             self._baselines[self._phase].step(sample=sample)
+        if tuning is not None:
+            config = self._configs[self._phase]
+            if tuning.winner is None and config is not None and config.uses_cudagraphs:
+                # Torch frees the memory of CUDA graphs with the last of them, tensors that are still in it or not.
+                self._lasting_gradients.keep(self.module.parameters())
+            tuning.step_ends(
+                measured=self._measured, sample=sample, made_for=functools.partial(self._circumstances, work)
+            )
+            self._configs[self._phase] = tuning.config
         self._select(compiled=True)
 
     def leave(self, phase: Phase) -> None:
         """A stage of this phase ends: say what ran and was not compiled, unless that has been said."""
         self._recorder.collect()
-        for owner, reason in self._recorder.limits_hit.items():
-            self._warn_once(
-                (owner, "limit"),
-                f"target {owner.target!r} reached torch's recompile limit in the {owner.phase} phase, and runs eagerly "
-                f"wherever no graph fits that it has; the last reason to compile anew: {reason} (all of them: "
-                f"callback.report.{owner.phase}.events; dynamic=True in {owner.phase}_mode, or a fixed shape, needs "
-                "fewer graphs)",
-            )
+        for owner, message in limits_reached(self._recorder):
+            if not self._is_tried(owner):
+                self._warn((owner, "limit"), message)
         for region in self._switch.regions(phase):
-            if region.ran and not self._heard_of(region.owner):
-                self._warn_once(
-                    region.owner[:2],
-                    f"target {region.owner.target!r} ran in the {phase} phase without a compiled graph: "
-                    f"{self._why(region.owner)}",
-                )
-        self._warn_of_idle_folding(phase)
+            if region.ran and not region.on_trial and (why := why_uncompiled(region.owner, self._recorder)):
+                self._warn(region.owner[:2], why)
+        for message in idle_folding(phase, self._configs[phase], self._recorder):
+            self._warn((phase, "fold"), message)
+        self._judge(phase)
         self._keep_artifacts()
 
     # ------------------------------------------------------------------------------------------ what was measured
@@ -228,42 +267,48 @@ class CompileSession:
         """What was measured so far."""
         self._recorder.collect()
         phases = {
-            phase: build_phase_report(phase, config, self._target_names, self._recorder, self._timer, self._memory)
-            for phase, config in self._configs.items()
+            phase: build_phase_report(
+                phase,
+                settings,
+                self._target_names,
+                self._recorder,
+                self._timer,
+                self._memory,
+                trials=self._tunings[phase].trials() if phase in self._tunings else (),
+            )
+            for phase, settings in self._settings.items()
         }
         artifacts = self._warm_start.report() if self._warm_start else None
         return CompileReport(train=phases["train"], infer=phases["infer"], artifacts=artifacts, before=self._before)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to know, as plain data: the report, and the baseline's samples."""
+        """What a resumed run needs to know, as plain data: the report, the baseline's samples, and what was chosen."""
         baselines = {phase: {w: list(ms) for w, ms in self._timer.baseline(phase).items()} for phase in PHASES}
-        return {"report": self.report().to_dict(), "baselines": baselines, "device": self._device_name()}
+        return {
+            "report": self.report().to_dict(),
+            "baselines": baselines,
+            "device": self._device_name(),
+            "choices": {phase: choice for phase, tuning in self._tunings.items() if (choice := tuning.choice())},
+        }
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on from an earlier run's `state_dict`: its baseline is not measured again on the same device."""
         self._before = CompileReport.from_dict({**state["report"], "before": None})
         if state["device"] != self._device_name():
             return
+        for phase, choice in state.get("choices", {}).items():  # states before `Tune` have none
+            if phase in self._tunings:
+                found = Choice(candidate=choice["candidate"], key=choice["key"])
+                self._tunings[phase].recall(choice["fingerprint"], found)
         for phase in PHASES:
             self._timer.restore(phase, state["baselines"][phase])
             if state["baselines"][phase]:
                 self._baselines[phase].skip()
 
     def judge(self) -> None:
-        """Warn where compiled steps turn out slower than eager ones."""
-        report = self.report()
+        """Warn where compiled steps turn out slower than eager ones, and of the cause."""
         for phase in PHASES:
-            measured = report.phase(phase)
-            if measured.speedup is None or (measured.samples or 0) < _SAMPLES_TO_JUDGE:
-                continue
-            noise = max(measured.eager_spread_ms or 0, measured.compiled_spread_ms or 0)
-            if (measured.compiled_step_ms or 0) - (measured.eager_step_ms or 0) > noise:
-                self._warn_once(
-                    phase,
-                    f"compiled {phase} steps are slower than eager ones ({measured.compiled_step_ms:.2f} ms against "
-                    f"{measured.eager_step_ms:.2f} ms) and never pay for compiling; {phase}_mode=None leaves the "
-                    "phase eager",
-                )
+            self._judge(phase)
 
     # ------------------------------------------------------------------------------------------ what these call
 
@@ -275,66 +320,49 @@ class CompileSession:
         if self._warm_start is not None:
             self._warm_start.save()
 
-    def _heard_of(self, owner: Owner) -> bool:
-        return any(
-            event.kind == "fallback" or event.graphs
-            for event in self._recorder.events
-            if (event.target, event.phase) == owner[:2]
-        )
+    @property
+    def _candidate(self) -> str | None:
+        """The candidate that the step runs with, where the phase is tuned."""
+        tuning = self._tunings.get(self._phase)
+        return tuning.in_force if tuning is not None else None
 
-    def _why(self, owner: Owner) -> str:
-        """Torch's reason for compiling nothing of a target."""
-        reasons = [
-            event.reason
-            for event in self._recorder.of(owner.phase, "graph_break")
-            if event.target == owner.target and event.reason
-        ]
-        return reasons[-1] if reasons else "torch gives no reason; nothing in it may be there to compile"
+    def _is_tried(self, owner: Owner) -> bool:
+        """Whether something happened to a candidate that is not chosen, and is told of in the report alone."""
+        return owner.phase in self._tunings and owner.settings != self._tunings[owner.phase].winner
 
     def _warn_of_idle_cudagraphs(self) -> None:
-        if self._cuda:
-            return
         for phase, config in self._configs.items():
-            if config is not None and config.uses_cudagraphs:
-                reason = f"{phase}_mode={config.describe()!r} asks for CUDA graphs, and the module is not on a GPU"
-                if self._warn_once((phase, "cudagraphs"), f"{reason}: they have no effect"):
+            for reason in idle_cudagraphs(phase, config, cuda=self._cuda):
+                if self._warn((phase, "cudagraphs"), f"{reason}: they have no effect"):
                     for target in self._target_names:
                         self._recorder.add("cudagraph_skip", Owner(target, phase), reason=reason)
 
-    def _warn_of_idle_folding(self, phase: Phase) -> None:
-        config, folds = self._configs[phase], self._recorder.of(phase, "fold")
-        if config is None or not config.fold_weights or any(event.folded_mb is not None for event in folds):
-            return
-        if any(event.graphs for event in self._recorder.of(phase, "compile")):
-            reasons = [event.reason for event in folds if event.reason]
-            self._warn_once(
-                (phase, "fold"),
-                f"fold_weights=True has no effect in the {phase} phase: "
-                + (reasons[-1] if reasons else "no inference graph computes from weights alone what is worth keeping"),
-            )
+    def _judge(self, phase: Phase) -> None:
+        tuning = self._tunings.get(phase)
+        if tuning is None or tuning.winner is not None:
+            for subject, message in self._watch.look(phase, tuning.in_force if tuning else None):
+                self._warn(subject, message)
 
-    def _warn_of_idle_cache_dir(self) -> None:
-        if self._warm_start is None or not self._warm_start.idle:
-            return
-        events = self._recorder.events
-        if any(event.graphs for event in events) and not any(event.cache_hits for event in events):
-            self._warn_once(
-                "cache_dir",
-                "cache_dir has no effect: torch kept nothing of what it compiled. Its caches are off, or the settings "
-                "keep it from using them (freezing, and passes whose uuid() is None, do)",
-            )
-
-    def _warn_once(self, subject: object, message: str) -> bool:
-        if subject in self._warned:
-            return False
-        self._warned.add(subject)
-        warnings.warn(message, CompileWarning, stacklevel=3)
-        return True
+    def _circumstances(self, work: Hashable) -> dict[str, str]:
+        """What a choice holds for that is made in this phase and for this work."""
+        return circumstances(
+            self.module,
+            phase=self._phase,
+            tune_key=self._tunings[self._phase].tune.key(),
+            targets=self._target_names,
+            work=repr(work),
+            precision=self._precision,
+            device=self._device_name(),
+        )
 
     def _device_name(self) -> str:
         return torch.cuda.get_device_name() if _on_cuda(self.module) else "cpu"
 
 
-def _on_cuda(module: nn.Module) -> bool:
+def _device(module: nn.Module) -> torch.device:
     parameter = next(module.parameters(), None)
-    return parameter is not None and parameter.device.type == "cuda"
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _on_cuda(module: nn.Module) -> bool:
+    return _device(module).type == "cuda"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def expected_steps(trainer: Trainer) -> Mapping[Phase, float]:
     """Batches to come in each phase of the run that begins; ``math.inf`` where that is not known."""
     if trainer.state.fn == "fit":
-        return {"train": _train_batches(trainer), "infer": _validation_batches(trainer)}
+        return {"train": _train_batches(trainer), "infer": validation_batches(trainer)}
     batches: Mapping[str | None, Sequence[float]] = {
         "validate": trainer.num_val_batches,
         "test": trainer.num_test_batches,
@@ -30,7 +30,8 @@ def _train_batches(trainer: Trainer) -> float:
     return optimizer_steps * trainer.accumulate_grad_batches
 
 
-def _validation_batches(trainer: Trainer) -> float:
+def validation_batches(trainer: Trainer) -> float:
+    """Validation batches of a fit; ``math.inf`` where that is not known, as before the first validation."""
     batches = sum(trainer.num_val_batches) if trainer.enable_validation else 0
     if batches == 0:  # the loaders may not be made yet, or of unknown length
         return math.inf

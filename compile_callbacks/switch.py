@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,22 @@ from compile_callbacks.targets import Target
 _CALL_SLOT = "_compiled_call_impl"  # what nn.Module.compile() sets, and nn.Module.__call__ looks at
 
 
+class _Made(NamedTuple):
+    """What a target is compiled to with one config: a region, where it freezes one with the weights baked in.
+
+    Beside them stands the autocast that the config sets.
+    """
+
+    region: CompiledRegion
+    frozen: CompiledRegion | None
+    autocast: ConfiguredAutocast | None
+
+    @property
+    def regions(self) -> list[CompiledRegion]:
+        """Both, or the one that there is."""
+        return [self.region] if self.frozen is None else [self.region, self.frozen]
+
+
 class Dispatcher:
     """Stands in a target's slot and calls what is selected: a compiled region, or the module itself.
 
@@ -26,17 +42,11 @@ class Dispatcher:
     would run the original's weights.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        regions: Mapping[Phase, CompiledRegion],
-        frozen_regions: Mapping[Phase, CompiledRegion],
-        autocasts: Mapping[Phase, ConfiguredAutocast],
-    ) -> None:
+    def __init__(self, target: Target) -> None:
         self.target = target
-        self.regions = regions
-        self.frozen_regions = frozen_regions
-        self.autocasts = autocasts
+        self.regions: dict[Phase, CompiledRegion] = {}
+        self.frozen_regions: dict[Phase, CompiledRegion] = {}
+        self.autocasts: dict[Phase, ConfiguredAutocast] = {}
         self.eager = target.eager
         self.selected: Callable[..., Any] = self.eager
         self.weights_stand_still = False  # what `by_grad_mode` may rely on
@@ -80,6 +90,9 @@ class PhaseSwitch:
     A phase whose config asks for freezing has a second region a target, with the weights baked in; it is selected
     by `select` with ``frozen=True``, for stages in which the weights stand still.
 
+    The settings of a phase may change (`use`): what was compiled with others stays for when they are used again, until
+    `drop`.
+
     Args:
         targets: What is compiled.
         configs: The settings by phase; ``None`` leaves a phase eager.
@@ -98,35 +111,14 @@ class PhaseSwitch:
         settings: RegionSettings | None = None,
     ) -> None:
         self.targets = tuple(targets)
-        isolation = Isolation()
-
-        def regions(target: Target, *, frozen: bool) -> dict[Phase, CompiledRegion]:
-            return {
-                phase: CompiledRegion(
-                    target,
-                    phase,
-                    config,
-                    passes=passes,
-                    recorder=recorder,
-                    isolation=isolation,
-                    settings=settings,
-                    frozen=frozen,
-                )
-                for phase, config in configs.items()
-                if config is not None and (not frozen or (config.freezes and phase == "infer"))
-            }
-
-        def autocasts(target: Target) -> dict[Phase, ConfiguredAutocast]:
-            return {
-                phase: ConfiguredAutocast(target, config, isolation.uncompiled)
-                for phase, config in configs.items()
-                if config is not None and config.autocast_enabled is not None
-            }
-
-        self._dispatchers = [
-            Dispatcher(target, regions(target, frozen=False), regions(target, frozen=True), autocasts(target))
-            for target in targets
-        ]
+        self._passes = tuple(passes)
+        self._recorder = recorder
+        self._settings = settings or RegionSettings()
+        self._isolation = Isolation()
+        self._dispatchers = [Dispatcher(target) for target in targets]
+        self._made: dict[tuple[Phase, str | None], list[_Made]] = {}
+        for phase, config in configs.items():
+            self.use(phase, config)
         self._trace_settings = _torch.TraceSettings(
             ours=lambda: recorder.owner is not None,
             trains=lambda: recorder.owner is not None and recorder.owner.phase == "train",
@@ -160,6 +152,40 @@ class PhaseSwitch:
         """
         for dispatcher in self._dispatchers:
             dispatcher.selected = dispatcher.call(phase, compiled=compiled, frozen=frozen)
+
+    def use(self, phase: Phase, config: InductorConfig | None, name: str | None = None) -> None:
+        """Have a phase run with these settings from the next `select` on.
+
+        Args:
+            phase: The phase.
+            config: The settings; ``None`` for eager.
+            name: What they are called, where they are one of several candidates: they are on trial until `choose`.
+        """
+        if config is not None and (phase, name) not in self._made:
+            self._made[phase, name] = [self._make(d.target, phase, config, name) for d in self._dispatchers]
+        for i, dispatcher in enumerate(self._dispatchers):
+            dispatcher.regions.pop(phase, None)
+            dispatcher.frozen_regions.pop(phase, None)
+            dispatcher.autocasts.pop(phase, None)
+            if config is not None:
+                made = self._made[phase, name][i]
+                dispatcher.regions[phase] = made.region
+                if made.frozen is not None:
+                    dispatcher.frozen_regions[phase] = made.frozen
+                if made.autocast is not None:
+                    dispatcher.autocasts[phase] = made.autocast
+
+    def choose(self, phase: Phase, name: str) -> None:
+        """Candidates that were on trial are the phase's settings: they are treated as such from here on."""
+        for made in self._made.get((phase, name), ()):
+            for region in made.regions:
+                region.choose(self._settings)
+
+    def drop(self, phase: Phase, name: str) -> None:
+        """Give back what was compiled with candidates that are not to be used again."""
+        for made in self._made.pop((phase, name), ()):
+            for region in made.regions:
+                region.free_compiled()
 
     def belongs_to(self, session: Any) -> None:
         """Have the targets know who compiled them."""
@@ -207,13 +233,36 @@ class PhaseSwitch:
         self._before = None
 
     def regions(self, phase: Phase) -> list[CompiledRegion]:
-        """The compiled regions of a phase; none where the phase is left eager."""
+        """The compiled regions of a phase, those of candidates among them; none where the phase is left eager."""
         return [
-            regions[phase]
-            for dispatcher in self._dispatchers
-            for regions in (dispatcher.regions, dispatcher.frozen_regions)
-            if phase in regions
+            region
+            for (of_phase, _), all_made in self._made.items()
+            if of_phase == phase
+            for made in all_made
+            for region in made.regions
         ]
+
+    def _make(self, target: Target, phase: Phase, config: InductorConfig, name: str | None) -> _Made:
+        def region(*, frozen: bool) -> CompiledRegion:
+            return CompiledRegion(
+                target,
+                phase,
+                config,
+                passes=self._passes,
+                recorder=self._recorder,
+                isolation=self._isolation,
+                settings=self._settings if name is None else self._settings.for_trial(),
+                frozen=frozen,
+                name=name,
+            )
+
+        freezes = config.freezes and phase == "infer"
+        sets_autocast = config.autocast_enabled is not None
+        return _Made(
+            region(frozen=False),
+            region(frozen=True) if freezes else None,
+            ConfiguredAutocast(target, config, self._isolation.uncompiled) if sets_autocast else None,
+        )
 
 
 def compiled_call(module: nn.Module, phase: Phase) -> Callable[..., Any] | None:

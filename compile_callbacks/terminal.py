@@ -46,4 +46,7 @@ def _print_rich(report: CompileReport) -> None:
         table.add_column(phase, justify="right")
     for row in labels_and_cells([report.phase(phase) for phase in PHASES]):
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for note in report.notes():
+        console.print(note, markup=False, highlight=False)

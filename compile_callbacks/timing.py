@@ -37,6 +37,9 @@ class StepTimes:
     restored: bool = False
 
 
+_Way = tuple[Phase, bool, str | None]  # a phase, whether it is compiled, and with which of several settings
+
+
 class _Span:
     """The time between two points of a step; on a GPU known once the GPU has passed both."""
 
@@ -99,11 +102,10 @@ class StepTimer:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.steps: Counter[tuple[Phase, bool]] = Counter()
-        """All steps by phase and by whether they were compiled, samples or not."""
         self._clock = clock
-        self._samples: dict[tuple[Phase, bool], dict[Hashable, _Samples]] = defaultdict(dict)
-        self._settled: Counter[tuple[Phase, bool]] = Counter()
+        self._steps: Counter[_Way] = Counter()
+        self._samples: dict[_Way, dict[Hashable, _Samples]] = defaultdict(dict)
+        self._settled: Counter[_Way] = Counter()
         self._restored: dict[Phase, dict[str, tuple[float, ...]]] = {}
         self._running: _Span | None = None
 
@@ -111,7 +113,14 @@ class StepTimer:
         """A step begins."""
         self._running = _Span(cuda, self._clock)
 
-    def stop(self, phase: Phase, *, compiled: bool, work: Hashable, disturbed: bool) -> bool:
+    def takes_turn(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> None:
+        """The next step runs otherwise than the one before it: where that had settled before, it is no sample."""
+        way = phase, compiled, settings
+        self._settled[way] = min(self._settled[way], WARMUP_STEPS - 1)
+
+    def stop(
+        self, phase: Phase, *, compiled: bool, work: Hashable, disturbed: bool, settings: str | None = None
+    ) -> bool:
         """A step ends.
 
         Args:
@@ -119,6 +128,7 @@ class StepTimer:
             compiled: Whether it ran with the compiled targets.
             work: What was to be done; steps of equal work compare equal, and have the same ``repr``.
             disturbed: Whether anything compiled meanwhile.
+            settings: The settings that it was compiled with, where the phase has had several.
 
         Returns:
             Whether the step is a sample.
@@ -127,8 +137,8 @@ class StepTimer:
         if span is None:
             return False
         span.stop()
-        key = phase, compiled
-        self.steps[key] += 1
+        key = phase, compiled, settings
+        self._steps[key] += 1
         if disturbed:
             self._settled[key] = 0
             return False
@@ -144,13 +154,17 @@ class StepTimer:
         """Forget the step that is running."""
         self._running = None
 
-    def times(self, phase: Phase) -> StepTimes:
+    def compiled_steps(self, phase: Phase, settings: str | None = None) -> int:
+        """All compiled steps of a phase, samples or not."""
+        return self._steps[phase, True, settings]
+
+    def times(self, phase: Phase, settings: str | None = None) -> StepTimes:
         """The samples of a phase, of the work that most eager and compiled steps share.
 
         Where none is shared, the eager samples of an earlier run stand in; where those share none either, the
         samples of the work that most steps did, with one of the two sides empty.
         """
-        eager, compiled = self._read(phase, compiled=False), self._read(phase, compiled=True)
+        eager, compiled = self.samples(phase, compiled=False), self.samples(phase, compiled=True, settings=settings)
         if (work := _most_shared(eager, compiled)) is not None:
             return StepTimes(eager[work], compiled[work])
         earlier = self._restored.get(phase, {})
@@ -164,14 +178,15 @@ class StepTimer:
 
     def baseline(self, phase: Phase) -> dict[str, tuple[float, ...]]:
         """The eager samples of a phase by the ``repr`` of their work, those of an earlier run among them."""
-        return {**self._restored.get(phase, {}), **self._read(phase, compiled=False)}
+        return {**self._restored.get(phase, {}), **self.samples(phase, compiled=False)}
 
     def restore(self, phase: Phase, baseline: Mapping[str, Sequence[float]]) -> None:
         """Take the eager samples of an earlier run, as `baseline` gave them."""
         self._restored[phase] = {work: tuple(samples) for work, samples in baseline.items() if samples}
 
-    def _read(self, phase: Phase, *, compiled: bool) -> dict[str, tuple[float, ...]]:
-        return {repr(work): samples.read() for work, samples in self._samples[phase, compiled].items()}
+    def samples(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> dict[str, tuple[float, ...]]:
+        """The samples in milliseconds by the ``repr`` of their work, the latest last; waits for the GPU."""
+        return {repr(work): samples.read() for work, samples in self._samples[phase, compiled, settings].items()}
 
 
 def call_times_ms(

@@ -21,10 +21,10 @@ from compile_callbacks import _torch
 from compile_callbacks.artifact_file import Artifact
 from compile_callbacks.artifacts import ArtifactError, ArtifactStore
 from compile_callbacks.artifacts_key import artifacts_key
-from compile_callbacks.config import InductorConfig
 from compile_callbacks.libraries import loaded_libraries, probe_libraries, put_library
 from compile_callbacks.phases import Phase
 from compile_callbacks.region import CompileWarning
+from compile_callbacks.tune import Settings
 
 _LIBRARY = "library"
 
@@ -38,9 +38,7 @@ class WarmStart:
         passes: Graph passes for both phases.
     """
 
-    def __init__(
-        self, folder: Path, configs: Mapping[Phase, InductorConfig | None], passes: Sequence[Any] = ()
-    ) -> None:
+    def __init__(self, folder: Path, configs: Mapping[Phase, Settings], passes: Sequence[Any] = ()) -> None:
         self._store = ArtifactStore(folder)
         self._settings = dict(configs), tuple(passes)
         self._key: str | None = None

@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 from uncached import Uncached
 
-from compile_callbacks import CompileError, CompileWarning, InductorConfig, compile_phases, report_of, restore
+from compile_callbacks import CompileError, CompileWarning, InductorConfig, Tune, compile_phases, report_of, restore
 
 
 class Watch(Uncached):
@@ -178,6 +178,8 @@ def test_a_module_that_goes_leaves_nothing():
         (nn.Linear, {}, TypeError, "target="),
         (torch.relu, {"targets": ["net"]}, ValueError, "targets="),
         (torch.relu, {"train_mode": "fast"}, ValueError, "train_mode='fast'"),
+        (torch.relu, {"train_mode": "auto"}, ValueError, "train_mode='auto' chooses by the times of a Trainer's steps"),
+        (torch.relu, {"infer_mode": Tune(["default"])}, ValueError, "infer_mode=Tune"),
         (torch.relu, {"infer_mode": 3}, TypeError, "infer_mode=3"),
         (torch.relu, {"on_error": "stop"}, ValueError, "on_error='stop'"),
         (torch.relu, {"verify": "no"}, ValueError, "verify='no'"),

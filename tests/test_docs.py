@@ -38,6 +38,11 @@ def test_the_page_of_warm_starts_runs():
     assert callback.cache_dir == Path.home() / ".cache/my-project/compiled"
 
 
+def test_the_page_of_tuning_runs():
+    callback = run_blocks("tune.md", 1)["callback"]
+    assert callback.report.train.mode.startswith("tune(default | reduce-overhead | max-autotune, dynamic=False")
+
+
 def test_the_page_of_settings_runs_and_names_every_template(capsys):
     try:
         namespace = run_blocks("settings.md", 2)

@@ -55,6 +55,28 @@ def test_warm_up_and_disturbed_steps_are_no_samples():
     assert timer.times("infer").compiled_ms == ()
 
 
+def test_settings_of_a_phase_have_samples_of_their_own_and_lose_one_at_each_turn():
+    clock = FakeClock()
+    timer = StepTimer(clock)
+
+    def steps(milliseconds, settings):
+        timer.takes_turn("train", compiled=True, settings=settings)
+        kept = []
+        for step in milliseconds:
+            timer.start(cuda=False)
+            clock.now += step / 1000
+            kept.append(timer.stop("train", compiled=True, work="w", disturbed=False, settings=settings))
+        return kept
+
+    assert steps([9, 9, 4], "a") == [False, False, True]
+    assert steps([9, 9, 5], "b") == [False, False, True]
+    assert steps([9, 4, 4], "a") == [False, True, True]
+    assert timer.times("train", "a").compiled_ms == pytest.approx((4, 4, 4))
+    assert timer.times("train", "b").compiled_ms == pytest.approx((5,))
+    assert timer.times("train").compiled_ms == ()
+    assert (timer.compiled_steps("train", "a"), timer.compiled_steps("train", "b")) == (6, 3)
+
+
 def test_only_steps_of_equal_work_are_compared():
     clock = FakeClock()
     timer = StepTimer(clock)

@@ -1,0 +1,131 @@
+"""What earlier runs chose: a small JSON file for each model, shape, precision, device and set of versions."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_callbacks.architecture import architecture_key
+from compile_callbacks.phases import Phase
+
+
+def circumstances(
+    module: nn.Module, *, phase: Phase, tune_key: str, targets: tuple[str, ...], work: str, precision: str, device: str
+) -> dict[str, str]:
+    """What a choice holds for: all that may change which candidate is the fastest.
+
+    Args:
+        module: The module that is compiled.
+        phase: The phase.
+        tune_key: `Tune.key`.
+        targets: Names of the targets.
+        work: What a step has to do, shapes and dtypes of its batch among it.
+        precision: The trainer's precision, and with it the autocast.
+        device: The device's name.
+    """
+    return {
+        "architecture": architecture_key(module),
+        "device": device,
+        "phase": phase,
+        "precision": f"{precision}, float32 products: {torch.get_float32_matmul_precision()}",
+        "targets": ", ".join(targets),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "tune": tune_key,
+        "work": work,
+    }
+
+
+def fingerprint(made_for: Mapping[str, str]) -> str:
+    """A hash of `circumstances`, equal for equal ones in every process."""
+    return hashlib.sha256(json.dumps(dict(made_for), sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        candidate: The candidate's settings, in a line; ``"eager"`` for eager.
+        key: `InductorConfig.key` of the same; empty for eager.
+    """
+
+    candidate: str
+    key: str = ""
+
+
+class ChoicesStore:
+    """Keeps choices in a folder, across runs.
+
+    A file is replaced as a whole or not at all, so that processes may write at once: the last one counts. What is
+    damaged, or cannot be read or written, costs tuning anew and not the run.
+
+    Args:
+        folder: Where the files are; made when there is something to keep.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = Path(folder)
+
+    def load(self, made_for: Mapping[str, str]) -> Choice | None:
+        """What an earlier run chose under the same circumstances.
+
+        Args:
+            made_for: The `circumstances`.
+
+        Returns:
+            The choice; ``None`` where there is none, or where its file is damaged.
+        """
+        try:
+            data = json.loads(self._path(made_for).read_text(encoding="utf-8"))
+            if data["made_for"] != dict(made_for):
+                return None
+            candidate, key = data["candidate"], data["key"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return Choice(candidate=candidate, key=key) if isinstance(candidate, str) and isinstance(key, str) else None
+
+    def save(self, made_for: Mapping[str, str], choice: Choice, trials: list[dict[str, Any]]) -> str | None:
+        """Keep a choice.
+
+        Args:
+            made_for: The `circumstances`.
+            choice: What was chosen.
+            trials: What came of each candidate, for a person to read.
+
+        Returns:
+            Why it could not be kept, or ``None``.
+        """
+        data = {"candidate": choice.candidate, "key": choice.key, "made_for": dict(made_for), "trials": trials}
+        path = self._path(made_for)
+        beside = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            beside.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _path(self, made_for: Mapping[str, str]) -> Path:
+        return self._folder / f"{fingerprint(made_for)}.json"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,30 @@
+"""Warnings that are said once each."""
+
+from __future__ import annotations
+
+import warnings
+
+from compile_callbacks.region import CompileWarning
+
+
+class WarnOnce:
+    """Warns of each subject once."""
+
+    def __init__(self) -> None:
+        self._said: set[object] = set()
+
+    def __call__(self, subject: object, message: str) -> bool:
+        """Warn, unless that has been done for this subject.
+
+        Args:
+            subject: What the warning is about; hashable.
+            message: What it says.
+
+        Returns:
+            Whether it was said now.
+        """
+        if subject in self._said:
+            return False
+        self._said.add(subject)
+        warnings.warn(message, CompileWarning, stacklevel=4)
+        return True

@@ -1,0 +1,554 @@
+"""`Tune` with a real Trainer and real Inductor: the run is eager's, whatever is tried; what is kept and said."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import pickle
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from against_eager import FLOAT32, assert_same_module, assert_same_values
+from models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from torch._inductor.output_code import OutputCode
+from torch.utils.data import DataLoader
+from uncached import Uncached
+
+from compile_callbacks import CompileReport, CompileWarning, GraphPass, InductorCompile, InductorConfig, Tune
+from compile_callbacks.choices_store import Choice, ChoicesStore
+from compile_callbacks.events import CompileRecorder
+from compile_callbacks.markdown import to_markdown
+from compile_callbacks.timing import StepTimer
+from compile_callbacks.tune import as_settings, named
+from compile_callbacks.tuning import Observed, PhaseTuning
+
+# Two settings that compute the same in other code.
+PLAIN, UNFUSED = InductorConfig(), InductorConfig(options={"epilogue_fusion": False})
+
+
+class Raising(Uncached):
+    def __call__(self, graph, is_inference):
+        raise ZeroDivisionError("by design")
+
+
+class Doubling(Uncached):
+    """Computes something else: each product is taken for a sum."""
+
+    def __call__(self, graph, is_inference):
+        for node in graph.nodes:
+            if node.target is torch.ops.aten.relu.default or node.target is torch.ops.aten.addmm.default:
+                node.replace_all_uses_with(
+                    doubled := _after(graph, node), delete_user_cb=lambda user, new=None: user is not doubled
+                )
+
+
+def _after(graph, node):
+    with graph.inserting_after(node):
+        return graph.call_function(torch.ops.aten.mul.Tensor, (node, 2))
+
+
+class Times:
+    """Stands in for a clock: a step takes as long as the test says of the settings that it runs with."""
+
+    def __init__(self, monkeypatch, train=None, infer=None):
+        self._ms = {"train": train or {}, "infer": infer or {}}
+        real = StepTimer.samples
+
+        def samples(timer, phase, *, compiled, settings=None):
+            name = settings if compiled else "eager"
+            found = real(timer, phase, compiled=compiled, settings=settings)
+            if name not in self._ms[phase]:
+                return found
+            return {work: (float(self._ms[phase][name]),) * len(values) for work, values in found.items()}
+
+        monkeypatch.setattr(StepTimer, "samples", samples)
+
+
+def fit(callback=None, *, batches=40, epochs=1, val_batches=0, make=Classifier, **settings):
+    module = seeded(make)
+    callbacks = [callback] if callback is not None else []
+    run = trainer(*callbacks, max_epochs=epochs, num_sanity_val_steps=0, **settings)
+    run.fit(module, loader(batches), loader(val_batches) if val_batches else None)
+    return module
+
+
+def trials(report):
+    return {trial["candidate"]: trial for trial in report.trials}
+
+
+def verdicts(report):
+    return {name: trial["verdict"] for name, trial in trials(report).items()}
+
+
+# ------------------------------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"candidates": "default"}, TypeError, "candidates='default' must be a list"),
+        ({"candidates": 3}, TypeError, "candidates=3"),
+        ({"candidates": []}, ValueError, r"candidates=\[\] has nothing to try"),
+        ({"candidates": ["eager", None]}, ValueError, "has nothing to try beside eager"),
+        ({"candidates": ["defualt"]}, ValueError, r"candidates\[0\]='defualt' is unknown; did you mean 'default'"),
+        ({"candidates": ["default", 3]}, TypeError, r"candidates\[1\]=3"),
+        ({"rule": "fastest"}, ValueError, "rule='fastest' is unknown"),
+        ({"rule": "latency_budgets", "latency_budget_ms": 1}, ValueError, "did you mean 'latency_budget'"),
+        ({"rule": None}, ValueError, "rule=None"),
+        ({"steps": 0}, ValueError, "steps=0 must be 1 or more"),
+        ({"steps": 2.5}, TypeError, "steps=2.5"),
+        ({"steps": True}, TypeError, "steps=True"),
+        ({"budget_seconds": 0}, ValueError, "budget_seconds=0 must be above 0"),
+        ({"budget_seconds": math.nan}, ValueError, "budget_seconds=nan"),
+        ({"budget_seconds": "60"}, TypeError, "budget_seconds='60'"),
+        ({"min_speedup": 0.99}, ValueError, "min_speedup=0.99 must be finite and 1 or more"),
+        ({"min_speedup": math.inf}, ValueError, "min_speedup=inf"),
+        ({"min_speedup": math.nan}, ValueError, "min_speedup=nan"),
+        ({"min_speedup": "1.1"}, TypeError, "min_speedup='1.1'"),
+        ({"latency_budget_ms": 5}, ValueError, "rule='latency_budget' needs latency_budget_ms"),
+        ({"rule": "latency_budget"}, ValueError, "rule='latency_budget' needs latency_budget_ms"),
+        ({"rule": "latency_budget", "latency_budget_ms": -1}, ValueError, "latency_budget_ms=-1"),
+        ({"rule": "latency_budget", "latency_budget_ms": True}, TypeError, "latency_budget_ms=True"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, error, said):
+    with pytest.raises(error, match=said):
+        Tune(**({"candidates": ["default"]} | arguments))
+
+
+def test_candidates_that_are_equal_count_once_and_eager_needs_no_naming():
+    tune = Tune(["eager", "default", None, {"mode": "default"}, InductorConfig(), "aten"])
+    assert [config.describe() for config in tune.configs] == ["default", "aten"]
+    assert Tune(["default", "aten"]) == tune
+    assert hash(Tune(["default", "aten"])) == hash(tune)
+    assert Tune(["aten", "default"]) != tune  # their order is part of what is asked for
+
+
+@pytest.mark.parametrize(
+    "tune",
+    [
+        Tune("auto"),
+        Tune(["default", {"options": {"max_autotune": True}}], rule="first", steps=5, budget_seconds=60),
+        Tune(["lite"], rule="latency_budget", latency_budget_ms=2.5, min_speedup=1.2),
+    ],
+)
+def test_a_tune_goes_through_json_copies_and_pickles(tune):
+    for twin in (
+        Tune.from_dict(json.loads(json.dumps(tune.to_dict()))),
+        copy.deepcopy(tune),
+        pickle.loads(pickle.dumps(tune)),
+    ):
+        assert twin == tune
+        assert (twin.key(), twin.describe()) == (tune.key(), tune.describe())
+    assert tune != Tune(["default"])
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "said"),
+    [
+        (3, TypeError, "data=3"),
+        ({"rule": "first"}, ValueError, "has no candidates"),
+        ({"candidates": ["default"], "step": 3}, ValueError, "did you mean 'steps'"),
+    ],
+)
+def test_data_that_is_no_tune_is_refused(data, error, said):
+    with pytest.raises(error, match=said):
+        Tune.from_dict(data)
+
+
+def test_a_mode_may_be_auto_a_tune_or_a_mapping_with_candidates():
+    callback = InductorCompile("auto", {"candidates": ["default", {"mode": "lite"}], "rule": "latency"})
+    assert callback.report.train.mode == "auto"
+    assert callback.report.infer.mode == "tune(default | lite, rule=latency)"
+    assert as_settings("eager", "train_mode") is None
+    with pytest.raises(ValueError, match="train_mode='autoo' is unknown; did you mean 'auto'"):
+        InductorCompile("autoo")
+
+
+def test_two_configs_that_read_alike_have_names_of_their_own():
+    class Scale(GraphPass):
+        def __init__(self, by):
+            self.by = by
+
+        def __call__(self, graph, is_inference):
+            pass
+
+    configs = [InductorConfig(passes=[Scale(1)]), InductorConfig(passes=[Scale(2)])]
+    assert list(named(configs)) == ["passes=[Scale]", "passes=[Scale] (2)"]
+
+
+# ------------------------------------------------------------------------------------------ runs
+
+
+def test_a_run_that_is_tuned_is_eagers_and_the_winner_runs_on(monkeypatch):
+    Times(
+        monkeypatch,
+        train={"eager": 10, "default": 8, "options={epilogue_fusion: False}": 5},
+        infer={"eager": 10, "default": 5, "options={epilogue_fusion: False}": 8},
+    )
+    ours = InductorCompile(*(Tune([PLAIN, UNFUSED], steps=5) for _ in range(2)))
+    settings = {"epochs": 8, "batches": 12, "val_batches": 5}
+    compiled, eager = fit(ours, **settings), fit(**settings)
+    assert_same_values(compiled, eager, FLOAT32)
+    assert_same_module(compiled, eager)
+    train, infer = ours.report.train, ours.report.infer
+    assert verdicts(train) == {"eager": "beaten", "default": "beaten", "options={epilogue_fusion: False}": "chosen"}
+    assert verdicts(infer) == {"eager": "beaten", "default": "chosen", "options={epilogue_fusion: False}": "beaten"}
+    assert (train.mode, infer.mode) == ("options={epilogue_fusion: False}", "default")
+    assert (train.speedup, infer.speedup) == (2.0, 2.0)
+    assert train.graphs == 1  # the winner's; what all of them cost is in compile_seconds
+    assert train.compile_seconds > sum(e["seconds"] for e in train.events if e["kind"] == "compile") * 0.99
+    assert {e["settings"] for e in train.events} == {"default", "options={epilogue_fusion: False}"}
+    assert (train.verified, infer.verified) == ("equal", "equal")
+    assert trials(train)["default"]["compile_seconds"] > 0
+    assert CompileReport.from_dict(json.loads(json.dumps(ours.report.to_dict()))) == ours.report
+    assert "candidate eager" in str(ours.report)
+    assert "10.00 ms, beaten" in str(ours.report)
+    assert "| train | default | 8.00 | 8.00 |" in to_markdown(ours.report, {})
+    assert "step/train/speedup" in ours.report.scalars()
+
+
+def test_what_fails_or_computes_something_else_is_out_with_the_reason_and_no_warning(monkeypatch):
+    raising, doubling = InductorConfig(passes=[Raising()]), InductorConfig(passes=[Doubling()])
+    Times(monkeypatch, train={"eager": 10, "passes=[Raising]": 1, "passes=[Doubling]": 1, "default": 9})
+    ours = InductorCompile(Tune([raising, doubling, "default"], steps=5), None)
+    compiled, eager = fit(ours), fit()
+    assert_same_values(compiled, eager, FLOAT32)
+    report = ours.report.train
+    assert verdicts(report) == {
+        "eager": "beaten",
+        "passes=[Raising]": "failed",
+        "passes=[Doubling]": "wrong",
+        "default": "chosen",
+    }
+    assert "by design" in trials(report)["passes=[Raising]"]["reason"]
+    assert "is off by" in trials(report)["passes=[Doubling]"]["reason"]
+    assert "train: passes=[Doubling] is wrong: output 0 is off by" in str(ours.report)
+    assert (report.fallbacks, report.verified, report.skipped_passes) == (0, "equal", 0)
+
+
+def test_with_verify_off_what_is_wrong_is_not_found_out(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "passes=[Doubling]": 1})
+    ours = InductorCompile(Tune([InductorConfig(passes=[Doubling()])], steps=5), None, verify="off")
+    fit(ours, batches=30)
+    assert verdicts(ours.report.train)["passes=[Doubling]"] == "chosen"
+
+
+def test_a_pass_of_the_callbacks_that_fails_is_left_out_of_all_candidates_and_warned_about(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    ours = InductorCompile(Tune(["default"], steps=5), None, passes=[Raising()])
+    with pytest.warns(CompileWarning, match="by design"):
+        fit(ours, batches=30)
+    assert ours.report.train.mode == "default"
+    assert ours.report.train.skipped_passes > 0
+
+
+def compiled_code():
+    gc.collect()
+    return sum(issubclass(type(o), OutputCode) for o in gc.get_objects())
+
+
+def test_where_eager_wins_nothing_compiled_is_left(monkeypatch):
+    before = compiled_code()
+    Times(monkeypatch, train={"eager": 10, "default": 12, "options={epilogue_fusion: False}": 9.99})
+    ours = InductorCompile(Tune([PLAIN, UNFUSED], steps=5), None, passes=[Uncached()])
+    fit(ours, batches=40)
+    report = ours.report.train
+    assert report.mode == "eager"
+    assert verdicts(report) == {
+        "eager": "chosen",
+        "default": "not faster",
+        "options={epilogue_fusion: False}": "not faster",
+    }
+    assert trials(report)["default"]["reason"] == "0.83 times as fast as eager"
+    assert (report.targets, report.speedup, report.break_even_steps) == ((), None, None)
+    assert report.compile_seconds > 0
+    assert compiled_code() == before
+    assert ours._session is not None  # which is what would keep it
+
+
+def test_an_undecided_run_goes_on_in_the_next_and_does_not_call_itself_decided(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    ours = InductorCompile(Tune(["default"], steps=20), None)
+    module = seeded()
+    trainer(ours).fit(module, loader(10))
+    assert ours.report.train.mode == "tune(default)"
+    assert verdicts(ours.report.train) == {"eager": "undecided", "default": "undecided"}
+    trainer(ours).fit(module, loader(40))
+    assert ours.report.train.mode == "default"
+
+
+def test_keeping_it_compiled_keeps_what_is_proven(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    ours = InductorCompile(Tune(["default", UNFUSED], steps=20), None, keep_compiled=True)
+    module = fit(ours, batches=20)
+    report = ours.report.train
+    assert report.mode == "default"
+    assert "the run ended" in trials(report)["options={epilogue_fusion: False}"]["reason"]
+    graphs = report.graphs
+    module.net(torch.randn(4, FEATURES)).sum().backward()
+    assert ours.report.train.graphs == graphs
+    ours._session.end()
+
+
+@pytest.mark.parametrize("new_shapes", ["recompile", "eager", "raise"])
+def test_a_candidate_that_meets_the_odd_batch_first_runs_the_others_compiled_too(monkeypatch, new_shapes):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    sizes = [3 if i == 7 else 4 for i in range(40)]
+    batches = [(torch.randn(size, FEATURES), torch.randint(CLASSES, (size,))) for size in sizes]
+
+    def run(*callbacks):
+        module = seeded()
+        trainer(*callbacks).fit(module, DataLoader(batches, batch_size=None))
+        return module
+
+    ours = InductorCompile(Tune(["default"], steps=5), None, new_shapes=new_shapes)
+    compiled, eager = run(ours), run()
+    torch.testing.assert_close(compiled.losses, eager.losses, **FLOAT32)
+    assert ours.report.train.mode == "default"
+    assert ours.report.train.recompiles == 1  # the eighth step is a candidate's first, and its shape is compiled first
+
+
+@dataclass
+class Rank:
+    """One of several processes: what it sees, and the phase that it tunes."""
+
+    seen: list[str]
+    tuning: PhaseTuning
+
+
+def test_processes_that_agree_on_what_they_see_run_the_same_candidates():
+    class Switch:
+        def use(self, phase, config, name=None):
+            pass
+
+        choose = drop = use
+
+    class Timer(StepTimer):
+        def __init__(self, faster):
+            super().__init__()
+            self.ms = {None: 10.0, "default": 5.0, "aten": 6.0} | faster
+
+        def samples(self, phase, *, compiled, settings=None):
+            return {"w": (self.ms[settings],) * 20}
+
+    def agreed(what):
+        """What the first rank sees, which is asked first: a broadcast."""
+        if isinstance(what, Observed):
+            what = replace(what, graphs=1)
+        turns = len(said[rank])
+        said[rank].append(what)
+        return said[0][turns]
+
+    said = {0: [], 1: []}
+    ranks = []
+    for faster in ({}, {"aten": 1.0, "default": 20.0}):
+        tuning = PhaseTuning(
+            "train",
+            Tune(["default", "aten"], steps=10),
+            switch=Switch(),
+            recorder=CompileRecorder(),
+            timer=Timer(faster),
+            say=print,
+            agree=agreed,
+        )
+        tuning.begin(torch.device("cpu"), math.inf)
+        ranks.append(Rank([], tuning))
+    while ranks[0].tuning.winner is None:
+        for rank, one in enumerate(ranks):
+            one.tuning.step_begins(measured=True)
+            one.seen.append(one.tuning.in_force)
+            one.tuning.step_ends(measured=True, sample=rank == 0, made_for=dict)
+    assert ranks[0].seen == ranks[1].seen
+    assert [one.tuning.winner for one in ranks] == ["default", "default"]
+
+
+# ------------------------------------------------------------------------------------------ the infer phase
+
+
+def test_validation_is_tuned_across_epochs_with_the_weights_of_the_day(monkeypatch):
+    Times(monkeypatch, infer={"eager": 10, "default": 5})
+    ours = InductorCompile(None, Tune(["default"], steps=6))
+    settings = {"epochs": 9, "batches": 3, "val_batches": 3}
+    compiled, eager = fit(ours, **settings), fit(**settings)
+    assert_same_values(compiled, eager, FLOAT32)
+    report = ours.report.infer
+    assert report.mode == "default"
+    assert all(trial["samples"] >= 5 for trial in report.trials)
+
+
+def test_a_frozen_candidate_is_right_after_the_weights_changed(monkeypatch):
+    Times(monkeypatch, infer={"eager": 10, "freezing": 5})
+    ours = InductorCompile(None, Tune(["freezing"], steps=5))
+    run = trainer(ours)
+    module = seeded()
+    predicted = []
+    for weight in (1.0, 2.0):
+        with torch.no_grad():
+            module.net[0].weight.fill_(weight)
+        twin = copy.deepcopy(module).eval()
+        out = torch.cat(run.predict(module, loader(20)))
+        expected = torch.cat([twin(x) for x, _ in loader(20)])
+        torch.testing.assert_close(out, expected, **FLOAT32)
+        predicted.append(out)
+    assert not torch.equal(*predicted)
+    assert ours.report.infer.mode == "freezing"
+
+
+# ------------------------------------------------------------------------------------------ auto
+
+
+def test_auto_tries_nothing_in_a_few_steps_and_says_so(capsys):
+    ours = InductorCompile("auto", "auto")
+    fit(ours, batches=20, epochs=1, val_batches=3)
+    report = ours.report
+    assert (report.train.mode, report.infer.mode) == ("eager", "eager")
+    assert (report.train.compile_seconds, report.infer.compile_seconds) == (None, None)
+    shown = capsys.readouterr().out
+    assert "train: default was not tried: the 13 steps that remain could save" in shown
+    assert "infer: freezing=True was not tried: the run has 3 steps of the phase" in shown
+
+
+def test_auto_tries_what_a_long_run_repays(monkeypatch):
+    Times(monkeypatch, train={"eager": 10_000, "default": 5_000})
+    ours = InductorCompile("auto", None)
+    fit(ours, batches=40)
+    assert ours.report.train.mode == "default"
+
+
+def test_cuda_graphs_are_not_tried_without_a_gpu(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    ours = InductorCompile(Tune(["reduce-overhead", "default"], steps=5), None)
+    fit(ours, batches=30)
+    assert verdicts(ours.report.train) == {"eager": "beaten", "reduce-overhead": "not tried", "default": "chosen"}
+    assert "not on a GPU" in trials(ours.report.train)["reduce-overhead"]["reason"]
+
+
+# ------------------------------------------------------------------------------------------ remembered
+
+
+def test_the_next_run_begins_with_the_choice_and_checks_it(monkeypatch, tmp_path, caplog):
+    times = {"eager": 10, "default": 8, "options={epilogue_fusion: False}": 5}
+    Times(monkeypatch, train=times)
+
+    def run():
+        ours = InductorCompile(Tune([PLAIN, UNFUSED], steps=5), None, cache_dir=tmp_path)
+        fit(ours, batches=40)
+        return ours.report.train
+
+    assert run().mode == "options={epilogue_fusion: False}"
+    (kept,) = (tmp_path / "choices").iterdir()
+    data = json.loads(kept.read_text())
+    assert data["candidate"] == "options={epilogue_fusion: False}"
+    assert {"architecture", "device", "precision", "torch", "triton", "tune", "work"} <= set(data["made_for"])
+
+    again = run()
+    assert again.mode == "options={epilogue_fusion: False}"
+    assert verdicts(again)["default"] == "not tried"
+    assert "chosen in an earlier run" in trials(again)["options={epilogue_fusion: False}"]["reason"]
+
+    times["options={epilogue_fusion: False}"] = 12
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    anew = run()
+    assert anew.mode == "default"
+    assert caplog.text.count("is not faster than eager in this one; all candidates are tried") == 1
+    assert json.loads(kept.read_text())["candidate"] == "default"
+
+
+def test_a_choice_is_for_one_model_and_one_shape(tmp_path):
+    store = ChoicesStore(tmp_path / "choices")
+    made_for = {"architecture": "a", "work": "(4, 8)"}
+    assert store.load(made_for) is None
+    assert store.save(made_for, Choice(candidate="default", key="k"), []) is None
+    assert store.load(dict(made_for)) == Choice(candidate="default", key="k")
+    assert store.load(made_for | {"work": "(5, 8)"}) is None
+    assert [path.suffix for path in (tmp_path / "choices").iterdir()] == [".json"]  # nothing half-written beside it
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"candidate": 3}', '{"candidate": "default", "key": "k", "made_for": {}}']
+)
+def test_a_damaged_choice_is_no_choice(tmp_path, content):
+    store, made_for = ChoicesStore(tmp_path), {"architecture": "a"}
+    store.save(made_for, Choice(candidate="default", key="k"), [])
+    (file,) = tmp_path.iterdir()
+    file.write_text(content)
+    assert store.load(made_for) is None
+    file.write_bytes(b"\xff\xfe\x00")
+    assert store.load(made_for) is None
+
+
+def test_a_folder_that_cannot_be_written_costs_the_choice_and_not_the_run(monkeypatch, tmp_path, caplog):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    (tmp_path / "choices").write_text("a file, where the folder should be")
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    ours = InductorCompile(Tune(["default"], steps=5), None, cache_dir=str(tmp_path))
+    fit(ours, batches=30)
+    assert ours.report.train.mode == "default"
+    assert "the choice could not be kept for later runs" in caplog.text
+
+
+def test_a_choice_that_a_longer_run_might_not_make_is_not_kept(tmp_path):
+    fit(InductorCompile("auto", None, cache_dir=tmp_path), batches=20)
+    assert not (tmp_path / "choices").exists()
+
+
+@pytest.mark.parametrize("cache_dir", [3, True])
+def test_a_cache_dir_that_is_no_path_is_refused(cache_dir):
+    with pytest.raises(TypeError, match="cache_dir="):
+        InductorCompile(cache_dir=cache_dir)
+
+
+@pytest.mark.parametrize("batches", [12, 40], ids=["while it was tuned", "after it was chosen"])
+def test_a_run_that_resumes_equals_one_that_was_not_interrupted(monkeypatch, tmp_path, batches):
+    Times(monkeypatch, train={"eager": 10, "default": 8, "options={epilogue_fusion: False}": 5})
+
+    def run(*callbacks, until, ckpt=None):
+        module = seeded()
+        one = trainer(*callbacks, max_epochs=until)
+        one.fit(module, loader(batches), ckpt_path=ckpt)
+        return one, module
+
+    def ours():
+        return InductorCompile(Tune([PLAIN, UNFUSED], steps=5), None)
+
+    first, _ = run(ours(), until=1)
+    first.save_checkpoint(tmp_path / "run.ckpt")
+    second = ours()
+    _, resumed = run(second, until=4, ckpt=tmp_path / "run.ckpt")
+    _, eager = run(until=4)
+    torch.testing.assert_close(resumed.losses, eager.losses[batches:], **FLOAT32)
+    # Rounding adds up over so many steps.
+    torch.testing.assert_close(dict(resumed.state_dict()), dict(eager.state_dict()), rtol=1e-3, atol=3e-4)
+    report = second.report.train
+    assert report.mode == "options={epilogue_fusion: False}"
+    assert (verdicts(report)["default"] == "not tried") == (batches == 40)
+
+
+# ------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_are_candidates_on_a_gpu():
+    tune = Tune(["default", "reduce-overhead", InductorConfig(mode="reduce-overhead", options=None)], steps=10)
+    assert len(tune.configs) == 2
+
+    def run(*callbacks, **settings):
+        module = seeded()
+        trainer(*callbacks, accelerator="gpu", max_epochs=6, num_sanity_val_steps=0, **settings).fit(
+            module, loader(20), loader(8)
+        )
+        return module
+
+    for settings in ({}, {"accumulate_grad_batches": 2}):
+        ours = InductorCompile(tune, tune)
+        compiled, eager = run(ours, **settings), run(**settings)
+        assert_same_values(compiled, eager, {"rtol": 1e-3, "atol": 1e-4})
+        for report in (ours.report.train, ours.report.infer):
+            chosen = [name for name, verdict in verdicts(report).items() if verdict == "chosen"]
+            assert chosen == [report.mode]
+            assert report.mode == "eager" or report.speedup > 1
+            assert trials(report)["reduce-overhead"]["samples"] >= 5

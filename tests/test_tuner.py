@@ -1,0 +1,315 @@
+"""The decisions of a `Tune`, on made-up noisy times: no torch, no clock."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from compile_callbacks.auto import LEAST_COMPILE_SECONDS, compile_estimate, why_not_affordable, why_not_repaid
+from compile_callbacks.config import InductorConfig
+from compile_callbacks.step_stats import StepStats
+from compile_callbacks.trial import Known
+from compile_callbacks.tuner import Tuner
+
+
+class Machine:
+    """Steps of made-up length; a candidate's first step compiles, and is no sample, nor are the two after it.
+
+    Args:
+        mean_ms: Each candidate's step.
+        noise: Standard deviation of a step's time over its length.
+        compile_seconds: What a candidate's first step takes beside; 2 where it is not named.
+        spikes: How often a step takes ten times as long.
+        drift: What a step's length is multiplied with, by the number of steps so far.
+        fails: Candidates that fail in their first step.
+    """
+
+    def __init__(self, mean_ms, *, noise=0.05, compile_seconds=None, spikes=0.0, drift=lambda n: 1, fails=(), seed=0):
+        self.mean_ms, self.noise, self.spikes, self.drift, self.fails = mean_ms, noise, spikes, drift, fails
+        self.compile_seconds = compile_seconds or {}
+        self.random = random.Random(seed)
+        self.ran: list[str] = []
+        self.times: dict[str, dict[str, list[float]]] = {}
+
+    def step_ms(self, name):
+        length = self.mean_ms[name] * self.drift(len(self.ran)) * (1 + self.noise * abs(self.random.gauss(0, 1)))
+        return length * 10 if self.random.random() < self.spikes else length
+
+    def run(self, tuner, steps=1000, work=lambda n: "w"):
+        """What is chosen, after at most so many steps."""
+        for _ in range(steps):
+            if tuner.winner is not None:
+                return tuner.winner
+            name = tuner.candidate
+            compiles = name != "eager" and name not in self.ran
+            seconds = self.compile_seconds.get(name, 2.0) if compiles else 0.0
+            sample = self.ran.count(name) > 2
+            length = self.step_ms(name)
+            self.ran.append(name)
+            if sample:
+                self.times.setdefault(name, {}).setdefault(work(len(self.ran)), []).append(length)
+            over = tuner.step_ends(sample=sample, seconds=seconds + length / 1000, compile_seconds=seconds)
+            if name in self.fails:
+                tuner.rule_out("failed", "by design")
+            elif over:
+                tuner.block_ends(self.times.get(name, {}))
+        return tuner.winner
+
+
+def verdicts(tuner):
+    return {trial.candidate: trial.verdict for trial in tuner.trials()}
+
+
+def reasons(tuner):
+    return {trial.candidate: trial.reason for trial in tuner.trials()}
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("spikes", [0.0, 0.05])
+def test_throughput_chooses_the_fastest_in_noise(seed, spikes):
+    machine = Machine({"eager": 18, "a": 22, "b": 4.8, "c": 6}, noise=0.1, spikes=spikes, seed=seed)
+    tuner = Tuner(["a", "b", "c"])
+    assert machine.run(tuner) == "b"
+    assert verdicts(tuner) == {"eager": "beaten", "a": "not faster", "b": "chosen", "c": "beaten"}
+
+
+def test_what_is_clear_is_decided_before_all_steps_are_taken():
+    machine = Machine({"eager": 18, "a": 5}, noise=0.02)
+    tuner = Tuner(["a"], steps=100)
+    assert machine.run(tuner) == "a"
+    assert len(machine.ran) < 40
+    close = Machine({"eager": 5.05, "a": 5}, noise=0.3)
+    close.run(Tuner(["a"], steps=100))
+    assert len(close.ran) > 200
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_slower_than_eager_is_never_chosen(seed):
+    for rule in ("throughput", "latency", "first"):
+        machine = Machine({"eager": 10, "a": 10.8, "b": 14}, noise=0.03, seed=seed)
+        tuner = Tuner(["a", "b"], rule=rule)
+        assert machine.run(tuner) == "eager", rule
+        assert set(verdicts(tuner).values()) == {"chosen", "not faster"}
+        assert "times as fast as eager" in reasons(tuner)["a"]
+
+
+def test_a_gain_below_min_speedup_is_not_enough():
+    machine = Machine({"eager": 10, "a": 9}, noise=0)
+    assert machine.run(Tuner(["a"], min_speedup=1.2)) == "eager"
+    assert Machine({"eager": 10, "a": 9}, noise=0).run(Tuner(["a"], min_speedup=1.1)) == "a"
+
+
+@pytest.mark.parametrize("drift", [lambda n: 1 + n / 60, lambda n: 2 if n < 20 else 1])
+def test_a_machine_that_slows_down_or_speeds_up_does_so_for_all(drift):
+    for fast, slow in (("a", "b"), ("b", "a")):
+        machine = Machine({"eager": 20, fast: 10, slow: 11.5}, noise=0.01, drift=drift)
+        assert machine.run(Tuner(["a", "b"])) == fast
+
+
+def test_candidates_take_turns_in_blocks_and_back_again():
+    machine = Machine({"eager": 10, "a": 9.9, "b": 9.9}, noise=0.2)
+    machine.run(Tuner(["a", "b"], steps=10))
+    blocks = [name for i, name in enumerate(machine.ran) if i == 0 or machine.ran[i - 1] != name]
+    assert blocks == ["eager", "a", "b", "a", "eager"]
+
+
+def test_latency_looks_at_the_slow_steps():
+    class Spiky(Machine):
+        def step_ms(self, name):
+            slow = name == "a" and self.ran.count(name) % 8 == 7
+            return super().step_ms(name) * (5 if slow else 1)
+
+    times = {"eager": 20, "a": 5, "b": 7}
+    assert Spiky(times).run(Tuner(["a", "b"], rule="throughput")) == "a"
+    assert Spiky(times).run(Tuner(["a", "b"], rule="latency")) == "b"
+
+
+def test_first_takes_the_first_that_passes_and_compiles_no_other():
+    machine = Machine({"eager": 10, "a": 12, "b": 9, "c": 1})
+    tuner = Tuner(["a", "b", "c"], rule="first")
+    assert machine.run(tuner) == "b"
+    assert "c" not in machine.ran
+    assert verdicts(tuner)["c"] == "not tried"
+    assert "b was chosen before its turn" in reasons(tuner)["c"]
+
+
+def test_first_waits_for_a_candidate_that_is_not_clear():
+    machine = Machine({"eager": 10, "a": 9.5, "b": 1}, noise=0.4, seed=3)
+    tuner = Tuner(["a", "b"], rule="first")
+    machine.run(tuner)
+    before_b = machine.ran[: machine.ran.index("b")] if "b" in machine.ran else machine.ran
+    assert min(before_b.count("eager"), before_b.count("a")) >= 20
+
+
+@pytest.mark.parametrize(
+    ("budget_ms", "winner", "compiled"),
+    [(30, "eager", []), (16, "a", ["a"]), (9, "b", ["a", "b"]), (1, "b", ["a", "b", "c"])],
+)
+def test_latency_budget_takes_the_first_within_it_else_the_fastest(budget_ms, winner, compiled):
+    machine = Machine({"eager": 20, "a": 12, "b": 6, "c": 9})
+    tuner = Tuner(["a", "b", "c"], rule="latency_budget", latency_budget_ms=budget_ms)
+    assert machine.run(tuner) == winner
+    assert [name for name in ("a", "b", "c") if name in machine.ran] == compiled
+
+
+def test_a_failure_is_out_and_the_others_go_on():
+    for rule in ("throughput", "first", "latency"):
+        machine = Machine({"eager": 10, "a": 1, "b": 5}, fails=["a"])
+        tuner = Tuner(["a", "b"], rule=rule)
+        assert machine.run(tuner) == "b"
+        assert machine.ran.count("a") == 1
+        assert (verdicts(tuner)["a"], reasons(tuner)["a"]) == ("failed", "by design")
+    all_fail = Tuner(["a", "b"])
+    assert Machine({"eager": 10, "a": 1, "b": 1}, fails=["a", "b"]).run(all_fail) == "eager"
+
+
+def test_a_budget_ends_it_with_the_best_that_is_proven():
+    machine = Machine({"eager": 1000, "a": 500, "b": 100}, compile_seconds={"a": 5, "b": 3600})
+    tuner = Tuner(["a", "b"], budget_seconds=60)
+    assert machine.run(tuner) == "a"
+    assert "budget_seconds=60 was used up" in reasons(tuner)["b"]
+    assert machine.ran.count("b") == 1
+
+
+def test_a_budget_that_is_used_up_by_the_first_compile_leaves_eager():
+    machine = Machine({"eager": 10, "a": 1}, compile_seconds={"a": 100})
+    tuner = Tuner(["a"], budget_seconds=30)
+    assert machine.run(tuner) == "eager"
+    assert "too few to judge by (budget_seconds=30 was used up)" in reasons(tuner)["a"]
+
+
+def test_what_is_not_worth_its_compile_is_not_tried_until_a_longer_run():
+    asked = []
+
+    def why_not(name, known):
+        asked.append((name, known))
+        return "too short" if known.steps_left < 100 else None
+
+    machine = Machine({"eager": 10, "a": 5})
+    tuner = Tuner(["a"], why_not=why_not)
+    tuner.plan(50)
+    assert machine.run(tuner) == "eager"
+    assert verdicts(tuner) == {"eager": "chosen", "a": "not tried"}
+    assert "a" not in machine.ran
+    assert asked[0][1].steps_left == 50 - len(machine.ran)
+    tuner.plan(5000)
+    assert machine.run(tuner) == "a"
+
+
+def test_only_steps_of_equal_work_are_compared():
+    class ByWork(Machine):
+        def step_ms(self, name):
+            return super().step_ms(name) * (1 if len(self.ran) % 3 else 0.1)
+
+    machine = ByWork({"eager": 10, "a": 5, "b": 20}, noise=0.01)
+    tuner = Tuner(["a", "b"])
+    # The n-th step's work is asked for after it was counted, hence n - 1.
+    assert machine.run(tuner, work=lambda n: "full" if (n - 1) % 3 else "ragged") == "a"
+    eager = tuner.trials()[0]
+    assert eager.median_ms == pytest.approx(10, rel=0.1)
+
+
+def test_without_equal_work_nothing_is_proven_and_it_ends():
+    machine = Machine({"eager": 10, "a": 1})
+    tuner = Tuner(["a"], steps=5)
+    assert machine.run(tuner, work=str) == "eager"
+    assert "too few to judge by" in reasons(tuner)["a"]
+
+
+def test_an_earlier_choice_is_checked_in_a_few_steps():
+    machine = Machine({"eager": 10, "a": 4, "b": 3})
+    tuner = Tuner(["b", "a"])
+    tuner.remember("a")
+    assert machine.run(tuner) == "a"
+    assert "b" not in machine.ran
+    assert len(machine.ran) <= 20
+    assert "chosen in an earlier run" in reasons(tuner)["a"]
+
+
+def test_an_earlier_choice_that_is_not_faster_any_more_is_tuned_anew():
+    machine = Machine({"eager": 10, "a": 12, "b": 3})
+    tuner = Tuner(["a", "b"])
+    tuner.remember("a")
+    assert tuner.remembers
+    assert machine.run(tuner) == "b"
+    assert not tuner.remembers
+
+
+@pytest.mark.parametrize("winner", ["eager", "gone"])
+def test_an_earlier_choice_of_eager_holds_and_an_unknown_one_does_not(winner):
+    machine = Machine({"eager": 10, "a": 5})
+    tuner = Tuner(["a"])
+    tuner.remember(winner)
+    assert machine.run(tuner) == ("eager" if winner == "eager" else "a")
+    assert machine.ran == [] or winner == "gone"
+
+
+def test_settling_early_takes_nothing_unproven():
+    machine = Machine({"eager": 10, "a": 5, "b": 1})
+    tuner = Tuner(["a", "b"])
+    machine.run(tuner, steps=18)  # b has not had its samples
+    tuner.settle("the run is over")
+    assert tuner.winner == "a"
+    fresh = Tuner(["a"])
+    fresh.settle("the run is over")
+    assert fresh.winner == "eager"
+    assert reasons(fresh)["a"] == "the run is over"
+
+
+def test_decisions_depend_on_what_is_told_alone():
+    def ran():
+        machine = Machine({"eager": 10, "a": 9.5, "b": 9.4}, noise=0.3, seed=7)
+        tuner = Tuner(["a", "b"])
+        machine.run(tuner)
+        return machine.ran, tuner.trials()
+
+    assert ran() == ran()
+
+
+def test_what_two_samples_say_is_not_clear():
+    assert StepStats.of([]) is None
+    one, other = StepStats.of([1.0]), StepStats.of([9.0])
+    assert not one.clearly_below(other)
+    fast, slow = StepStats.of([1.0] * 10), StepStats.of([1.02] * 10)
+    assert fast.clearly_below(slow)
+    assert not fast.clearly_below(slow, factor=1.05)
+
+
+# ------------------------------------------------------------------------------------------ worth compiling
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CONFIGS = {"default": InductorConfig(), "max": InductorConfig(mode="max-autotune-no-cudagraphs")}
+
+
+def test_a_compile_that_cannot_be_repaid_is_not_worth_it():
+    known = {"eager_ms": 10.0, "best_ms": 10.0}
+    assert "100 steps" in why_not_repaid("default", CONFIGS, CPU, Known(steps_left=100, **known))
+    least = LEAST_COMPILE_SECONDS["cpu"]
+    assert why_not_repaid("default", CONFIGS, CPU, Known(steps_left=2 * least * 100 + 1, **known)) is None
+    assert why_not_repaid("default", CONFIGS, CPU, Known(steps_left=math.inf, **known)) is None
+    # On a GPU a step may gain more, and compiling takes longer.
+    assert why_not_repaid("default", CONFIGS, CUDA, Known(steps_left=1100, **known)) is not None
+    assert why_not_repaid("default", CONFIGS, CUDA, Known(steps_left=1300, **known)) is None
+
+
+def test_what_others_took_to_compile_is_believed():
+    known = {"eager_ms": 10.0, "best_ms": 10.0, "steps_left": 1000.0}
+    assert why_not_repaid("default", CONFIGS, CPU, Known(compile_seconds={"max": 8.0}, **known)) is None
+    assert why_not_repaid("default", CONFIGS, CPU, Known(compile_seconds={"max": 800.0}, **known)) is not None
+    assert compile_estimate("max", CONFIGS, {"default": 3.0}) == 24.0
+    assert compile_estimate("max", CONFIGS, {}) is None
+
+
+def test_near_the_plausible_limit_little_is_left_to_gain():
+    close = Known(steps_left=10_000, eager_ms=10.0, best_ms=1.0, compile_seconds={"default": 3.0})
+    assert why_not_repaid("max", CONFIGS, CUDA, close) is not None
+
+
+def test_a_compile_that_does_not_fit_the_budget_is_not_begun():
+    known = {"steps_left": math.inf, "eager_ms": 1.0, "best_ms": 1.0, "compile_seconds": {"default": 3.0}}
+    assert "12.0 s of budget_seconds" in why_not_affordable("max", CONFIGS, Known(seconds_left=12.0, **known))
+    assert why_not_affordable("max", CONFIGS, Known(seconds_left=30.0, **known)) is None
+    assert why_not_affordable("max", CONFIGS, Known(**known)) is None
