@@ -4,7 +4,7 @@ Each row is one pass, model and phase. Blocks of steps of the three alternate; a
 milliseconds a step. `difference` is that from eager by the norm: of outputs in inference; in training of outputs and
 gradients, in float32 on 16 images (bfloat16 gradients of random weights are mostly rounding, eager ones too).
 
-python benchmarks/passes.py [--rows CudnnConvolutionReLU ...] [--mode reduce-overhead] [--batch-size 128]
+python benchmarks/passes.py [--rows TritonMaxPoolBackward ...] [--mode reduce-overhead] [--batch-size 128]
                             [--device cuda] [--json FILE]
 """
 
@@ -23,10 +23,9 @@ from compile_callbacks.bench.settings import parse_settings
 from compile_callbacks.bench.subject import load
 from torch import nn
 
-from compile_callbacks import CudnnConvolutionReLU, InductorConfig, TritonMaxPoolBackward, TritonSqueezeExcitation
+from compile_callbacks import InductorConfig, TritonMaxPoolBackward, TritonSqueezeExcitation
 
 ROWS = [
-    (CudnnConvolutionReLU, "infer", ["resnet50", "resnet18", "wide_resnet50_2", "regnet_y_3_2gf", "vgg16_bn"]),
     (TritonSqueezeExcitation, "infer", ["efficientnet_b0", "mobilenet_v3_large", "regnet_y_3_2gf"]),
     (TritonMaxPoolBackward, "train", ["resnet18", "resnet50", "densenet121"]),
 ]

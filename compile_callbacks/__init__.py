@@ -15,7 +15,6 @@ from compile_callbacks.export_callback import AOTInductorExport
 from compile_callbacks.export_report import ExportReport
 from compile_callbacks.exported import ExportError, load_exported
 from compile_callbacks.pass_library import (
-    CudnnConvolutionReLU,
     RecordGraphs,
     TritonMaxPoolBackward,
     TritonSqueezeExcitation,
@@ -30,7 +29,6 @@ __all__ = [
     "CompileError",
     "CompileReport",
     "CompileWarning",
-    "CudnnConvolutionReLU",
     "ExportError",
     "ExportReport",
     "GraphPass",

@@ -1,7 +1,6 @@
 """Graph passes that come with the library, each in a file of its own.
 
 - ``record_graphs``: writes down what it sees;
-- ``convolution_relu``: inference; bias, residual and ReLU in cuDNN's convolution kernel;
 - ``squeeze_excitation``: inference; the two small layers of a squeeze-and-excitation block in one Triton kernel;
 - ``max_pool_backward``: training; the gradient of a max pooling in a Triton kernel.
 
@@ -9,13 +8,11 @@
 where a kernel is launched, and nowhere else.
 """
 
-from compile_callbacks.pass_library.convolution_relu import CudnnConvolutionReLU
 from compile_callbacks.pass_library.max_pool_backward import TritonMaxPoolBackward
 from compile_callbacks.pass_library.record_graphs import RecordedGraph, RecordGraphs, graph_text
 from compile_callbacks.pass_library.squeeze_excitation import TritonSqueezeExcitation
 
 __all__ = [
-    "CudnnConvolutionReLU",
     "RecordGraphs",
     "RecordedGraph",
     "TritonMaxPoolBackward",
