@@ -91,6 +91,7 @@ def transformer():
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)  # Triton's choices for the convolutions of a ResNet-18 and their gradients
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("make", [OneDimensional, resnet18, transformer])
 def test_a_template_runs_on_a_gpu_or_says_what_it_falls_back_to(make, name):
@@ -104,8 +105,11 @@ def test_a_template_runs_on_a_gpu_or_says_what_it_falls_back_to(make, name):
         trainer(callback, **settings).validate(module, loader(1, batch_size=16), verbose=False)
     assert torch.tensor(module.losses).isfinite().all()
     for phase in (callback.report.infer, callback.report.train):
-        if phase.mode != "eager":  # outputs, and where no CUDA graph forbids it gradients, compared with eager's
-            assert (phase.verified, phase.fallbacks) == ("equal", 0)
+        if phase.mode != "eager":
+            # In training gradients are compared too; where CUDA graphs forbid that, the report says left out.
+            graphed = phase is callback.report.train and templates.get(name).resolved_options().get("triton.cudagraphs")
+            assert phase.verified == ("left out" if graphed else "equal")
+            assert phase.fallbacks == 0
             assert phase.graphs > 0
     reasons = {event["reason"] for event in callback.report.infer.events if event["kind"] == "template"}
     assert bool(reasons) == (templates.get(name).missing(torch.device("cuda")) is not None)
