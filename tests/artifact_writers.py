@@ -15,11 +15,12 @@ import time
 import types
 from pathlib import Path
 
-package = types.ModuleType("compile_callbacks")
-package.__path__ = [str(Path(__file__).parent.parent / "compile_callbacks")]
-sys.modules["compile_callbacks"] = package
+if __name__ == "__main__":  # a run of doctests imports this file too
+    package = types.ModuleType("compile_callbacks")
+    package.__path__ = [str(Path(__file__).parent.parent / "compile_callbacks")]
+    sys.modules["compile_callbacks"] = package
 
-from compile_callbacks.artifacts import Artifact, ArtifactStore  # noqa: E402
+from compile_callbacks.artifacts import Artifact, ArtifactStore
 
 WRITERS, SAVES, KEYS = 100, 5, ("a", "b", "c")
 
