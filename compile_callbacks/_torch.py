@@ -557,7 +557,9 @@ def output_dtypes(
     try:
         tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
-        # Code that the user compiled must not be compiled for fake tensors.
+        for part in module.modules():
+            vars(part).pop("_compiled_call_impl", None)  # what is compiled in place, by this library or by torch
+        # Other code that the user compiled must not be compiled for fake tensors.
         with (
             _reparametrize_module(module, fakes),
             mode,

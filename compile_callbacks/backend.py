@@ -45,8 +45,8 @@ class InductorBackend:
     backend is not made for several threads at once.
 
     Args:
-        mode: Settings, as `InductorCompile` takes them for ``infer_mode``; ``None`` and ``"eager"``, which compile
-            nothing, are refused. ``freezing`` bakes the weights in.
+        mode: Settings, as `InductorCompile` takes them for ``infer_mode``, but for ``"auto"`` and `Tune`; ``None`` and
+            ``"eager"``, which compile nothing, are refused. ``freezing`` bakes the weights in.
         on_error: What a failure of the compiler does: ``"eager"`` warns and runs the work eagerly; ``"raise"`` raises
             a `CompileError`, and a backend that is being built stays as it was.
         new_shapes: What an input of a shape does that no sample has: ``"recompile"``; ``"eager"``, run eagerly unless

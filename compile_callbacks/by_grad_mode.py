@@ -47,7 +47,7 @@ def compile_phases(
 
     Args:
         target: A module, or a function, which is wrapped. Left out, the call makes a decorator.
-        train_mode: As `InductorCompile` takes it.
+        train_mode: As `InductorCompile` takes it, but for ``"auto"`` and `Tune`: no steps are measured here.
         infer_mode: The same, for calls with grad disabled.
         targets: Names of the parts of a module that are compiled; ``None``: the module as a whole.
         passes: Graph passes for both phases.
@@ -109,15 +109,16 @@ def compile_phases(
                 stacklevel=2,
             )
     module = target if isinstance(target, nn.Module) else _Function(target)
-    if _session_of(module) is not None or "forward" in compiled_parts(module):
+    names = check_names(targets)
+    found = find_targets(module, names, nn.Module) if names else [Target("forward", module)]
+    if _session_of(module) is not None or {part.name for part in found} & set(compiled_parts(module)):
         raise ValueError(
             f"target={type(module).__name__} is compiled by this library already; undo that first: restore(), or "
             "deactivate() where an InductorBackend compiled it"
         )
-    names = check_names(targets)
     session = CompileSession(
         module,
-        find_targets(module, names, nn.Module) if names else [Target("forward", module)],
+        found,
         configs,
         passes=as_passes(passes, "passes"),
         settings=RegionSettings(on_error=on_error, verify=verify, new_shapes=new_shapes),
@@ -162,7 +163,9 @@ def restore(compiled: Any) -> None:
     Raises:
         ValueError: It is not compiled by `compile_phases`.
     """
-    _session_or_error(compiled).end()
+    session = _session_or_error(compiled)
+    session.end()
+    session.free_compiled()
 
 
 def _without_trainer(mode: object, argument: str) -> InductorConfig | None:

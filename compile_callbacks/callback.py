@@ -302,6 +302,7 @@ class InductorCompile(Callback):
         if session is None or session.module is not pl_module:
             if session is not None:
                 session.end()
+                session.free_compiled()
             self._adopt(pl_module)  # what configure_model made came after setup
             targets = find_targets(pl_module, self.targets, LightningModule)
             session = self._session = CompileSession(

@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import stat
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -111,7 +112,9 @@ class ChoicesStore:
         path = self._path(made_for)
         beside = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            # The folder above holds compile artifacts too, which are loaded from where nobody else can write alone.
+            self._folder.parent.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=stat.S_IRWXU, exist_ok=True)
             beside.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             beside.replace(path)
         except OSError as error:

@@ -317,7 +317,7 @@ def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> Induc
             if name not in known:
                 as_option = f" Inductor's options go into {argument}={{'options': {{...}}}}."
                 raise ValueError(unknown(f"{argument} field", name, known) + as_option)
-        return InductorConfig(**value)
+        return InductorConfig.from_dict(value)
     raise TypeError(
         f"{argument}={value!r} must be a mode, a mapping of InductorConfig's fields, an InductorConfig or None, "
         f"not {type(value).__name__}"

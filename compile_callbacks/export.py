@@ -55,9 +55,9 @@ def export(
             count, and so do the values of what is no tensor: they become part of the package.
         path: Where to, ending in ``.pt2``; folders that are missing are made.
         example_kwargs: The inputs of the call that are given by name.
-        config: The settings that ``"aoti"`` compiles with, as ``infer_mode`` takes them; ``None`` for the default
-            ones. Of them, ``"export"`` takes the autocast. What AOTInductor cannot take is left out with a warning
-            (docs/export.md).
+        config: The settings that ``"aoti"`` compiles with, as ``infer_mode`` takes them, but for ``"auto"``; ``None``
+            for the default ones. Of them, ``"export"`` takes the autocast. What AOTInductor cannot take is left out
+            with a warning (docs/export.md).
         dynamic_batch: Whether the batch size may change from call to call: dimension 0 of the first tensor, and of
             each other one whose dimension 0 is of the same size.
         format: ``"aoti"``: compiled by AOTInductor, for this kind of device. ``"export"``: the program that

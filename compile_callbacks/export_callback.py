@@ -181,8 +181,7 @@ class AOTInductorExport(Callback):
         module = self._find_target(whole.to(device))
         beside = self.path.with_name(f".{self.path.stem}.{os.getpid()}.new.pt2")
         try:
-            autocast = autocast_of(self._settings, device.type)
-            with as_deployed(module), trainer.precision_plugin.forward_context(), autocast:
+            with as_deployed(module), trainer.precision_plugin.forward_context():
                 export(
                     module,
                     call.args,
@@ -193,9 +192,10 @@ class AOTInductorExport(Callback):
                     verify=False,  # it is compared below, for the figures
                 )
                 package = load_exported(beside)
-                compared = self._compare(module, package, call)
-                seconds = time.perf_counter() - started
-                eager_ms = call.times_ms(module, device)
+                with autocast_of(self._settings, device.type):
+                    compared = self._compare(module, package, call)
+                    seconds = time.perf_counter() - started
+                    eager_ms = call.times_ms(module, device)
                 package_ms = call.times_ms(package, device)
             size_mb = beside.stat().st_size / 2**20
             beside.replace(self.path)

@@ -57,11 +57,11 @@ class Isolation:
     @contextlib.contextmanager
     def uncompiled(self) -> Iterator[None]:
         """Nothing within runs compiled, targets inside a target neither."""
-        self.eager = True
+        before, self.eager = self.eager, True
         try:
             yield
         finally:
-            self.eager = False
+            self.eager = before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,7 @@ class CompiledRegion:
 
     def _refreeze_if_weights_changed(self) -> None:
         if self._weights.changed(thorough=self._suspects_weights) and self._baked_in:
-            self._compile()
+            self.free_compiled()  # else every set of weights that was ever baked in would stay
         self._suspects_weights, self._baked_in = False, True
 
     def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:

@@ -188,3 +188,12 @@ def test_settings_are_data():
 def test_bad_settings_are_refused(settings, error, said):
     with pytest.raises(error, match=said):
         InductorConfig(**settings)
+
+
+def test_targets_inside_a_target_are_not_called_while_dtypes_are_found():
+    callback = InductorCompile(None, BF16, baseline_steps=0, verify="raise")  # targets: forward, and net inside it
+    module = seeded(Classifier)
+    trainer(callback).validate(module, loader(3), verbose=False)
+    assert callback.report.infer.verified == "equal"
+    assert {event["target"] for event in callback.report.infer.events if event["kind"] == "compile"} == {"forward"}
+    assert all(out.dtype == torch.float32 for out in module.validation_outputs)
