@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._inductor.output_code import OutputCode
 
-from compile_callbacks import InductorBackend, InductorConfig
+from compile_callbacks import InductorBackend, InductorConfig, compile_phases, restore
 from compile_callbacks.session import CompileSession
 from compile_callbacks.targets import Target
 
@@ -233,3 +233,35 @@ def test_outputs_of_cuda_graphs_stay_valid_and_a_gpus_backend_runs_where_it_is_l
     loaded.deploy()
     assert loaded.device == torch.device("cuda:0")
     torch.testing.assert_close(loaded.infer(x), expected[0], rtol=1e-3, atol=1e-3)
+
+
+def test_weights_that_are_baked_in_anew_replace_the_old_ones():
+    module = Model()
+    backend = InductorBackend("freezing").build(module, samples(2))
+    watch = Watch()
+    for _ in range(3):
+        with torch.no_grad():
+            module.first.weight.mul_(2)
+        backend.infer(torch.ones(2, FEATURES))
+    gc.collect()
+    assert alive(watch.code()) <= 1
+    assert alive(watch.weights()) <= 2  # the baked-in one, and what it was packed from
+
+
+def test_restoring_drops_what_was_compiled():
+    module = Model()
+    watch = Watch()
+    compile_phases(module, verify="off")
+    module(torch.ones(2, FEATURES)).sum().backward()
+    assert watch.code()
+    restore(module)
+    gc.collect()
+    assert not watch.code()
+
+
+def test_a_part_that_a_backend_compiled_is_refused():
+    root = nn.Sequential(Model())
+    backend = InductorBackend().build(root[0], samples(2))
+    with pytest.raises(ValueError, match="compiled by this library already"):
+        compile_phases(root, targets=["0"])
+    backend.deactivate()
