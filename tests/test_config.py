@@ -169,3 +169,12 @@ def test_a_pass_made_of_a_function_is_shown_by_its_name():
         pass
 
     assert InductorConfig(passes=[drop_nothing]).describe() == "passes=[drop_nothing]"
+
+
+@graph_pass
+def named(graph, is_inference):
+    pass
+
+
+def test_a_mapping_may_name_its_passes():
+    assert [p.name for p in as_config({"passes": [f"{__name__}:named"]}, "train_mode").passes] == ["named"]
