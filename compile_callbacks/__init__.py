@@ -5,10 +5,11 @@ One line is enough::
     Trainer(callbacks=[InductorCompile(train_mode="reduce-overhead", infer_mode="max-autotune")])
 """
 
+from typing import TYPE_CHECKING, Any
+
 from compile_callbacks import templates
 from compile_callbacks.backend import InductorBackend
 from compile_callbacks.by_grad_mode import compile_phases, report_of, restore
-from compile_callbacks.callback import InductorCompile
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.export import export
 from compile_callbacks.export_callback import AOTInductorExport
@@ -23,6 +24,9 @@ from compile_callbacks.pass_library import (
 from compile_callbacks.passes import GraphPass, GraphPassError, graph_pass, pattern_pass
 from compile_callbacks.region import CompileError, CompileWarning
 from compile_callbacks.report import CompileReport, PhaseReport
+
+if TYPE_CHECKING:
+    from compile_callbacks.callback import InductorCompile
 
 __all__ = [
     "AOTInductorExport",
@@ -50,3 +54,13 @@ __all__ = [
     "restore",
     "templates",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when asked for: it takes Lightning with it, whose import fails where torchvision does not fit torch.
+    # `compile-callbacks doctor` says so, and has to run there.
+    if name == "InductorCompile":
+        from compile_callbacks.callback import InductorCompile
+
+        return InductorCompile
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
