@@ -12,7 +12,6 @@ from compile_callbacks.backend import InductorBackend
 from compile_callbacks.by_grad_mode import compile_phases, report_of, restore
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.export import export
-from compile_callbacks.export_callback import AOTInductorExport
 from compile_callbacks.export_report import ExportReport
 from compile_callbacks.exported import ExportError, load_exported
 from compile_callbacks.pass_library import (
@@ -27,6 +26,7 @@ from compile_callbacks.report import CompileReport, PhaseReport
 
 if TYPE_CHECKING:
     from compile_callbacks.callback import InductorCompile
+    from compile_callbacks.export_callback import AOTInductorExport
 
 __all__ = [
     "AOTInductorExport",
@@ -57,10 +57,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for: it takes Lightning with it, whose import fails where torchvision does not fit torch.
+    # Imported when asked for: they take Lightning with them, whose import fails where torchvision does not fit torch.
     # `compile-callbacks doctor` says so, and has to run there.
     if name == "InductorCompile":
         from compile_callbacks.callback import InductorCompile
 
         return InductorCompile
+    if name == "AOTInductorExport":
+        from compile_callbacks.export_callback import AOTInductorExport
+
+        return AOTInductorExport
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

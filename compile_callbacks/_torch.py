@@ -50,9 +50,9 @@ __all__ = [
     "compile_graph",
     "compile_inner",
     "compile_package",
-    "export_program",
     "cpp_compiler",
     "cpp_compilers_tried",
+    "export_program",
     "fake_tensor",
     "forget_compiled",
     "forget_generated",
@@ -184,13 +184,6 @@ def build_cpp(source: Path) -> Path:
     builder = CppBuilder(source.stem, str(source), CppTorchOptions(warning_all=False), str(source.parent))
     builder.build()
     return Path(builder.get_target_file_path())
-
-
-def cache_folder() -> Path:
-    """Where Inductor keeps what it compiled; made where it is not there. Its default has no public name."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir())
 
 
 # ---------------------------------------------------------------------------------------------- compiling
