@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compile_callbacks.bench.measure import measure
-from compile_callbacks.bench.settings import parse_settings
-from compile_callbacks.bench.subject import load
 from torch import nn
 
 from compile_callbacks import InductorConfig, TritonMaxPoolBackward, TritonSqueezeExcitation
+from compile_callbacks.bench.measure import measure
+from compile_callbacks.bench.settings import parse_settings
+from compile_callbacks.bench.subject import load
 
 ROWS = [
     (TritonSqueezeExcitation, "infer", ["efficientnet_b0", "mobilenet_v3_large", "regnet_y_3_2gf"]),

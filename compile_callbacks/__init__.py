@@ -5,13 +5,13 @@ One line is enough::
     Trainer(callbacks=[InductorCompile(train_mode="reduce-overhead", infer_mode="max-autotune")])
 """
 
+from typing import TYPE_CHECKING, Any
+
 from compile_callbacks import templates
 from compile_callbacks.backend import InductorBackend
 from compile_callbacks.by_grad_mode import compile_phases, report_of, restore
-from compile_callbacks.callback import InductorCompile
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.export import export
-from compile_callbacks.export_callback import AOTInductorExport
 from compile_callbacks.export_report import ExportReport
 from compile_callbacks.exported import ExportError, load_exported
 from compile_callbacks.pass_library import (
@@ -23,6 +23,10 @@ from compile_callbacks.passes import GraphPass, GraphPassError, graph_pass, patt
 from compile_callbacks.region import CompileError, CompileWarning
 from compile_callbacks.report import CompileReport, PhaseReport
 from compile_callbacks.tune import Tune
+
+if TYPE_CHECKING:
+    from compile_callbacks.callback import InductorCompile
+    from compile_callbacks.export_callback import AOTInductorExport
 
 __all__ = [
     "AOTInductorExport",
@@ -50,3 +54,17 @@ __all__ = [
     "restore",
     "templates",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when asked for: they take Lightning with them, whose import fails where torchvision does not fit torch.
+    # `compile-callbacks doctor` says so, and has to run there.
+    if name == "InductorCompile":
+        from compile_callbacks.callback import InductorCompile
+
+        return InductorCompile
+    if name == "AOTInductorExport":
+        from compile_callbacks.export_callback import AOTInductorExport
+
+        return AOTInductorExport
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,6 +40,7 @@ __all__ = [
     "add_node",
     "after_optimizer_steps",
     "aside_of_main_graph",
+    "build_cpp",
     "bundled_cache",
     "cache_folder",
     "callback_handler",
@@ -49,6 +50,8 @@ __all__ = [
     "compile_graph",
     "compile_inner",
     "compile_package",
+    "cpp_compiler",
+    "cpp_compilers_tried",
     "export_program",
     "fake_tensor",
     "forget_compiled",
@@ -144,6 +147,43 @@ def resolve_options(mode: str | None, options: Mapping[str, Any], dynamic: bool 
     """
     wrapper = torch._TorchCompileInductorWrapper(mode, dict(options) or None, dynamic)
     return dict(wrapper.config)
+
+
+# ---------------------------------------------------------------------------------------------- toolchain
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor calls; where it looks, and what it takes for one that works, is its own.
+
+    Raises:
+        RuntimeError: None of `cpp_compilers_tried` works.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
+def cpp_compilers_tried() -> list[str]:
+    """What Inductor would call as C++ compiler, the first that works: ``CXX`` as it was when torch was imported."""
+    from torch._inductor import config
+
+    tried = config.cpp.cxx
+    return [name for name in (tried if isinstance(tried, (list, tuple)) else [tried]) if name]
+
+
+def build_cpp(source: Path) -> Path:
+    """Build a shared library of a C++ file beside it, as Inductor does of its kernels.
+
+    The flags for OpenMP, Python's headers and torch's differ between compilers; Inductor's builder knows them.
+
+    Raises:
+        RuntimeError: There is no compiler, or it fails.
+    """
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+
+    builder = CppBuilder(source.stem, str(source), CppTorchOptions(warning_all=False), str(source.parent))
+    builder.build()
+    return Path(builder.get_target_file_path())
 
 
 # ---------------------------------------------------------------------------------------------- compiling

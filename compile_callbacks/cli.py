@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from compile_callbacks import report_command
+from compile_callbacks import bench_command, doctor_command, modes_command, report_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,11 +15,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Its arguments; ``None`` for those of the process.
 
     Returns:
-        The exit status: 0, or 2 for bad input.
+        The exit status: 0, 1 where ``doctor`` or ``bench`` found something that fails, or 2 for bad input.
     """
-    parser = argparse.ArgumentParser(prog="compile-callbacks", description="What compiling cost and gained.")
+    parser = argparse.ArgumentParser(prog="compile-callbacks", description="What compiling costs, gains and needs.")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    report_command.add_parser(subparsers)
+    for module in (doctor_command, modes_command, bench_command, report_command):
+        module.add_parser(subparsers)
     args = parser.parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     return command(args)

@@ -7,13 +7,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from compile_callbacks.eventfiles import BrokenEventFileError, folders_with_event_files
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.reasons import Reason, reasons
-from compile_callbacks.run_reports import Run, find_runs
 from compile_callbacks.table import labels_and_cells, plain_table
+
+if TYPE_CHECKING:
+    from compile_callbacks.run_reports import Run
 
 _DESCRIPTION = """\
 Print what compiling cost and gained in runs that InductorCompile measured and a TensorBoardLogger logged. Runs are
@@ -57,6 +58,10 @@ def report(args: argparse.Namespace) -> int:
 
 
 def _runs(logdir: Path, errors: list[str]) -> list[Run]:
+    # Imported here: they need TensorBoard, without which the other commands run.
+    from compile_callbacks.eventfiles import BrokenEventFileError, folders_with_event_files
+    from compile_callbacks.run_reports import find_runs
+
     if not logdir.is_dir():
         errors.append(f"{logdir} is not a folder" if logdir.exists() else f"{logdir} does not exist")
         return []

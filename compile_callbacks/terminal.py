@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 from typing import TYPE_CHECKING
 
+from compile_callbacks.console import print_rich, shows_rich
 from compile_callbacks.phases import PHASES
 from compile_callbacks.report import CompileReport
 from compile_callbacks.table import labels_and_cells
@@ -30,23 +30,10 @@ def say(trainer: Trainer, line: str) -> None:
 
 def print_report(report: CompileReport) -> None:
     """The report's table: by rich where it is installed and there is a terminal to show it, else plain."""
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
-        _print_rich(report)
+    if shows_rich():
+        rows = labels_and_cells([report.phase(phase) for phase in PHASES])
+        print_rich(("", *PHASES), rows, title="torch.compile report", justify="right")
+        for note in report.notes():
+            print(note)  # noqa: T201
     else:
         print(f"\n{report}\n", flush=True)  # noqa: T201
-
-
-def _print_rich(report: CompileReport) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="torch.compile report", title_justify="left")
-    table.add_column("")
-    for phase in PHASES:
-        table.add_column(phase, justify="right")
-    for row in labels_and_cells([report.phase(phase) for phase in PHASES]):
-        table.add_row(*row)
-    console = Console()
-    console.print(table)
-    for note in report.notes():
-        console.print(note, markup=False, highlight=False)
