@@ -66,6 +66,7 @@ class Tuner:
         """Steps of the phase that remain of the run; infinite where that is not known."""
         self._spent_seconds = 0.0
         self._not_worth: list[Candidate] = []
+        self._run_steps = self._looked_at_steps = 0.0  # of the run, and of the longest that found them not worth it
         self._remembered: Candidate | None = None
         self._rounds = 0
         self._turns: list[Candidate] = []
@@ -75,19 +76,19 @@ class Tuner:
     # ------------------------------------------------------------------------------------------ what it is told
 
     def plan(self, steps_left: float) -> None:
-        """A run begins; what was not worth its compile in an earlier, shorter one is looked at again.
+        """A run begins; what was not worth its compile in an earlier one is looked at again if this one is longer.
 
         Args:
-            steps_left: Steps of the phase to come, ``math.inf`` where that is not known.
+            steps_left: Steps of the phase to come, ``math.inf`` where that is not known; 0 where the run has none.
         """
-        self.steps_left = steps_left
-        if self._not_worth:
+        self.steps_left = self._run_steps = steps_left
+        if self._not_worth and steps_left > self._looked_at_steps:
             for one in self._not_worth:
                 one.rule_out("undecided")
             self._not_worth.clear()
             self._reopen()
             self._next_turn()
-        if 0 < steps_left < self._least_steps and not self._eager.steps:
+        if self.winner is None and 0 < steps_left < self._least_steps and not self._eager.steps:
             few = f"the run has {steps_left:.0f} steps of the phase, and comparing takes {self._least_steps} at least"
             for one in self._in_play():
                 self._leave_for_now(one, few)
@@ -252,6 +253,7 @@ class Tuner:
     def _leave_for_now(self, one: Candidate, reason: str) -> None:
         one.rule_out("not tried", reason)
         self._not_worth.append(one)
+        self._looked_at_steps = max(self._looked_at_steps, self._run_steps)
 
     @property
     def _seconds_left(self) -> float:

@@ -199,6 +199,40 @@ def test_what_is_not_worth_its_compile_is_not_tried_until_a_longer_run():
     assert machine.run(tuner) == "a"
 
 
+@pytest.mark.parametrize("steps_left", [0, 20, 50])
+def test_a_run_that_is_no_longer_leaves_what_is_chosen(steps_left):
+    tuner = Tuner(["a"], why_not=lambda name, known: "too short" if known.steps_left <= 50 else None)
+    tuner.plan(50)
+    Machine({"eager": 10, "a": 5}).run(tuner)
+    settled = tuner.trials()
+    assert verdicts(tuner) == {"eager": "chosen", "a": "not tried"}
+    tuner.plan(steps_left)
+    assert (tuner.winner, tuner.trials()) == ("eager", settled)
+    tuner.plan(51)
+    assert (tuner.winner, verdicts(tuner)) == (None, {"eager": "undecided", "a": "undecided"})
+
+
+def test_a_run_too_short_to_compare_in_is_not_looked_at_again_by_another_one():
+    tuner = Tuner(["a"], least_steps=15)
+    for steps_left in (3, 0, 2):
+        tuner.plan(steps_left)
+        assert tuner.winner == "eager"
+        assert "the run has 3 steps" in reasons(tuner)["a"]
+    tuner.plan(5)
+    assert "the run has 5 steps" in reasons(tuner)["a"]
+    tuner.plan(1000)
+    assert Machine({"eager": 10, "a": 5}).run(tuner) == "a"
+
+
+def test_where_the_steps_are_known_late_a_run_is_as_long_as_it_then_turns_out():
+    tuner = Tuner(["a"], least_steps=15)
+    tuner.plan(math.inf)
+    tuner.plan(3)
+    assert tuner.winner == "eager"
+    tuner.plan(1000)
+    assert tuner.winner is None
+
+
 def test_only_steps_of_equal_work_are_compared():
     class ByWork(Machine):
         def step_ms(self, name):
