@@ -294,6 +294,20 @@ def test_keeping_it_compiled_keeps_what_is_proven(monkeypatch):
     ours._session.end()
 
 
+def test_keeping_it_compiled_leaves_a_phase_that_did_not_run_to_a_later_run(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "default": 5}, infer={"eager": 10, "default": 5})
+    ours = InductorCompile(Tune(["default"], steps=5), Tune(["default"], steps=5), keep_compiled=True)
+    module = seeded()
+    run = trainer(ours, num_sanity_val_steps=0)
+    run.validate(module, loader(8), verbose=False)
+    assert (ours.report.train.mode, ours.report.infer.mode) == ("tune(default, steps=5)", "eager")
+    run.fit(module, loader(30))
+    assert (ours.report.train.mode, ours.report.infer.mode) == ("default", "eager")
+    run.validate(module, loader(30), verbose=False)
+    assert (ours.report.train.mode, ours.report.infer.mode) == ("default", "default")
+    ours._session.end()
+
+
 @pytest.mark.parametrize("new_shapes", ["recompile", "eager", "raise"])
 def test_a_candidate_that_meets_the_odd_batch_first_runs_the_others_compiled_too(monkeypatch, new_shapes):
     Times(monkeypatch, train={"eager": 10, "default": 5})

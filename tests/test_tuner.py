@@ -287,10 +287,43 @@ def test_settling_early_takes_nothing_unproven():
     machine.run(tuner, steps=18)  # b has not had its samples
     tuner.settle("the run is over")
     assert tuner.winner == "a"
-    fresh = Tuner(["a"])
-    fresh.settle("the run is over")
-    assert fresh.winner == "eager"
-    assert reasons(fresh)["a"] == "the run is over"
+    assert reasons(tuner)["b"].endswith("too few to judge by (the run is over)")
+
+
+def test_settling_a_phase_that_did_not_run_decides_nothing():
+    tuner = Tuner(["a"])
+    tuner.settle("the run is over")
+    assert tuner.winner is None
+    assert verdicts(tuner) == {"eager": "undecided", "a": "undecided"}
+
+
+def test_what_is_settled_early_goes_on_in_the_next_run_that_has_steps():
+    machine = Machine({"eager": 10, "a": 5, "b": 1})
+    tuner = Tuner(["a", "b"])
+    machine.run(tuner, steps=18)
+    tuner.settle("the run is over")
+    samples = [trial.samples for trial in tuner.trials()]
+    tuner.plan(0)
+    assert tuner.winner == "a"
+    tuner.plan(1000)
+    assert (tuner.winner, set(verdicts(tuner).values())) == (None, {"undecided"})
+    assert [trial.samples for trial in tuner.trials()] == samples
+    assert machine.run(tuner) == "b"
+    tuner.plan(2000)
+    assert tuner.winner == "b"
+
+
+def test_the_check_of_an_earlier_choice_goes_on_in_the_next_run():
+    machine = Machine({"eager": 10, "a": 4, "b": 3})
+    tuner = Tuner(["b", "a"])
+    tuner.remember("a")
+    machine.run(tuner, steps=4)
+    tuner.settle("the run is over")
+    assert tuner.winner == "eager"
+    tuner.plan(1000)
+    assert tuner.remembers
+    assert machine.run(tuner) == "a"
+    assert "b" not in machine.ran
 
 
 def test_decisions_depend_on_what_is_told_alone():
