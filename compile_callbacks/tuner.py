@@ -320,7 +320,6 @@ class Tuner:
             one.rule_out("not faster", self._scores.speedup_in_words(one.name))
 
     def _settle(self, reason: str | None) -> None:
-        self.provisional = bool(reason or self._not_worth)
         for one in self._in_play():
             self._rule_out_unproven(one, reason)
         left = self._in_play()
@@ -329,10 +328,11 @@ class Tuner:
         if self._rule == "latency_budget":
             left = [one for one in left if self._scores.within_latency_budget(one.name)][:1] or left
         best = min(left, key=lambda one: self._scores.measure_ms(one.name), default=self._eager)
-        self._choose(best, reason)
+        self._choose(best, reason, early=reason is not None)
 
-    def _choose(self, winner: Candidate, reason: str | None = None) -> None:
+    def _choose(self, winner: Candidate, reason: str | None = None, *, early: bool = False) -> None:
         self.winner = winner.name
+        self.provisional = early or bool(self._not_worth)
         self._eager.rule_out("beaten")
         for one in self._in_play():
             if one.steps:

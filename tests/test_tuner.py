@@ -233,6 +233,29 @@ def test_where_the_steps_are_known_late_a_run_is_as_long_as_it_then_turns_out():
     assert tuner.winner is None
 
 
+@pytest.mark.parametrize("rule", ["throughput", "first", "latency", "latency_budget"])
+def test_a_choice_is_provisional_where_another_candidate_was_not_worth_its_compile(rule):
+    def why_not(name, known):
+        return "too dear" if name == "dear" and known.steps_left < 1000 else None
+
+    budget_ms = {"latency_budget_ms": 6} if rule == "latency_budget" else {}
+    tuner = Tuner(["dear", "a"], rule=rule, why_not=why_not, **budget_ms)
+    machine = Machine({"eager": 10, "a": 5, "dear": 1})
+    tuner.plan(500)
+    assert (machine.run(tuner), tuner.provisional) == ("a", True)
+    assert verdicts(tuner)["dear"] == "not tried"
+    tuner.plan(5000)
+    assert (machine.run(tuner), tuner.provisional) == ("dear", False)
+
+
+def test_a_choice_is_provisional_where_it_was_cut_short_and_not_where_it_is_clear():
+    short = Tuner(["a"], budget_seconds=5)
+    Machine({"eager": 1000, "a": 500}).run(short)
+    clear = Tuner(["a"])
+    Machine({"eager": 10, "a": 5}).run(clear)
+    assert (short.provisional, clear.provisional) == (True, False)
+
+
 def test_only_steps_of_equal_work_are_compared():
     class ByWork(Machine):
         def step_ms(self, name):
