@@ -34,6 +34,14 @@ class Raising(Uncached):
         raise ZeroDivisionError("by design")
 
 
+class RaisingLater(Uncached):
+    broken = False
+
+    def __call__(self, graph, is_inference):
+        if type(self).broken:
+            raise ZeroDivisionError("by design")
+
+
 class Doubling(Uncached):
     """Computes something else: each product is taken for a sum."""
 
@@ -305,6 +313,18 @@ def test_keeping_it_compiled_leaves_a_phase_that_did_not_run_to_a_later_run(monk
     assert (ours.report.train.mode, ours.report.infer.mode) == ("default", "eager")
     run.validate(module, loader(30), verbose=False)
     assert (ours.report.train.mode, ours.report.infer.mode) == ("default", "default")
+    ours._session.end()
+
+
+def test_a_choice_that_is_open_again_is_on_trial_again(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "passes=[RaisingLater]": 5})
+    tune = Tune([InductorConfig(passes=[RaisingLater()]), UNFUSED], steps=20)
+    ours = InductorCompile(tune, None, keep_compiled=True, on_error="raise")
+    module = fit(ours, batches=20)
+    assert ours.report.train.mode == "passes=[RaisingLater]"
+    monkeypatch.setattr(RaisingLater, "broken", True)
+    trainer(ours).fit(module, loader(40, batch_size=5))  # another shape, which is compiled anew
+    assert verdicts(ours.report.train)["passes=[RaisingLater]"] == "failed"
     ours._session.end()
 
 
