@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.metadata
 import json
 import math
 import pickle
@@ -12,13 +13,21 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from against_eager import FLOAT32, assert_same_module, assert_same_values
-from models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from models import CLASSES, FEATURES, Classifier, loader, mlp, seeded, trainer
 from torch._inductor.output_code import OutputCode
 from torch.utils.data import DataLoader
 from uncached import Uncached
 
-from compile_callbacks import CompileReport, CompileWarning, GraphPass, InductorCompile, InductorConfig, Tune
-from compile_callbacks.choices_store import Choice, ChoicesStore
+from compile_callbacks import (
+    CompileReport,
+    CompileWarning,
+    GraphPass,
+    InductorCompile,
+    InductorConfig,
+    Tune,
+    device_description,
+)
+from compile_callbacks.choices_store import Choice, ChoicesStore, circumstances, fingerprint
 from compile_callbacks.events import CompileRecorder
 from compile_callbacks.markdown import to_markdown
 from compile_callbacks.timing import StepTimer
@@ -27,6 +36,11 @@ from compile_callbacks.tuning import Observed, PhaseTuning
 
 # Two settings that compute the same in other code.
 PLAIN, UNFUSED = InductorConfig(), InductorConfig(options={"epilogue_fusion": False})
+
+
+class Idle(GraphPass):
+    def __call__(self, graph, is_inference):
+        pass
 
 
 class Raising(Uncached):
@@ -468,8 +482,8 @@ def test_the_next_run_begins_with_the_choice_and_checks_it(monkeypatch, tmp_path
     times = {"eager": 10, "default": 8, "options={epilogue_fusion: False}": 5}
     Times(monkeypatch, train=times)
 
-    def run():
-        ours = InductorCompile(Tune([PLAIN, UNFUSED], steps=5), None, cache_dir=tmp_path)
+    def run(**settings):
+        ours = InductorCompile(Tune([PLAIN, UNFUSED], steps=5), None, cache_dir=tmp_path, **settings)
         fit(ours, batches=40)
         return ours.report.train
 
@@ -490,6 +504,43 @@ def test_the_next_run_begins_with_the_choice_and_checks_it(monkeypatch, tmp_path
     assert anew.mode == "default"
     assert caplog.text.count("is not faster than eager in this one; all candidates are tried") == 1
     assert json.loads(kept.read_text())["candidate"] == "default"
+
+    times["options={epilogue_fusion: False}"] = 5
+    with_a_pass = run(passes=[Idle()])
+    assert with_a_pass.mode == "options={epilogue_fusion: False}"
+    assert "chosen in an earlier run" not in str(trials(with_a_pass))
+    assert len(list((tmp_path / "choices").iterdir())) == 2
+
+
+def test_what_a_choice_holds_for_is_all_that_may_change_the_fastest(monkeypatch):
+    def made_for(module=None, **changed):
+        given = {
+            "phase": "train",
+            "tune_key": Tune(["default"]).key(),
+            "passes": (),
+            "targets": ("net",),
+            "work": "(4, 8)",
+            "precision": "32-true",
+            "device": torch.device("cpu"),
+        }
+        return circumstances(module or mlp(), **(given | changed))
+
+    before = made_for()
+    assert made_for() == before  # other weights
+    assert made_for(mlp().double()) != before
+    assert made_for(passes=(Idle(),)) != before
+    assert made_for(device=torch.device("meta")) != before
+    for owner, name, value in (
+        (torch, "get_num_threads", lambda: 99),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT"),
+        (device_description, "_cpuinfo", lambda *fields: "another CPU"),
+        (importlib.metadata, "version", lambda package: "0"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            now = made_for()
+            assert now != before, name
+            assert fingerprint(now) != fingerprint(before)
 
 
 def test_a_choice_is_for_one_model_and_one_shape(tmp_path):
