@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import math
 import pickle
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -188,6 +189,28 @@ def test_a_mode_may_be_auto_a_tune_or_a_mapping_with_candidates():
     assert as_settings("eager", "train_mode") is None
     with pytest.raises(ValueError, match="train_mode='autoo' is unknown; did you mean 'auto'"):
         InductorCompile("autoo")
+
+
+@pytest.mark.parametrize(
+    ("modes", "stage", "said"),
+    [
+        (("auto", None), "fit", "train_mode='auto' with a world size of 2"),
+        ((None, Tune(["default"])), "fit", "infer_mode='tune(default)' with a world size of 2"),
+        (("auto", "auto"), "fit", "train_mode='auto' and infer_mode='auto' with"),
+        (("default", "auto"), "validate", "infer_mode='auto' with"),
+        (("auto", "default"), "test", None),
+        (("default", "default"), "fit", None),
+    ],
+)
+def test_several_processes_do_not_tune_apart(modes, stage, said):
+    ours, module = InductorCompile(*modes), seeded()
+    two = trainer(ours, strategy="ddp_spawn", devices=2)
+    if said is None:
+        ours.setup(two, module, stage)
+        return
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ours.setup(two, module, stage)
+    ours.setup(trainer(ours), module, stage)
 
 
 def test_two_configs_that_read_alike_have_names_of_their_own():
