@@ -9,13 +9,13 @@ import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from compile_callbacks.architecture import architecture_key
+from compile_callbacks.device_description import described_device
 from compile_callbacks.passes import pass_identity
 from compile_callbacks.phases import Phase
 from compile_callbacks.tune import Settings
@@ -40,29 +40,9 @@ def artifacts_key(
         "torch": [torch.__version__, torch.version.git_version],
         "python": [sys.implementation.name, *sys.version_info[:2]],
         "system": _system(),
-        "device": _described_device(device),
+        "device": described_device(device),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _described_device(device: torch.device) -> list[Any]:
-    # Graphs name the device by its index: those of one GPU are none of another's.
-    if device.type == "cuda":
-        versions = [torch.version.cuda, torch.version.hip]
-        return [str(device), torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), *versions]
-    if device.type == "cpu":
-        return ["cpu", torch.backends.cpu.get_cpu_capability(), _cpu_features(), torch.get_num_threads()]
-    return [str(device)]
-
-
-@functools.cache
-def _cpu_features() -> str:
-    """What instructions the CPU has: libraries are compiled for all of them, and would crash where one is missing."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
 
 
 @functools.cache

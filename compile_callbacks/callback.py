@@ -17,7 +17,7 @@ from compile_callbacks.choices import check_choice
 from compile_callbacks.loggers import join_hparams, log_scalars, log_summary
 from compile_callbacks.pass_library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes import as_passes
-from compile_callbacks.phases import Phase
+from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSettings
 from compile_callbacks.report import CompileReport, uncompiled_report
 from compile_callbacks.session import CompileSession
@@ -25,7 +25,7 @@ from compile_callbacks.shapes import NEW_SHAPES, NewShapes, signature
 from compile_callbacks.stages import expected_steps, validation_batches
 from compile_callbacks.targets import adopt_compiled, check_names, find_targets
 from compile_callbacks.terminal import print_report, say
-from compile_callbacks.tune import Mode, Settings, as_settings
+from compile_callbacks.tune import Mode, Settings, Tune, as_settings
 from compile_callbacks.verify import VERIFY, Verify
 
 
@@ -40,7 +40,7 @@ class InductorCompile(Callback):
         train_mode: Settings for training: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``,
             ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), a template's name, an
             `InductorConfig`, a mapping of its fields, or ``None`` or ``"eager"`` for not compiled. ``"auto"`` or a
-            `Tune`, or a mapping of its fields: what measurements choose.
+            `Tune`, or a mapping of its fields: what measurements choose, in a run of one process.
         infer_mode: Settings for sanity check, validation, test and predict; the same choices.
         targets: What to compile: dotted names of submodules or methods (``"net"``, ``"training_step"``), or
             globs (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None`` takes that
@@ -62,7 +62,8 @@ class InductorCompile(Callback):
             whether grad is enabled.
 
     Raises:
-        ValueError: A value that is none of the choices. Targets are looked up when the trainer starts.
+        ValueError: A value that is none of the choices. Targets are looked up when the trainer starts; then too
+            ``"auto"`` or a `Tune` is refused where the trainer has more than one process.
         TypeError: A value of the wrong type.
 
     Example::
@@ -130,6 +131,7 @@ class InductorCompile(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._refuse_tuning_apart(trainer.world_size, stage)
         self._key_matcher = KeyMatcher(pl_module)
         self._adopt(pl_module)
         join_hparams(trainer.loggers, lambda: self.report)
@@ -287,6 +289,18 @@ class InductorCompile(Callback):
         self._leave("infer")
 
     # ------------------------------------------------------------------------------------------ what hooks call
+
+    def _refuse_tuning_apart(self, world_size: int, stage: str) -> None:
+        """Each process would measure for itself, choose otherwise than the others, and have them wait or fail."""
+        phases = PHASES if stage == "fit" else ("infer",)
+        tuned = [
+            f"{phase}_mode={given.describe()!r}" for phase in phases if isinstance(given := self.configs[phase], Tune)
+        ]
+        if world_size > 1 and tuned:
+            raise ValueError(
+                f"{' and '.join(tuned)} with a world size of {world_size}: each process would choose by its own "
+                "measurements. Tune with devices=1, and give the mode that is chosen"
+            )
 
     def _adopt(self, pl_module: LightningModule) -> None:
         """Take over what the user compiled by hand: our settings, clean keys."""

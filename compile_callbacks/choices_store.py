@@ -1,4 +1,4 @@
-"""What earlier runs chose: a small JSON file for each model, shape, precision, device and set of versions."""
+"""What earlier runs chose: a small JSON file for each model, shape, precision, device, passes and set of versions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,21 @@ import torch
 from torch import nn
 
 from compile_callbacks.architecture import architecture_key
+from compile_callbacks.device_description import described_device, device_name
+from compile_callbacks.passes import pass_identity
 from compile_callbacks.phases import Phase
 
 
 def circumstances(
-    module: nn.Module, *, phase: Phase, tune_key: str, targets: tuple[str, ...], work: str, precision: str, device: str
+    module: nn.Module,
+    *,
+    phase: Phase,
+    tune_key: str,
+    passes: Sequence[Any],
+    targets: tuple[str, ...],
+    work: str,
+    precision: str,
+    device: torch.device,
 ) -> dict[str, str]:
     """What a choice holds for: all that may change which candidate is the fastest.
 
@@ -30,14 +40,18 @@ def circumstances(
         module: The module that is compiled.
         phase: The phase.
         tune_key: `Tune.key`.
+        passes: Graph passes that all candidates have.
         targets: Names of the targets.
         work: What a step has to do, shapes and dtypes of its batch among it.
         precision: The trainer's precision, and with it the autocast.
-        device: The device's name.
+        device: Where the module is.
     """
     return {
         "architecture": architecture_key(module),
-        "device": device,
+        "compile-callbacks": _version("compile-callbacks"),
+        "device": device_name(device),
+        "device_key": _digest(described_device(device)),
+        "passes": ", ".join(map(pass_identity, passes)),
         "phase": phase,
         "precision": f"{precision}, float32 products: {torch.get_float32_matmul_precision()}",
         "targets": ", ".join(targets),
@@ -50,7 +64,7 @@ def circumstances(
 
 def fingerprint(made_for: Mapping[str, str]) -> str:
     """A hash of `circumstances`, equal for equal ones in every process."""
-    return hashlib.sha256(json.dumps(dict(made_for), sort_keys=True).encode()).hexdigest()[:32]
+    return _digest(dict(made_for))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +139,10 @@ class ChoicesStore:
 
     def _path(self, made_for: Mapping[str, str]) -> Path:
         return self._folder / f"{fingerprint(made_for)}.json"
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _version(package: str) -> str:

@@ -76,6 +76,7 @@ class CompileSession:
             for phase, tune in tunes.items()
         }
         self._choices = ChoicesStore(cache_dir / "choices") if cache_dir else None
+        self._passes = tuple(passes)
         self._precision = ""
         self._target_names = tuple(target.name for target in targets)
         self._lasting_gradients = LastingGradients()
@@ -349,10 +350,11 @@ class CompileSession:
             self.module,
             phase=self._phase,
             tune_key=self._tunings[self._phase].tune.key(),
+            passes=self._passes,
             targets=self._target_names,
             work=repr(work),
             precision=self._precision,
-            device=self._device_name(),
+            device=_device(self.module),
         )
 
     def _device_name(self) -> str:

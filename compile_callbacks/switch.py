@@ -181,6 +181,12 @@ class PhaseSwitch:
             for region in made.regions:
                 region.choose(self._settings)
 
+    def try_again(self, phase: Phase, name: str) -> None:
+        """What was chosen is on trial again: it is a candidate among others until the next `choose`."""
+        for made in self._made.get((phase, name), ()):
+            for region in made.regions:
+                region.choose(self._settings.for_trial())
+
     def drop(self, phase: Phase, name: str) -> None:
         """Give back what was compiled with candidates that are not to be used again."""
         for made in self._made.pop((phase, name), ()):

@@ -27,7 +27,9 @@ class Tune:
     """Candidates for the settings of a phase, tried on real steps of the run, and the rule by which one is chosen.
 
     Every step that is measured trains or validates as any other: nothing is thrown away. Eager is always a candidate,
-    and what is not faster than eager is not chosen. How it goes, and what it costs: docs/tune.md.
+    and what is not faster than eager is not chosen. What eager does is, for a candidate that sets an autocast, what it
+    does under that autocast: rounding that the autocast brings is not held against it. How it goes, and what it costs:
+    docs/tune.md.
 
     Args:
         candidates: Modes, templates, `InductorConfig` objects or mappings of their fields, the cheapest to compile

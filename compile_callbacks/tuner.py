@@ -66,6 +66,8 @@ class Tuner:
         """Steps of the phase that remain of the run; infinite where that is not known."""
         self._spent_seconds = 0.0
         self._not_worth: list[Candidate] = []
+        self._cut_off: list[Candidate] = []
+        self._run_steps = self._looked_at_steps = 0.0  # of the run, and of the longest that found them not worth it
         self._remembered: Candidate | None = None
         self._rounds = 0
         self._turns: list[Candidate] = []
@@ -75,19 +77,24 @@ class Tuner:
     # ------------------------------------------------------------------------------------------ what it is told
 
     def plan(self, steps_left: float) -> None:
-        """A run begins; what was not worth its compile in an earlier, shorter one is looked at again.
+        """A run begins: what `settle` cut off goes on.
+
+        What was not worth its compile in an earlier run is looked at again if this one is longer.
 
         Args:
-            steps_left: Steps of the phase to come, ``math.inf`` where that is not known.
+            steps_left: Steps of the phase to come, ``math.inf`` where that is not known; 0 where the run has none.
         """
-        self.steps_left = steps_left
-        if self._not_worth:
-            for one in self._not_worth:
-                one.rule_out("undecided")
+        self.steps_left = self._run_steps = steps_left
+        again: list[Candidate] = []
+        if steps_left > 0:
+            again += self._cut_off
+            self._cut_off.clear()
+        if steps_left > self._looked_at_steps:
+            again += self._not_worth
             self._not_worth.clear()
-            self._reopen()
-            self._next_turn()
-        if 0 < steps_left < self._least_steps and not self._eager.steps:
+        if again:
+            self._reopen(again)
+        if self.winner is None and 0 < steps_left < self._least_steps and not self._eager.steps:
             few = f"the run has {steps_left:.0f} steps of the phase, and comparing takes {self._least_steps} at least"
             for one in self._in_play():
                 self._leave_for_now(one, few)
@@ -153,12 +160,13 @@ class Tuner:
         self._block_is_over()
 
     def settle(self, reason: str) -> None:
-        """Choose among what is proven so far, and eager.
+        """Choose among what is proven so far, and eager, until the next run; nothing where the phase did not run.
 
         Args:
             reason: Why now.
         """
-        if self.winner is None:
+        if self.winner is None and self._eager.steps:
+            self._cut_off = self._in_play()
             self._settle(reason)
 
     # ------------------------------------------------------------------------------------------ what it tells
@@ -252,6 +260,7 @@ class Tuner:
     def _leave_for_now(self, one: Candidate, reason: str) -> None:
         one.rule_out("not tried", reason)
         self._not_worth.append(one)
+        self._looked_at_steps = max(self._looked_at_steps, self._run_steps)
 
     @property
     def _seconds_left(self) -> float:
@@ -311,7 +320,6 @@ class Tuner:
             one.rule_out("not faster", self._scores.speedup_in_words(one.name))
 
     def _settle(self, reason: str | None) -> None:
-        self.provisional = bool(reason or self._not_worth)
         for one in self._in_play():
             self._rule_out_unproven(one, reason)
         left = self._in_play()
@@ -320,10 +328,11 @@ class Tuner:
         if self._rule == "latency_budget":
             left = [one for one in left if self._scores.within_latency_budget(one.name)][:1] or left
         best = min(left, key=lambda one: self._scores.measure_ms(one.name), default=self._eager)
-        self._choose(best, reason)
+        self._choose(best, reason, early=reason is not None)
 
-    def _choose(self, winner: Candidate, reason: str | None = None) -> None:
+    def _choose(self, winner: Candidate, reason: str | None = None, *, early: bool = False) -> None:
         self.winner = winner.name
+        self.provisional = early or bool(self._not_worth)
         self._eager.rule_out("beaten")
         for one in self._in_play():
             if one.steps:
@@ -332,10 +341,11 @@ class Tuner:
                 one.rule_out("not tried", f"{winner.name} was chosen before its turn")
         winner.verdict, winner.reason = "chosen", reason
 
-    def _reopen(self) -> None:
-        """There is more to try: what was chosen goes on with the samples that it has."""
-        self._remembered = None
-        self._eager.rule_out("undecided")
+    def _reopen(self, again: Sequence[Candidate]) -> None:
+        """There is more to try: what was chosen goes on with the samples that it has, and so does the check of it."""
+        for one in (self._eager, *again):
+            one.rule_out("undecided")
         if self.winner not in (None, EAGER):
             self._others[str(self.winner)].rule_out("undecided")
         self.winner, self._turns = None, []
+        self._next_turn()

@@ -129,13 +129,13 @@ class PhaseTuning:
                 least_steps=_LEAST_STEPS if self.tune.candidates == AUTO else 0,
                 skip=dict.fromkeys(idle, "it asks for CUDA graphs, and the module is not on a GPU"),
             )
-        self._tuner.plan(steps_left)
+        self._plan(self._tuner, steps_left)
         self._use(self._tuner.winner or EAGER)
 
     def expect(self, steps_left: float) -> None:
         """So many steps of the phase are to come, where `begin` could not know."""
         if self._tuner is not None and math.isinf(self._tuner.steps_left):
-            self._tuner.plan(steps_left)
+            self._plan(self._tuner, steps_left)
 
     def recall(self, fingerprint: str, choice: Choice) -> None:
         """The run that this one resumes chose so, under circumstances of this fingerprint."""
@@ -213,6 +213,13 @@ class PhaseTuning:
         return {"fingerprint": fingerprint(self._made_for), "candidate": choice.candidate, "key": choice.key}
 
     # ------------------------------------------------------------------------------------------ what these call
+
+    def _plan(self, tuner: Tuner, steps_left: float) -> None:
+        """Tell of the steps to come; what was chosen is a candidate again where that is open again."""
+        chosen = tuner.winner
+        tuner.plan(steps_left)
+        if chosen not in (None, EAGER) and tuner.winner != chosen:
+            self._switch.try_again(self.phase, str(chosen))
 
     def _use(self, name: str) -> InductorConfig | None:
         settings = _settings(name)

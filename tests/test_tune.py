@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.metadata
 import json
 import math
 import pickle
+import re
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from against_eager import FLOAT32, assert_same_module, assert_same_values
-from models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from models import CLASSES, FEATURES, Classifier, loader, mlp, seeded, trainer
 from torch._inductor.output_code import OutputCode
 from torch.utils.data import DataLoader
 from uncached import Uncached
 
-from compile_callbacks import CompileReport, CompileWarning, GraphPass, InductorCompile, InductorConfig, Tune
-from compile_callbacks.choices_store import Choice, ChoicesStore
+from compile_callbacks import (
+    CompileReport,
+    CompileWarning,
+    GraphPass,
+    InductorCompile,
+    InductorConfig,
+    Tune,
+    device_description,
+)
+from compile_callbacks.choices_store import Choice, ChoicesStore, circumstances, fingerprint
 from compile_callbacks.events import CompileRecorder
 from compile_callbacks.markdown import to_markdown
 from compile_callbacks.timing import StepTimer
@@ -29,9 +39,22 @@ from compile_callbacks.tuning import Observed, PhaseTuning
 PLAIN, UNFUSED = InductorConfig(), InductorConfig(options={"epilogue_fusion": False})
 
 
+class Idle(GraphPass):
+    def __call__(self, graph, is_inference):
+        pass
+
+
 class Raising(Uncached):
     def __call__(self, graph, is_inference):
         raise ZeroDivisionError("by design")
+
+
+class RaisingLater(Uncached):
+    broken = False
+
+    def __call__(self, graph, is_inference):
+        if type(self).broken:
+            raise ZeroDivisionError("by design")
 
 
 class Doubling(Uncached):
@@ -168,6 +191,28 @@ def test_a_mode_may_be_auto_a_tune_or_a_mapping_with_candidates():
         InductorCompile("autoo")
 
 
+@pytest.mark.parametrize(
+    ("modes", "stage", "said"),
+    [
+        (("auto", None), "fit", "train_mode='auto' with a world size of 2"),
+        ((None, Tune(["default"])), "fit", "infer_mode='tune(default)' with a world size of 2"),
+        (("auto", "auto"), "fit", "train_mode='auto' and infer_mode='auto' with"),
+        (("default", "auto"), "validate", "infer_mode='auto' with"),
+        (("auto", "default"), "test", None),
+        (("default", "default"), "fit", None),
+    ],
+)
+def test_several_processes_do_not_tune_apart(modes, stage, said):
+    ours, module = InductorCompile(*modes), seeded()
+    two = trainer(ours, strategy="ddp_spawn", devices=2)
+    if said is None:
+        ours.setup(two, module, stage)
+        return
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ours.setup(two, module, stage)
+    ours.setup(trainer(ours), module, stage)
+
+
 def test_two_configs_that_read_alike_have_names_of_their_own():
     class Scale(GraphPass):
         def __init__(self, by):
@@ -291,6 +336,32 @@ def test_keeping_it_compiled_keeps_what_is_proven(monkeypatch):
     graphs = report.graphs
     module.net(torch.randn(4, FEATURES)).sum().backward()
     assert ours.report.train.graphs == graphs
+    ours._session.end()
+
+
+def test_keeping_it_compiled_leaves_a_phase_that_did_not_run_to_a_later_run(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "default": 5}, infer={"eager": 10, "default": 5})
+    ours = InductorCompile(Tune(["default"], steps=5), Tune(["default"], steps=5), keep_compiled=True)
+    module = seeded()
+    run = trainer(ours, num_sanity_val_steps=0)
+    run.validate(module, loader(8), verbose=False)
+    assert (ours.report.train.mode, ours.report.infer.mode) == ("tune(default, steps=5)", "eager")
+    run.fit(module, loader(30))
+    assert (ours.report.train.mode, ours.report.infer.mode) == ("default", "eager")
+    run.validate(module, loader(30), verbose=False)
+    assert (ours.report.train.mode, ours.report.infer.mode) == ("default", "default")
+    ours._session.end()
+
+
+def test_a_choice_that_is_open_again_is_on_trial_again(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "passes=[RaisingLater]": 5})
+    tune = Tune([InductorConfig(passes=[RaisingLater()]), UNFUSED], steps=20)
+    ours = InductorCompile(tune, None, keep_compiled=True, on_error="raise")
+    module = fit(ours, batches=20)
+    assert ours.report.train.mode == "passes=[RaisingLater]"
+    monkeypatch.setattr(RaisingLater, "broken", True)
+    trainer(ours).fit(module, loader(40, batch_size=5))  # another shape, which is compiled anew
+    assert verdicts(ours.report.train)["passes=[RaisingLater]"] == "failed"
     ours._session.end()
 
 
@@ -434,8 +505,8 @@ def test_the_next_run_begins_with_the_choice_and_checks_it(monkeypatch, tmp_path
     times = {"eager": 10, "default": 8, "options={epilogue_fusion: False}": 5}
     Times(monkeypatch, train=times)
 
-    def run():
-        ours = InductorCompile(Tune([PLAIN, UNFUSED], steps=5), None, cache_dir=tmp_path)
+    def run(**settings):
+        ours = InductorCompile(Tune([PLAIN, UNFUSED], steps=5), None, cache_dir=tmp_path, **settings)
         fit(ours, batches=40)
         return ours.report.train
 
@@ -456,6 +527,43 @@ def test_the_next_run_begins_with_the_choice_and_checks_it(monkeypatch, tmp_path
     assert anew.mode == "default"
     assert caplog.text.count("is not faster than eager in this one; all candidates are tried") == 1
     assert json.loads(kept.read_text())["candidate"] == "default"
+
+    times["options={epilogue_fusion: False}"] = 5
+    with_a_pass = run(passes=[Idle()])
+    assert with_a_pass.mode == "options={epilogue_fusion: False}"
+    assert "chosen in an earlier run" not in str(trials(with_a_pass))
+    assert len(list((tmp_path / "choices").iterdir())) == 2
+
+
+def test_what_a_choice_holds_for_is_all_that_may_change_the_fastest(monkeypatch):
+    def made_for(module=None, **changed):
+        given = {
+            "phase": "train",
+            "tune_key": Tune(["default"]).key(),
+            "passes": (),
+            "targets": ("net",),
+            "work": "(4, 8)",
+            "precision": "32-true",
+            "device": torch.device("cpu"),
+        }
+        return circumstances(module or mlp(), **(given | changed))
+
+    before = made_for()
+    assert made_for() == before  # other weights
+    assert made_for(mlp().double()) != before
+    assert made_for(passes=(Idle(),)) != before
+    assert made_for(device=torch.device("meta")) != before
+    for owner, name, value in (
+        (torch, "get_num_threads", lambda: 99),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT"),
+        (device_description, "_cpuinfo", lambda *fields: "another CPU"),
+        (importlib.metadata, "version", lambda package: "0"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            now = made_for()
+            assert now != before, name
+            assert fingerprint(now) != fingerprint(before)
 
 
 def test_a_choice_is_for_one_model_and_one_shape(tmp_path):

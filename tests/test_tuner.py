@@ -199,6 +199,63 @@ def test_what_is_not_worth_its_compile_is_not_tried_until_a_longer_run():
     assert machine.run(tuner) == "a"
 
 
+@pytest.mark.parametrize("steps_left", [0, 20, 50])
+def test_a_run_that_is_no_longer_leaves_what_is_chosen(steps_left):
+    tuner = Tuner(["a"], why_not=lambda name, known: "too short" if known.steps_left <= 50 else None)
+    tuner.plan(50)
+    Machine({"eager": 10, "a": 5}).run(tuner)
+    settled = tuner.trials()
+    assert verdicts(tuner) == {"eager": "chosen", "a": "not tried"}
+    tuner.plan(steps_left)
+    assert (tuner.winner, tuner.trials()) == ("eager", settled)
+    tuner.plan(51)
+    assert (tuner.winner, verdicts(tuner)) == (None, {"eager": "undecided", "a": "undecided"})
+
+
+def test_a_run_too_short_to_compare_in_is_not_looked_at_again_by_another_one():
+    tuner = Tuner(["a"], least_steps=15)
+    for steps_left in (3, 0, 2):
+        tuner.plan(steps_left)
+        assert tuner.winner == "eager"
+        assert "the run has 3 steps" in reasons(tuner)["a"]
+    tuner.plan(5)
+    assert "the run has 5 steps" in reasons(tuner)["a"]
+    tuner.plan(1000)
+    assert Machine({"eager": 10, "a": 5}).run(tuner) == "a"
+
+
+def test_where_the_steps_are_known_late_a_run_is_as_long_as_it_then_turns_out():
+    tuner = Tuner(["a"], least_steps=15)
+    tuner.plan(math.inf)
+    tuner.plan(3)
+    assert tuner.winner == "eager"
+    tuner.plan(1000)
+    assert tuner.winner is None
+
+
+@pytest.mark.parametrize("rule", ["throughput", "first", "latency", "latency_budget"])
+def test_a_choice_is_provisional_where_another_candidate_was_not_worth_its_compile(rule):
+    def why_not(name, known):
+        return "too dear" if name == "dear" and known.steps_left < 1000 else None
+
+    budget_ms = {"latency_budget_ms": 6} if rule == "latency_budget" else {}
+    tuner = Tuner(["dear", "a"], rule=rule, why_not=why_not, **budget_ms)
+    machine = Machine({"eager": 10, "a": 5, "dear": 1})
+    tuner.plan(500)
+    assert (machine.run(tuner), tuner.provisional) == ("a", True)
+    assert verdicts(tuner)["dear"] == "not tried"
+    tuner.plan(5000)
+    assert (machine.run(tuner), tuner.provisional) == ("dear", False)
+
+
+def test_a_choice_is_provisional_where_it_was_cut_short_and_not_where_it_is_clear():
+    short = Tuner(["a"], budget_seconds=5)
+    Machine({"eager": 1000, "a": 500}).run(short)
+    clear = Tuner(["a"])
+    Machine({"eager": 10, "a": 5}).run(clear)
+    assert (short.provisional, clear.provisional) == (True, False)
+
+
 def test_only_steps_of_equal_work_are_compared():
     class ByWork(Machine):
         def step_ms(self, name):
@@ -253,10 +310,43 @@ def test_settling_early_takes_nothing_unproven():
     machine.run(tuner, steps=18)  # b has not had its samples
     tuner.settle("the run is over")
     assert tuner.winner == "a"
-    fresh = Tuner(["a"])
-    fresh.settle("the run is over")
-    assert fresh.winner == "eager"
-    assert reasons(fresh)["a"] == "the run is over"
+    assert reasons(tuner)["b"].endswith("too few to judge by (the run is over)")
+
+
+def test_settling_a_phase_that_did_not_run_decides_nothing():
+    tuner = Tuner(["a"])
+    tuner.settle("the run is over")
+    assert tuner.winner is None
+    assert verdicts(tuner) == {"eager": "undecided", "a": "undecided"}
+
+
+def test_what_is_settled_early_goes_on_in_the_next_run_that_has_steps():
+    machine = Machine({"eager": 10, "a": 5, "b": 1})
+    tuner = Tuner(["a", "b"])
+    machine.run(tuner, steps=18)
+    tuner.settle("the run is over")
+    samples = [trial.samples for trial in tuner.trials()]
+    tuner.plan(0)
+    assert tuner.winner == "a"
+    tuner.plan(1000)
+    assert (tuner.winner, set(verdicts(tuner).values())) == (None, {"undecided"})
+    assert [trial.samples for trial in tuner.trials()] == samples
+    assert machine.run(tuner) == "b"
+    tuner.plan(2000)
+    assert tuner.winner == "b"
+
+
+def test_the_check_of_an_earlier_choice_goes_on_in_the_next_run():
+    machine = Machine({"eager": 10, "a": 4, "b": 3})
+    tuner = Tuner(["b", "a"])
+    tuner.remember("a")
+    machine.run(tuner, steps=4)
+    tuner.settle("the run is over")
+    assert tuner.winner == "eager"
+    tuner.plan(1000)
+    assert tuner.remembers
+    assert machine.run(tuner) == "a"
+    assert "b" not in machine.ran
 
 
 def test_decisions_depend_on_what_is_told_alone():
