@@ -18,35 +18,34 @@ def shows_rich() -> bool:
     return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
 
 
-def print_figures(head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
+def print_figures(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table of figures: labels to the left, and the rest to the right.
 
     Args:
         head: What stands above the columns.
         rows: As many cells each.
-        title: What stands above the table; nothing, if empty.
     """
     if shows_rich():
-        print_rich(head, rows, title=title, justify="right")
+        print_rich(head, rows, justify="right")
     else:
-        _write(title, plain_table([tuple(head)], [tuple(row) for row in rows]))
+        sys.stdout.write(plain_table([tuple(head)], [tuple(row) for row in rows]) + "\n")
 
 
-def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
+def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table of texts, all to the left and wrapped where the line is too short for them.
 
     Args:
         head: What stands above the columns.
         rows: As many cells each; a cell may have several lines.
-        title: What stands above the table; nothing, if empty.
     """
     if shows_rich():
-        print_rich(head, rows, title=title, justify="left")
+        print_rich(head, rows, justify="left")
     else:
-        _write(title, wrapped_table(head, rows, shutil.get_terminal_size((_PLAIN_WIDTH, 0)).columns))
+        width = shutil.get_terminal_size((_PLAIN_WIDTH, 0)).columns
+        sys.stdout.write(wrapped_table(head, rows, width) + "\n")
 
 
-def print_rich(head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, justify: str) -> None:
+def print_rich(head: Sequence[str], rows: Sequence[Sequence[str]], *, justify: str, title: str = "") -> None:
     """Print a table by rich, cells of all columns but the first justified as told."""
     from rich.console import Console
     from rich.table import Table
@@ -88,7 +87,3 @@ def _in_lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
         ).rstrip()
         for index in range(max(map(len, cells)))
     ]
-
-
-def _write(title: str, table: str) -> None:
-    sys.stdout.write(f"{title}\n\n{table}\n" if title else f"{table}\n")

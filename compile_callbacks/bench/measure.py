@@ -180,7 +180,8 @@ def _idle_settings(way: Way, device: torch.device) -> Iterator[str]:
         yield "freezing has no effect in training"
     for kind in _SHORTCOMINGS:
         reasons = dict.fromkeys(event.reason for event in way.recorder.of(way.phase, kind) if event.reason)
-        yield from (f"{kind.replace('_', ' ')}: {in_one_line(reason)}" for reason in reasons)
+        said = "" if kind == "template" else f"{kind.replace('_', ' ')}: "  # whose reason names it
+        yield from (f"{said}{in_one_line(reason)}" for reason in reasons)
 
 
 _SHORTCOMINGS: tuple[EventKind, ...] = ("template", "fallback", "cudagraph_skip", "pass_skipped")

@@ -99,7 +99,7 @@ def _step(median_ms: float | None, spread_ms: float | None) -> str:
 
 
 def _fallbacks(row: BenchRow) -> str:
-    return _NOTHING if row.name == EAGER else str(row.report.fallbacks)
+    return _NOTHING if row.name == EAGER or row.failure else str(row.report.fallbacks)
 
 
 def _error(row: BenchRow) -> str:

@@ -94,7 +94,7 @@ def _from_torchvision(name: str) -> tuple[nn.Module, int | None]:
             "`compile-callbacks doctor` says more"
         ) from error
     if name not in models.list_models():
-        others = "; a model of yours is package:factory, one of timm's is timm/NAME"
+        others = " A model of yours is package:factory, one of timm's is timm/NAME."
         raise ValueError(unknown("MODULE", name, models.list_models()) + others)
     weights = getattr(models.get_model_weights(name), "DEFAULT", None)
     crop_size = getattr(weights and weights.transforms(), "crop_size", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
+from compile_callbacks.autocast import autocast_of
 from compile_callbacks.bench.settings import PRECISIONS, BenchSettings
 from compile_callbacks.bench.subject import Subject
 from compile_callbacks.config import InductorConfig
@@ -119,7 +121,8 @@ class Way:
 
     def tolerance(self) -> float:
         """The relative difference from eager that rounding may make."""
-        with self._autocast():
+        own = autocast_of(self.config, self._device.type) if self.config else contextlib.nullcontext()
+        with self._autocast(), own:
             return tolerance(self._module, _torch.tree_leaves((self._subject.args, self._subject.kwargs)))
 
     def peak_memory_mb(self) -> float | None:

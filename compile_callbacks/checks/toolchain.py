@@ -76,4 +76,4 @@ def cpp_compiler_remedy() -> str:
     if cxx is None:
         return f"{install('g++')}, or set CXX to a compiler that is elsewhere"
     missing = "" if shutil.which("g++") else f" and {install('g++')}"
-    return f"unset CXX, which is {cxx!r},{missing} or set it to a compiler that runs"
+    return f"unset CXX (it is {cxx!r}){missing}, or set it to a compiler that runs"
