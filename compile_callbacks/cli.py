@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Sequence
 
 from compile_callbacks import bench_command, doctor_command, modes_command, report_command
@@ -23,4 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_parser(subparsers)
     args = parser.parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
-    return command(args)
+    try:
+        status = command(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, `head` or a pager, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+        return 0
+    return status
