@@ -646,7 +646,7 @@ def test_cuda_graphs_are_candidates_on_a_gpu():
 
     def run(*callbacks, **settings):
         module = seeded()
-        trainer(*callbacks, accelerator="gpu", max_epochs=6, num_sanity_val_steps=0, **settings).fit(
+        trainer(*callbacks, accelerator="gpu", max_epochs=16, num_sanity_val_steps=0, **settings).fit(
             module, loader(20), loader(8)
         )
         return module
