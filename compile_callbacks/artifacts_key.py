@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import platform
 import sys
@@ -19,6 +18,7 @@ from compile_callbacks.device_description import described_device
 from compile_callbacks.passes import pass_identity
 from compile_callbacks.phases import Phase
 from compile_callbacks.tune import Settings
+from compile_callbacks.versions import installed_version
 
 
 def artifacts_key(
@@ -36,7 +36,7 @@ def artifacts_key(
         "architecture": architecture_key(module),
         "settings": {phase: config and config.key() for phase, config in configs.items()},
         "passes": [pass_identity(graph_pass) for graph_pass in passes],
-        "packages": {name: _version(name) for name in ("compile-callbacks", "triton")},
+        "packages": {name: installed_version(name) for name in ("compile-callbacks", "triton")},
         "torch": [torch.__version__, torch.version.git_version],
         "python": [sys.implementation.name, *sys.version_info[:2]],
         "system": _system(),
@@ -53,10 +53,3 @@ def _system() -> list[Any]:
     except OSError:
         release = {}
     return [sys.platform, platform.machine(), platform.libc_ver(), release.get("ID"), release.get("VERSION_ID")]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

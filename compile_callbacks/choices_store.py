@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import importlib.metadata
 import json
-import os
 import stat
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +17,8 @@ from compile_callbacks.architecture import architecture_key
 from compile_callbacks.device_description import described_device, device_name
 from compile_callbacks.passes import pass_identity
 from compile_callbacks.phases import Phase
+from compile_callbacks.versions import installed_version
+from compile_callbacks.whole_files import appears_whole
 
 
 def circumstances(
@@ -48,7 +46,7 @@ def circumstances(
     """
     return {
         "architecture": architecture_key(module),
-        "compile-callbacks": _version("compile-callbacks"),
+        "compile-callbacks": installed_version("compile-callbacks") or "none",
         "device": device_name(device),
         "device_key": _digest(described_device(device)),
         "passes": ", ".join(map(pass_identity, passes)),
@@ -56,7 +54,7 @@ def circumstances(
         "precision": f"{precision}, float32 products: {torch.get_float32_matmul_precision()}",
         "targets": ", ".join(targets),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": installed_version("triton") or "none",
         "tune": tune_key,
         "work": work,
     }
@@ -124,16 +122,13 @@ class ChoicesStore:
         """
         data = {"candidate": choice.candidate, "key": choice.key, "made_for": dict(made_for), "trials": trials}
         path = self._path(made_for)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
         try:
             # The folder above holds compile artifacts too, which are loaded from where nobody else can write alone.
             self._folder.parent.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
             self._folder.mkdir(mode=stat.S_IRWXU, exist_ok=True)
-            beside.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            beside.replace(path)
+            with appears_whole(path) as beside:
+                beside.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         except OSError as error:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -143,10 +138,3 @@ class ChoicesStore:
 
 def _digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from compile_callbacks.choices import unknown
 from compile_callbacks.passes import HOOK_OPTIONS, GraphPass, as_passes, pass_hook, pass_identity, pass_name
 from compile_callbacks.phases import Phase
 from compile_callbacks.references import reference_to, resolve
+from compile_callbacks.whole_files import appears_whole
 
 EAGER = "eager"
 """The mode string that leaves a phase uncompiled."""
@@ -245,12 +245,8 @@ class InductorConfig:
         """
         text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
         path = Path(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with appears_whole(path) as beside:
             beside.write_text(text)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
 
     @classmethod
     def from_json(cls, path: str | Path) -> InductorConfig:

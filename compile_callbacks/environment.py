@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 
 import torch
+
+from compile_callbacks.versions import installed_version
 
 _PACKAGES = ("torch", "triton", "lightning", "compile-callbacks")
 
 
 def environment() -> dict[str, str]:
     """Versions and device by name, for a person to read; what is not installed is left out."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found | {"device": _device()}
+    installed = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
+    return {"python": platform.python_version(), **installed, "device": _device()}
 
 
 def _device() -> str:

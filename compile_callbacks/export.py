@@ -23,12 +23,13 @@ from compile_callbacks.choices import check_choice
 from compile_callbacks.config import EAGER, InductorConfig, Mode, as_config
 from compile_callbacks.exported import SPEC_KEY, ExportedModule, ExportError, Format, load_exported
 from compile_callbacks.failures import describe_failure, in_one_line
-from compile_callbacks.package_files import appears_whole, check_path
+from compile_callbacks.package_files import check_path, check_writable
 from compile_callbacks.package_options import package_options
 from compile_callbacks.passes import GraphPassError, pass_options
 from compile_callbacks.region import CompileWarning
 from compile_callbacks.targets import Target
 from compile_callbacks.verify import Comparison, compare_with_eager
+from compile_callbacks.whole_files import appears_whole
 
 
 def export(
@@ -96,6 +97,7 @@ def export(
         _warn(f"config={settings.describe()!r} has no effect with format='export', which compiles nothing")
     call = _Call(_torch.unwrap_dynamo(module), example_inputs, kwargs, settings, dynamic_batch=dynamic_batch)
     metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
+    check_writable(path)
     with appears_whole(path) as beside, as_deployed(module), autocast_of(settings, call.device.type):
         program = call.traced()
         if format == "export":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from pathlib import Path
 
 from compile_callbacks import _torch
+from compile_callbacks.whole_files import appears_whole
 
 
 def loaded_libraries() -> dict[str, Path]:
@@ -41,9 +41,5 @@ def put_library(name: str, content: bytes) -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
+    with appears_whole(path) as beside:
         beside.write_bytes(content)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

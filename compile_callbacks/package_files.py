@@ -1,12 +1,10 @@
-"""Where a package goes: paths that are checked, and a file that appears when it is whole."""
+"""Where a package goes: paths that are checked before minutes of compiling."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -23,18 +21,6 @@ def check_path(path: object) -> Path:
     if found.suffix != ".pt2":
         raise ValueError(f"path={str(found)!r} must end in '.pt2'")
     return found
-
-
-@contextlib.contextmanager
-def appears_whole(path: Path) -> Iterator[Path]:
-    """A file beside ``path`` that takes its place in the end, and is gone where it does not come to that."""
-    beside = path.with_name(f".{path.stem}.{os.getpid()}.pt2")
-    check_writable(path)  # before minutes of compiling
-    try:
-        yield beside
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def check_writable(path: Path) -> None:

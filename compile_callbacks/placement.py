@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -30,6 +32,12 @@ def as_device(device: object) -> torch.device:
     if found.type == "meta":
         raise ValueError("device='meta' cannot be used: it holds no values")
     return found
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where the first weight of a module is; without any, where tensors are made."""
+    tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return torch.get_default_device() if tensor is None else tensor.device
 
 
 class Placement:

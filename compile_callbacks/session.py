@@ -19,6 +19,7 @@ from compile_callbacks.idle import idle_cache_dir, idle_cudagraphs, idle_folding
 from compile_callbacks.memory import PeakMemory
 from compile_callbacks.once import WarnOnce
 from compile_callbacks.phases import PHASES, Phase
+from compile_callbacks.placement import device_of
 from compile_callbacks.progress import CompileProgress
 from compile_callbacks.region import RegionSettings
 from compile_callbacks.report import CompileReport, build_phase_report
@@ -116,7 +117,7 @@ class CompileSession:
             self._baselines[phase].plan(steps)
         self._precision = precision
         for phase, tuning in self._tunings.items():
-            tuning.begin(_device(self.module), expected_steps.get(phase, 0), self._choices)
+            tuning.begin(device_of(self.module), expected_steps.get(phase, 0), self._choices)
             self._configs[phase] = tuning.config
 
     def end(self, *, keep_compiled: bool = False) -> None:
@@ -354,17 +355,12 @@ class CompileSession:
             targets=self._target_names,
             work=repr(work),
             precision=self._precision,
-            device=_device(self.module),
+            device=device_of(self.module),
         )
 
     def _device_name(self) -> str:
         return torch.cuda.get_device_name() if _on_cuda(self.module) else "cpu"
 
 
-def _device(module: nn.Module) -> torch.device:
-    parameter = next(module.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
-
-
 def _on_cuda(module: nn.Module) -> bool:
-    return _device(module).type == "cuda"
+    return device_of(module).type == "cuda"

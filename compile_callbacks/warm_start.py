@@ -7,7 +7,6 @@ all that a start takes there: so the libraries that were loaded are kept with th
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from compile_callbacks.artifacts import ArtifactError, ArtifactStore
 from compile_callbacks.artifacts_key import artifacts_key
 from compile_callbacks.libraries import loaded_libraries, probe_libraries, put_library
 from compile_callbacks.phases import Phase
+from compile_callbacks.placement import device_of
 from compile_callbacks.region import CompileWarning
 from compile_callbacks.tune import Settings
 
@@ -70,7 +70,7 @@ class WarmStart:
         _, self._seen = _torch.recorded_artifacts(self._seen)
         self._libraries = set(loaded_libraries())
         if self._key is None:
-            self._device = _device_of(module)
+            self._device = device_of(module)
             self._key = artifacts_key(module, *self._settings, self._device)
             self._load(self._key)
 
@@ -146,9 +146,3 @@ def _put(artifact: Artifact) -> None:
         put_library(artifact.key, artifact.content)
     else:
         _torch.put_into_cache(*artifact[:3])
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    """Where the weights of a module are; without any, where tensors are made."""
-    tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
-    return torch.get_default_device() if tensor is None else tensor.device

@@ -11,6 +11,7 @@ import torch
 
 from compile_callbacks.checks.check import Check, said
 from compile_callbacks.checks.machine import has_gpu
+from compile_callbacks.versions import installed_version
 
 MINIMUM = {"python": "3.10", "torch": "2.11", "torchvision": "0.26", "lightning": "2.5.6", "tensorboard": "0"}
 """The oldest versions that are supported."""
@@ -36,7 +37,7 @@ def check_torch() -> Check:
 
 def check_torchvision() -> Check:
     """Whether torchvision can be imported beside this torch; a build for another torch cannot."""
-    if (version := _installed("torchvision")) is None:
+    if (version := installed_version("torchvision")) is None:
         return Check(found="not installed; the examples need it, and bench for the names of models")
     return _check(
         "torchvision",
@@ -48,18 +49,18 @@ def check_torchvision() -> Check:
 
 def check_lightning() -> Check:
     """Whether Lightning is new enough and can be imported."""
-    return _check("lightning", _installed("lightning"), consequence="InductorCompile cannot be imported")
+    return _check("lightning", installed_version("lightning"), consequence="InductorCompile cannot be imported")
 
 
 def check_tensorboard() -> Check:
     """Whether TensorBoard can be imported."""
     consequence = "a TensorBoardLogger gets no report, and `compile-callbacks report` does not run"
-    return _check("tensorboard", _installed("tensorboard"), consequence=consequence)
+    return _check("tensorboard", installed_version("tensorboard"), consequence=consequence)
 
 
 def check_triton() -> Check:
     """Whether Triton can be imported and is the version that this torch is made for; needed on a GPU alone."""
-    version, wanted = _installed("triton"), _wanted_by_torch("triton")
+    version, wanted = installed_version("triton"), _wanted_by_torch("triton")
     if version is None and not has_gpu():
         return Check(found="not installed; it is needed on a GPU alone")
     remedy = f"pip install 'triton{''.join(wanted)}'" if wanted else "pip install triton"
@@ -121,13 +122,6 @@ def _check(package: str, version: str | None, *, consequence: str, mend: str = "
         remedy = mend or f"mend what it names, or pip install --force-reinstall {wanted}"
         return Check(status="failed", found=found, consequence=consequence, remedy=remedy)
     return Check(found=version)
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _wanted_by_torch(package: str) -> tuple[str, str] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import importlib.metadata
 import inspect
 import types
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
+from compile_callbacks.versions import installed_version
 
 _MOST_BYTES = 2**20  # of a tensor among the arguments; larger ones would take long to hash
 
@@ -47,10 +47,7 @@ def identity_of_call(
 
 
 def _library_version() -> str:
-    try:
-        return importlib.metadata.version("compile-callbacks")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree that was not installed
-        return "source"
+    return installed_version("compile-callbacks") or "source"  # run from a source tree
 
 
 def _source(subject: Any) -> str:
