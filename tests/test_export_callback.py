@@ -278,6 +278,25 @@ def test_a_path_that_cannot_be_written_is_told_before_training(tmp_path):
     assert module.losses == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_fit_on_a_gpu_leaves_a_package_that_runs_on_it(tmp_path, precision):
+    callback = AOTInductorExport(tmp_path / "net.pt2", weights="last")
+    module = fit(InductorCompile(baseline_steps=0), callback, accelerator="gpu", precision=precision)
+    report = callback.report
+    assert (report.error, report.verified) == (None, "equal")
+    assert min(report.eager_ms, report.compiled_ms, report.package_ms) > 0
+    package = load_exported(tmp_path / "net.pt2")
+    assert package.device == "cuda"
+    module.cuda()
+    for batch in (1, 5):
+        x = torch.randn(batch, FEATURES, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            ours = expected(module, x)
+        assert (package(x).dtype, package(x).device) == (ours.dtype, ours.device)
+        torch.testing.assert_close(package(x), ours, rtol=2e-2, atol=2e-2)
+
+
 def test_ranks_above_zero_do_nothing(tmp_path):
     class Other:
         is_global_zero = False
