@@ -54,10 +54,20 @@ class _Player:
     way: Way
     process: Any
     connection: Any
+    its_connection: Any
     told: dict[str, Any] | None = None
     failure: str | None = None
     blocks: list[float] = field(default_factory=list)
     steps: int = 0
+
+    def start(self) -> None:
+        self.process.start()
+        self.its_connection.close()  # or its end would not be heard of
+
+    def end(self) -> None:
+        if self.process.pid is not None:
+            self.process.kill()
+            self.process.join()
 
     def receive(self) -> Any:
         """The next message; ``None`` where the process failed."""
@@ -80,25 +90,17 @@ class _Player:
 def conduct(groups: Sequence[Group], pacing: Pacing) -> Iterator[list[dict[str, Any]]]:
     """Measure groups of ways, all of which prepare at once; gives the rows of one group after the other."""
     context = multiprocessing.get_context("spawn")
-    slots = context.Semaphore(pacing.jobs)
     # Compile workers of all processes together, as many as there are cores.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // pacing.jobs)))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         players: list[_Player] = []
-        for work, ways in groups:
-            for way in ways:
-                ours, theirs = context.Pipe()
-                cache = f"{folder}/{len(players)}" if pacing.own_caches else None
-                process = context.Process(
-                    target=play,
-                    args=(work, way, theirs, Path(folder, "turn"), slots, pacing.prepare_steps, cache),
-                    daemon=True,
-                )
-                players.append(_Player(work, way, process, ours))
-                process.start()
-                theirs.close()
+        for work, way in [(work, way) for work, ways in groups for way in ways]:
+            ours, theirs = context.Pipe()
+            cache = f"{folder}/{len(players)}" if pacing.own_caches else None
+            arguments = work, way, theirs, Path(folder, "turn"), pacing.prepare_steps, cache
+            players.append(_Player(work, way, context.Process(target=play, args=arguments, daemon=True), ours, theirs))
         try:
-            _await_ready(players, pacing.patience_seconds)
+            _await_ready(players, pacing)
             for work, _ in groups:
                 of_group = [player for player in players if player.work is work]
                 _time(of_group, pacing)
@@ -107,24 +109,28 @@ def conduct(groups: Sequence[Group], pacing: Pacing) -> Iterator[list[dict[str, 
                     _stop(player)
         finally:
             for player in players:
-                player.process.kill()
-                player.process.join()
+                player.end()
 
 
-def _await_ready(players: Sequence[_Player], patience_seconds: float) -> None:
+def _await_ready(players: Sequence[_Player], pacing: Pacing) -> None:
     started = time.perf_counter()
-    while waiting := [p for p in players if p.told is None and p.failure is None]:
-        left = patience_seconds - (time.perf_counter() - started)
-        heard = wait([p.connection for p in waiting], timeout=max(0.0, left))
+    to_start, waiting = list(players), []
+    while to_start or waiting:
+        while to_start and len(waiting) < pacing.jobs:
+            waiting.append(to_start.pop(0))
+            waiting[-1].start()
+        left = pacing.patience_seconds - (time.perf_counter() - started)
+        heard = wait([player.connection for player in waiting], timeout=max(0.0, left))
         for player in waiting:
             if player.connection in heard:
                 player.told = player.receive()
                 if player.told is not None:
                     say(f"{time.perf_counter() - started:4.0f} s  {label(player)} is ready")
             elif left <= 0:
-                player.failure = f"was not ready after {patience_seconds:.0f} s"
+                player.failure = f"was not ready after {pacing.patience_seconds:.0f} s"
                 say(f"{label(player)} {player.failure}")
                 player.process.kill()
+        waiting = [player for player in waiting if player.told is None and player.failure is None]
 
 
 def _time(players: Sequence[_Player], pacing: Pacing) -> None:
@@ -148,8 +154,8 @@ def _block(player: _Player, steps: int) -> float | None:
 def _stop(player: _Player) -> None:
     if player.ready:
         player.connection.send(None)
-        player.process.join(0.2)
-    player.process.kill()
+        player.process.join(0.5)
+    player.end()
 
 
 def _row(player: _Player) -> dict[str, Any]:

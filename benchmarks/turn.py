@@ -42,7 +42,7 @@ class Turn:
         self._file = file.open("w")
         self._cuda = cuda
         self._held = self._held_before_compile = False
-        self._since = self._compile_started = 0.0
+        self._since = self._compile_started = self._waited_before = 0.0
 
     def take(self) -> None:
         """Wait for a turn, or go on with the one that this process has."""

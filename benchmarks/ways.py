@@ -187,7 +187,7 @@ class Fixed(torch.utils.data.Dataset):
         return self.batch
 
 
-def play(work: Work, way: Way, connection: Connection, lock: Path, slots: Any, steps: int, cache: str | None) -> None:
+def play(work: Work, way: Way, connection: Connection, lock: Path, steps: int, cache: str | None) -> None:
     """The whole of one process: prepare, say so, and run blocks until told to stop.
 
     Args:
@@ -195,25 +195,12 @@ def play(work: Work, way: Way, connection: Connection, lock: Path, slots: Any, s
         way: How.
         connection: To whoever conducts.
         lock: The file of the turns.
-        slots: A semaphore of as many as may prepare at once.
         steps: Steps to prepare with.
         cache: A folder of its own for what is compiled; ``None``: torch's.
     """
     if cache is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"] = f"{cache}/inductor", f"{cache}/triton"
     os.dup2(2, 1)  # tables alone are for stdout
-    slots.acquire()
-
-    class Once:
-        """The slot is another's as soon as this process is ready."""
-
-        def send(self, message: tuple[str, Any]) -> None:
-            if message[0] == "ready":
-                slots.release()
-            connection.send(message)
-
-        recv = staticmethod(connection.recv)
-
     try:
         warnings.simplefilter("ignore")
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -222,12 +209,12 @@ def play(work: Work, way: Way, connection: Connection, lock: Path, slots: Any, s
         turn = Turn(lock, cuda=work.device == "cuda")
         turn.listen()
         with contextlib.suppress(Done):
-            (_in_trainer if way.loop in ("fit", "predict") else _bare)(work, way, Once(), turn, steps)
+            (_in_trainer if way.loop in ("fit", "predict") else _bare)(work, way, connection, turn, steps)
     except BaseException:
         connection.send(("failed", traceback.format_exc()))
 
 
-def _in_trainer(work: Work, way: Way, connection: Any, turn: Turn, steps: int) -> None:
+def _in_trainer(work: Work, way: Way, connection: Connection, turn: Turn, steps: int) -> None:
     turn.take()
     net, inputs, labels = make(work.model, work.batch_size, work.image_size, work.device)
     turn.give()
@@ -263,7 +250,7 @@ def _in_trainer(work: Work, way: Way, connection: Any, turn: Turn, steps: int) -
         trainer.predict(module, batches, return_predictions=False)
 
 
-def _bare(work: Work, way: Way, connection: Any, turn: Turn, steps: int) -> None:
+def _bare(work: Work, way: Way, connection: Connection, turn: Turn, steps: int) -> None:
     started = time.perf_counter()
     turn.take()
     net, images, _ = make(work.model, work.batch_size, work.image_size, work.device)
