@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -90,6 +91,7 @@ class _Player:
 def conduct(groups: Sequence[Group], pacing: Pacing) -> Iterator[list[dict[str, Any]]]:
     """Measure groups of ways, all of which prepare at once; gives the rows of one group after the other."""
     context = multiprocessing.get_context("spawn")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the processes then end too
     # Compile workers of all processes together, as many as there are cores.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // pacing.jobs)))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -109,7 +109,7 @@ def main() -> None:
     add("--model", default="resnet50", help="another one of torchvision's")
     add("--image-size", type=int, default=224)
     steps = "steps of the run that the trainer is told of, for each batch size; the last for those after it"
-    add("--train-run-steps", type=int, nargs="+", default=[10_000], help=steps)
+    add("--train-run-steps", type=int, nargs="+", default=[15_000], help=steps)
     add("--infer-run-steps", type=int, nargs="+", default=[100_000, 100_000, 15_000], help=steps)
     add("--together", type=int, default=1, help="batch sizes that prepare at once")
     args = parser.parse_args()

@@ -211,7 +211,8 @@ def play(work: Work, way: Way, connection: Connection, lock: Path, steps: int, c
         with contextlib.suppress(Done):
             (_in_trainer if way.loop in ("fit", "predict") else _bare)(work, way, connection, turn, steps)
     except BaseException:
-        connection.send(("failed", traceback.format_exc()))
+        with contextlib.suppress(BrokenPipeError):  # whoever conducts has gone
+            connection.send(("failed", traceback.format_exc()))
 
 
 def _in_trainer(work: Work, way: Way, connection: Connection, turn: Turn, steps: int) -> None:

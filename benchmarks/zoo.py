@@ -92,7 +92,7 @@ def main() -> None:
     add("--models", nargs="+", default=MODELS, help="names of torchvision's, or timm/NAME")
     add("--batch-size", type=int, default=16)
     add("--image-size", type=int, help="height and width (default: what the model is made for)")
-    add("--train-run-steps", type=int, default=10_000)
+    add("--train-run-steps", type=int, default=15_000)
     add("--infer-run-steps", type=int, default=100_000)
     add("--together", type=int, default=4, help="models that prepare at once, three processes each")
     args = parser.parse_args()
