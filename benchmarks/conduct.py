@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from ways import Way, Work, play
+from work import Way, Work
 
 Group = tuple[Work, Sequence[Way]]
 
@@ -100,7 +100,7 @@ def conduct(groups: Sequence[Group], pacing: Pacing) -> Iterator[list[dict[str, 
             ours, theirs = context.Pipe()
             cache = f"{folder}/{len(players)}" if pacing.own_caches else None
             arguments = work, way, theirs, Path(folder, "turn"), pacing.prepare_steps, cache
-            players.append(_Player(work, way, context.Process(target=play, args=arguments, daemon=True), ours, theirs))
+            players.append(_Player(work, way, context.Process(target=_play, args=arguments, daemon=True), ours, theirs))
         try:
             _await_ready(players, pacing)
             for work, _ in groups:
@@ -112,6 +112,12 @@ def conduct(groups: Sequence[Group], pacing: Pacing) -> Iterator[list[dict[str, 
         finally:
             for player in players:
                 player.end()
+
+
+def _play(*arguments: Any) -> None:
+    from ways import play  # which imports torch: for the process itself to do
+
+    play(*arguments)
 
 
 def _await_ready(players: Sequence[_Player], pacing: Pacing) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from conduct import Group
 from results import Row, find, in_order, ms, pacing, parser_for, print_environment, print_table, rows_of, step_ms, times
-from ways import Way, Work
+from work import Way, Work
 
 FROZEN = {"mode": "reduce-overhead", "freezing": True}
 FROZEN_OPTIONS = {"triton.cudagraphs": True, "freezing": True}  # the same for torch.compile

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from conduct import Group, Pacing, conduct, say
 
 Row = dict[str, Any]
@@ -20,7 +19,7 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     """A parser with what all of them take."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", choices=["cpu", "cuda"], help="(default: the GPU if there is one)")
     add("--steps", type=int, default=Pacing.steps, help="timed steps of each way, at least")
     add("--blocks", type=int, default=Pacing.blocks, help="blocks that these are in")
     add("--block-seconds", type=float, default=Pacing.block_seconds, help="a block takes that long at least")
@@ -51,6 +50,10 @@ def rows_of(args: argparse.Namespace, batches: Iterable[Sequence[Group]], paced:
     """
     if args.from_json:
         return [row for file in args.from_json for row in json.loads(file.read_text())["rows"]]
+    if args.device is None:
+        import torch  # not to print a table
+
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[Row] = []
     for groups in batches:
         for measured in conduct(groups, paced):

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from conduct import Group
 from results import Row, find, in_order, ms, pacing, parser_for, print_environment, print_table, rows_of, times
-from ways import Way, Work
+from work import Way, Work
 
 WAYS = {
     "eager": Way("eager", "fit"),

@@ -30,7 +30,7 @@ from results import (
     rows_of,
     times,
 )
-from ways import Way, Work
+from work import Way, Work
 
 MODELS = [
     "resnet18", "resnet50", "resnext50_32x4d", "regnet_y_800mf", "shufflenet_v2_x1_0",
