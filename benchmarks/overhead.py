@@ -17,34 +17,18 @@ import warnings
 
 import lightning.pytorch as pl
 import torch
-from resnet50_training import Classifier, Fixed
+from models import make
 from torch import nn
+from ways import Classifier, Fixed
 
 from compile_callbacks import InductorCompile
 
 WARM_UP_STEPS = 40
 
 
-class SmallNet(Classifier):
-    """Steps of some milliseconds on two CPU cores."""
-
-    def __init__(self) -> None:
-        pl.LightningModule.__init__(self)
-        self.net = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, batch_size: int, steps: int) -> None:
-        self.batch, self.steps = (torch.randn(batch_size, 256), torch.randint(10, (batch_size,))), steps
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __getitem__(self, index):
-        return self.batch
+def small_net() -> nn.Module:
+    """Its steps take some milliseconds on two CPU cores."""
+    return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
 
 class Alternate(InductorCompile):
@@ -102,14 +86,16 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     steps = 2 * WARM_UP_STEPS + 2 * args.blocks * args.block + 1
     alternate = Alternate(args.mode, args.block)
-    module, data, precision = SmallNet(), Rows(args.batch_size * 8, steps), "32-true"
+    rows = args.batch_size * 8
+    net, batch, precision = small_net(), (torch.randn(rows, 256), torch.randint(10, (rows,))), "32-true"
     if args.device == "cuda":
-        module, data, precision = Classifier(), Fixed(args.batch_size, steps), "bf16-mixed"
+        net, *batch = make("resnet50", args.batch_size, 224, "cuda")
+        precision = "bf16-mixed"
     trainer = pl.Trainer(
         accelerator=args.device, devices=1, precision=precision, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[alternate],
     )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+    trainer.fit(Classifier(net), torch.utils.data.DataLoader(Fixed(tuple(batch), steps), batch_size=None))
 
     pairs = list(zip(alternate.seconds[True], alternate.seconds[False], strict=False))
     step_ms = {ours: statistics.median(s) / args.block * 1000 for ours, s in alternate.seconds.items()}
