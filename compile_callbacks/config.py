@@ -17,6 +17,7 @@ import torch
 
 from compile_callbacks import _torch, templates
 from compile_callbacks.choices import unknown
+from compile_callbacks.links import checks_settings
 from compile_callbacks.passes import HOOK_OPTIONS, GraphPass, as_passes, pass_hook, pass_identity, pass_name
 from compile_callbacks.phases import Phase
 from compile_callbacks.references import reference_to, resolve
@@ -84,6 +85,7 @@ class InductorConfig:
     autocast_enabled: bool | None = None
     autocast_dtype: torch.dtype | None = None
 
+    @checks_settings
     def __post_init__(self) -> None:
         _check_mode(self.mode)
         _check_template(self.template)
@@ -202,6 +204,7 @@ class InductorConfig:
         """What the template lacks on a device and what is used instead; ``None`` where it lacks nothing."""
         return None if self.template is None else templates.get(self.template).falls_back(device)
 
+    @checks_settings
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON-ready data, without those that are as by default.
 
@@ -218,6 +221,7 @@ class InductorConfig:
         return {name: value for name, value in data.items() if value != default[name]}
 
     @classmethod
+    @checks_settings
     def from_dict(cls, data: Mapping[str, Any]) -> InductorConfig:
         """The settings that `to_dict` made ``data`` of.
 
@@ -253,6 +257,7 @@ class InductorConfig:
             beside.unlink(missing_ok=True)
 
     @classmethod
+    @checks_settings
     def from_json(cls, path: str | Path) -> InductorConfig:
         """The settings that `to_json` wrote.
 
@@ -290,6 +295,7 @@ Mode = str | InductorConfig | Mapping[str, Any] | None
 ``class_path`` for."""
 
 
+@checks_settings
 def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> InductorConfig | None:
     """The config that a ``train_mode`` or ``infer_mode`` stands for; ``None`` where it is not to be compiled.
 

@@ -9,7 +9,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from compile_callbacks.links import checks_settings
 
+
+@checks_settings
 def check_path(path: object) -> Path:
     """The path of a package.
 
