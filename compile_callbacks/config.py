@@ -42,7 +42,8 @@ class InductorConfig:
             implies.
         options: Inductor options by name (``torch._inductor.list_options()``), for example
             ``{"max_autotune": True, "triton.cudagraphs": True}``.
-        freezing: Whether weights are baked in where they stand still (test, predict; docs/correctness.md); ``None``
+        freezing: Whether weights are baked in where they stand still (test, predict;
+            docs/cuda_graphs_and_freezing.md); ``None``
             leaves it to ``options`` and ``template``.
         fullgraph: Refuse graph breaks: a model that has one is a compiler failure.
         dynamic: ``True`` compiles for changing shapes at once, ``False`` compiles anew for each shape, ``None``

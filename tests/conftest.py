@@ -60,4 +60,13 @@ def dropped_backends_go():
 
 
 # torch and Lightning set some of their own.
-_SET_BY_OTHERS = ("PYTEST", "TORCHINDUCTOR", "_TORCHINDUCTOR", "PL_", "TRITON", "CUDA_DEVICE_ORDER", "PYTORCH_NVML")
+_SET_BY_OTHERS = (
+    "PYTEST",
+    "TORCHINDUCTOR",
+    "_TORCHINDUCTOR",
+    "PL_",
+    "TRITON",
+    "CUDA_DEVICE_ORDER",
+    "PYTORCH_NVML",
+    "KMP_",
+)
