@@ -59,7 +59,7 @@ def dropped_backends_go():
         gc.collect()
 
 
-# torch and Lightning set some of their own.
+# torch, Lightning and scikit-learn set some of their own.
 _SET_BY_OTHERS = (
     "PYTEST",
     "TORCHINDUCTOR",

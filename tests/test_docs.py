@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 PAGES = {path.name: path for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]}
 GPU_ONLY = "<!-- compiled only: it needs GPUs -->"
 BLOCK = re.compile(
-    rf"^(?P<mark>{re.escape(GPU_ONLY)}\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+    rf"^(?P<mark>{re.escape(GPU_ONLY)}\n\n?)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
 )
 
 
