@@ -120,7 +120,7 @@ def show_terminal(logdir: Path) -> None:
         file.write_text(page)
         driver.get(file.as_uri())
         pre = driver.find_element("css selector", "pre")
-        style = "display: inline-block; padding: 1em; margin: 0; font: 15px 'DejaVu Sans Mono', monospace"
+        style = "display: inline-block; padding: 1em; margin: 0; font: 15px/1.17 'DejaVu Sans Mono', monospace"
         driver.execute_script("arguments[0].style.cssText = arguments[1]", pre, style)
         pre.screenshot(str(IMAGES / "terminal-report.png"))
 
