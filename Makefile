@@ -1,6 +1,7 @@
 # make demo: train a ResNet on real images, with the report of what compiling cost and gained
 # make test: the test suite
 # make lint: ruff and mypy
+# make docs: the documentation site, in site/index.html
 #
 # Each works alone, from a fresh clone: the first one makes the environment .venv here.
 
@@ -11,7 +12,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/resnet_digits.py --min-accuracy 0.95 $(ARGS)
@@ -24,9 +25,13 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The variable silences an advertisement for another site generator, as its text says.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 # Logs and checkpoints of the examples, in runs, stay.
 clean:
-	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 
 # torch and torchvision come together, from one index: a torchvision beside another build of torch cannot be imported.
 $(INSTALLED): pyproject.toml

@@ -16,6 +16,7 @@ from compile_callbacks.choices import check_choice
 from compile_callbacks.config import InductorConfig, Mode, as_config
 from compile_callbacks.inference import CompiledInference, free_memory
 from compile_callbacks.lifecycle import State, allows, next_state
+from compile_callbacks.links import checks_settings, see
 from compile_callbacks.placement import Placement, as_device
 from compile_callbacks.region import ON_ERROR, OnError, RegionSettings
 from compile_callbacks.report import CompileReport, uncompiled_report
@@ -68,6 +69,7 @@ class InductorBackend:
         'InductorBackend: Linear, max-autotune-no-cudagraphs, cpu, inactive'
     """
 
+    @checks_settings
     def __init__(
         self,
         mode: Mode = "default",
@@ -139,7 +141,8 @@ class InductorBackend:
         return f"{self._name}: {module}, {self._config.describe()}, {device}, {self._state}"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an InductorBackend cannot be copied or pickled; to_dict() and from_dict() save and load it")
+        message = "an InductorBackend cannot be copied or pickled; to_dict() and from_dict() save and load it"
+        raise TypeError(see(message, "a-backend-in-another-state"))
 
     # ------------------------------------------------------------------------------------------ its life
 
@@ -253,6 +256,7 @@ class InductorBackend:
 
     # ------------------------------------------------------------------------------------------ saved and loaded
 
+    @checks_settings
     def to_dict(self) -> dict[str, Any]:
         """The backend as data that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
 
@@ -278,6 +282,7 @@ class InductorBackend:
         return saved.to_dict()
 
     @classmethod
+    @checks_settings
     def from_dict(cls, module: nn.Module, state: Mapping[str, Any]) -> Self:
         """A backend that `to_dict` made ``state`` of, to be activated or deployed.
 
@@ -330,13 +335,15 @@ def _as_name(name: object) -> str:
     return name
 
 
+@checks_settings
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}")
     if is_dynamo_wrapper(module):
         raise ValueError("module is what torch.compile returned; give the module that it was given")
     if compiled := compiled_parts(module):
-        raise ValueError(
+        message = (
             f"module is compiled by this library already, at {', '.join(map(repr, compiled))}; undo that first: "
             "deactivate() where an InductorBackend compiled it, or restore()"
         )
+        raise ValueError(see(message, "compiled-already"))

@@ -14,6 +14,7 @@ from torch import nn
 from compile_callbacks.artifacts import check_folder
 from compile_callbacks.choices import check_choice
 from compile_callbacks.config import InductorConfig, Mode
+from compile_callbacks.links import checks_settings, see
 from compile_callbacks.passes import as_passes
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSettings
@@ -26,6 +27,7 @@ from compile_callbacks.tune import Settings, Tune, as_settings
 from compile_callbacks.verify import VERIFY, Verify
 
 
+@checks_settings
 def compile_phases(
     target: Any = None,
     /,
@@ -98,24 +100,23 @@ def compile_phases(
     check_choice("new_shapes", new_shapes, NEW_SHAPES)
     folder = check_folder("cache_dir", cache_dir)
     if folder is not None and not any(configs.values()):
-        warnings.warn(
-            "cache_dir has no effect: neither train_mode nor infer_mode compiles", CompileWarning, stacklevel=2
-        )
+        message = "cache_dir has no effect: neither train_mode nor infer_mode compiles"
+        warnings.warn(see(message, "nothing-compiles"), CompileWarning, stacklevel=3)
     for phase, config in configs.items():
         if config is not None and config.freezes:
-            warnings.warn(
-                f"{phase}_mode's freezing has no effect without a Trainer, whose stages tell where weights stand still",
-                CompileWarning,
-                stacklevel=2,
+            message = (
+                f"{phase}_mode's freezing has no effect without a Trainer, whose stages tell where weights stand still"
             )
+            warnings.warn(see(message, "freezing-has-no-effect"), CompileWarning, stacklevel=3)
     module = target if isinstance(target, nn.Module) else _Function(target)
     names = check_names(targets)
     found = find_targets(module, names, nn.Module) if names else [Target("forward", module)]
     if _session_of(module) is not None or {part.name for part in found} & set(compiled_parts(module)):
-        raise ValueError(
+        message = (
             f"target={type(module).__name__} is compiled by this library already; undo that first: restore(), or "
             "deactivate() where an InductorBackend compiled it"
         )
+        raise ValueError(see(message, "compiled-already"))
     session = CompileSession(
         module,
         found,
@@ -137,6 +138,7 @@ def compile_phases(
     return call
 
 
+@checks_settings
 def report_of(compiled: Any) -> CompileReport:
     """What compiling cost so far. Step times are a Trainer's to measure, and are not in it.
 
@@ -154,6 +156,7 @@ def report_of(compiled: Any) -> CompileReport:
     return session.report()
 
 
+@checks_settings
 def restore(compiled: Any) -> None:
     """Have a module, or what a wrapped function calls, run uncompiled again, with nothing left behind.
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 from compile_callbacks.artifacts import check_folder
 from compile_callbacks.checkpoint import KeyMatcher
 from compile_callbacks.choices import check_choice
+from compile_callbacks.links import checks_settings, see
 from compile_callbacks.loggers import join_hparams, log_scalars, log_summary
 from compile_callbacks.pass_library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes import as_passes
@@ -27,6 +28,8 @@ from compile_callbacks.targets import adopt_compiled, check_names, find_targets
 from compile_callbacks.terminal import print_report, say
 from compile_callbacks.tune import Mode, Settings, Tune, as_settings
 from compile_callbacks.verify import VERIFY, Verify
+
+_USERS_LINE = 6  # the stack level at which a warning of the constructor names the line that calls it
 
 
 class InductorCompile(Callback):
@@ -73,6 +76,7 @@ class InductorCompile(Callback):
         'max-autotune'
     """
 
+    @checks_settings
     def __init__(
         self,
         train_mode: Mode = "default",
@@ -104,13 +108,12 @@ class InductorCompile(Callback):
         if not isinstance(keep_compiled, bool):
             raise TypeError(f"keep_compiled={keep_compiled!r} must be True or False")
         if self.configs["train"] is not None and self.configs["train"].freezes:
-            rank_zero_warn(
-                "train_mode's option 'freezing' has no effect: weights that are trained are not baked in",
-                category=CompileWarning,
-            )
+            message = "train_mode's option 'freezing' has no effect: weights that are trained are not baked in"
+            rank_zero_warn(see(message, "freezing-has-no-effect"), stacklevel=_USERS_LINE, category=CompileWarning)
         given = {"passes": self.passes, "cache_dir": self.cache_dir, "keep_compiled": keep_compiled}
         if not any(self.configs.values()) and (idle := next((name for name, value in given.items() if value), None)):
-            rank_zero_warn(f"{idle} has no effect: neither train_mode nor infer_mode compiles", category=CompileWarning)
+            message = f"{idle} has no effect: neither train_mode nor infer_mode compiles"
+            rank_zero_warn(see(message, "nothing-compiles"), stacklevel=_USERS_LINE, category=CompileWarning)
         self.baseline_steps = baseline_steps
         self.on_error: OnError = on_error
         self.verify: Verify = verify
@@ -297,10 +300,11 @@ class InductorCompile(Callback):
             f"{phase}_mode={given.describe()!r}" for phase in phases if isinstance(given := self.configs[phase], Tune)
         ]
         if world_size > 1 and tuned:
-            raise ValueError(
+            message = (
                 f"{' and '.join(tuned)} with a world size of {world_size}: each process would choose by its own "
                 "measurements. Tune with devices=1, and give the mode that is chosen"
             )
+            raise ValueError(see(message, "tuning-with-several-processes"))
 
     def _adopt(self, pl_module: LightningModule) -> None:
         """Take over what the user compiled by hand: our settings, clean keys."""

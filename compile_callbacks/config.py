@@ -16,6 +16,7 @@ import torch
 
 from compile_callbacks import _torch, templates
 from compile_callbacks.choices import unknown
+from compile_callbacks.links import checks_settings
 from compile_callbacks.passes import HOOK_OPTIONS, GraphPass, as_passes, pass_hook, pass_identity, pass_name
 from compile_callbacks.phases import Phase
 from compile_callbacks.references import reference_to, resolve
@@ -41,7 +42,8 @@ class InductorConfig:
             implies.
         options: Inductor options by name (``torch._inductor.list_options()``), for example
             ``{"max_autotune": True, "triton.cudagraphs": True}``.
-        freezing: Whether weights are baked in where they stand still (test, predict; docs/correctness.md); ``None``
+        freezing: Whether weights are baked in where they stand still (test, predict;
+            docs/cuda_graphs_and_freezing.md); ``None``
             leaves it to ``options`` and ``template``.
         fullgraph: Refuse graph breaks: a model that has one is a compiler failure.
         dynamic: ``True`` compiles for changing shapes at once, ``False`` compiles anew for each shape, ``None``
@@ -84,6 +86,7 @@ class InductorConfig:
     autocast_enabled: bool | None = None
     autocast_dtype: torch.dtype | None = None
 
+    @checks_settings
     def __post_init__(self) -> None:
         _check_mode(self.mode)
         _check_template(self.template)
@@ -202,6 +205,7 @@ class InductorConfig:
         """What the template lacks on a device and what is used instead; ``None`` where it lacks nothing."""
         return None if self.template is None else templates.get(self.template).falls_back(device)
 
+    @checks_settings
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON-ready data, without those that are as by default.
 
@@ -218,6 +222,7 @@ class InductorConfig:
         return {name: value for name, value in data.items() if value != default[name]}
 
     @classmethod
+    @checks_settings
     def from_dict(cls, data: Mapping[str, Any]) -> InductorConfig:
         """The settings that `to_dict` made ``data`` of.
 
@@ -249,6 +254,7 @@ class InductorConfig:
             beside.write_text(text)
 
     @classmethod
+    @checks_settings
     def from_json(cls, path: str | Path) -> InductorConfig:
         """The settings that `to_json` wrote.
 
@@ -286,6 +292,7 @@ Mode = str | InductorConfig | Mapping[str, Any] | None
 ``class_path`` for."""
 
 
+@checks_settings
 def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> InductorConfig | None:
     """The config that a ``train_mode`` or ``infer_mode`` stands for; ``None`` where it is not to be compiled.
 

@@ -7,8 +7,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from compile_callbacks.table import plain_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _PLAIN_WIDTH = 120  # characters of a line, where there is no terminal to ask
 
@@ -46,8 +50,14 @@ def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_rich(head: Sequence[str], rows: Sequence[Sequence[str]], *, justify: str, title: str = "") -> None:
-    """Print a table by rich, cells of all columns but the first justified as told."""
+    """Print a table by rich; see `rich_table`."""
     from rich.console import Console
+
+    Console().print(rich_table(head, rows, justify=justify, title=title))
+
+
+def rich_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, justify: str, title: str = "") -> Table:
+    """A table as rich draws it, cells of all columns but the first justified as told."""
     from rich.table import Table
     from rich.text import Text
 
@@ -56,7 +66,7 @@ def print_rich(head: Sequence[str], rows: Sequence[Sequence[str]], *, justify: s
         table.add_column(label, justify="left" if index == 0 else justify)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))  # not as markup, which brackets would be
-    Console().print(table)
+    return table
 
 
 def wrapped_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:

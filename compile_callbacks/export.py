@@ -23,6 +23,7 @@ from compile_callbacks.choices import check_choice
 from compile_callbacks.config import EAGER, InductorConfig, Mode, as_config
 from compile_callbacks.exported import SPEC_KEY, ExportedModule, ExportError, Format, load_exported
 from compile_callbacks.failures import describe_failure, in_one_line
+from compile_callbacks.links import Entry, Explained, checks_settings, see
 from compile_callbacks.package_files import check_path, check_writable
 from compile_callbacks.package_options import package_options
 from compile_callbacks.passes import GraphPassError, pass_options
@@ -87,18 +88,21 @@ def export(
         torch.Size([3, 2])
         >>> folder.cleanup()
     """
-    kwargs = _check_inputs(module, example_inputs, example_kwargs)
-    path = check_path(path)
-    check_choice("format", format, get_args(Format))
-    settings = check_settings(config, dynamic_batch)
-    if not isinstance(verify, bool):
-        raise TypeError(f"verify={verify!r} must be True or False")
+    with checks_settings:
+        kwargs = _check_inputs(module, example_inputs, example_kwargs)
+        path = check_path(path)
+        check_choice("format", format, get_args(Format))
+        settings = check_settings(config, dynamic_batch)
+        if not isinstance(verify, bool):
+            raise TypeError(f"verify={verify!r} must be True or False")
     if format == "export" and replace(settings, autocast_enabled=None, autocast_dtype=None) != InductorConfig():
-        _warn(f"config={settings.describe()!r} has no effect with format='export', which compiles nothing")
+        message = f"config={settings.describe()!r} has no effect with format='export', which compiles nothing"
+        _warn(message, "left-out-of-a-package")
     call = _Call(_torch.unwrap_dynamo(module), example_inputs, kwargs, settings, dynamic_batch=dynamic_batch)
     metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
     check_writable(path)
-    with appears_whole(path) as beside, as_deployed(module), autocast_of(settings, call.device.type):
+    no_package = Explained("no-package", ExportError)
+    with no_package, appears_whole(path) as beside, as_deployed(module), autocast_of(settings, call.device.type):
         program = call.traced()
         if format == "export":
             # Else the example batch goes into the file, and with it a part of somebody's data.
@@ -110,7 +114,8 @@ def export(
             if verify:
                 compared = call.compare(_torch.program_as_module(program), load_exported(beside))
                 if compared.left_out:
-                    _warn(f"{path} is not compared with eager: {compared.left_out}")
+                    message = f"{path} is not compared with eager: {compared.left_out}"
+                    _warn(message, "a-package-is-not-compared")
     return path
 
 
@@ -128,14 +133,16 @@ class _Call:
     ) -> None:
         tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors:
-            raise ValueError("example_inputs hold no tensor; a package computes from tensors")
-        if dynamic_batch and tensors[0].dim() == 0:
             raise ValueError(
-                "example_inputs: the first tensor has no dimensions, so no batch; dynamic_batch=False exports it"
+                see("example_inputs hold no tensor; a package computes from tensors", "an-input-is-refused")
             )
+        if dynamic_batch and tensors[0].dim() == 0:
+            message = "example_inputs: the first tensor has no dimensions, so no batch; dynamic_batch=False exports it"
+            raise ValueError(see(message, "an-input-is-refused"))
         self.device = tensors[0].device
         self._batch = tensors[0].shape[0] if dynamic_batch else None
-        self.spec = CallSpec.of(module.forward, args, kwargs, self._batch)
+        with Explained("an-input-is-refused", TypeError):
+            self.spec = CallSpec.of(module.forward, args, kwargs, self._batch)
         self._module = module
         self._dtypes: OutputDtypes | None = None
         if config.autocast_enabled:
@@ -218,7 +225,7 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
     """Compile a program; once more without a graph pass that failed."""
     options, passes, left_out = package_options(config, device)
     for reason in left_out:
-        _warn(reason)
+        _warn(reason, "left-out-of-a-package")
     of_user = options.get("aot_inductor.metadata") or {}
     options["aot_inductor.metadata"] = {**of_user, SPEC_KEY: metadata}
     skipped: list[Any] = []
@@ -230,7 +237,7 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
             if failure is None:
                 raise ExportError(f"AOTInductor failed: {in_one_line(describe_failure(error), 400)}") from error
             skipped.append(failure.failed)
-            _warn(f"{in_one_line(str(failure))}; the package is compiled without it")
+            _warn(f"{in_one_line(str(failure))}; the package is compiled without it", "a-graph-pass-failed")
 
 
 @contextlib.contextmanager
@@ -299,5 +306,5 @@ def _users_line(error: Exception) -> str | None:
     return f"{users[-1][0]}:{users[-1][1]}" if users else None
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, CompileWarning, stacklevel=3)
+def _warn(message: str, entry: Entry) -> None:
+    warnings.warn(see(message, entry), CompileWarning, stacklevel=3)

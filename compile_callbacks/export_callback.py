@@ -31,6 +31,7 @@ from compile_callbacks.export import (
 from compile_callbacks.export_report import ExportReport
 from compile_callbacks.exported import ExportedModule, ExportError, load_exported
 from compile_callbacks.failures import describe_failure, in_one_line
+from compile_callbacks.links import checks_settings, see
 from compile_callbacks.loggers import log_export
 from compile_callbacks.package_files import check_path, check_writable
 from compile_callbacks.region import CompileWarning
@@ -82,6 +83,7 @@ class AOTInductorExport(Callback):
         True
     """
 
+    @checks_settings
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -150,7 +152,8 @@ class AOTInductorExport(Callback):
             self._compiled_ms = self._time_compiled(trainer, pl_module)
         except Exception as error:
             reason = in_one_line(describe_failure(error))
-            rank_zero_warn(f"AOTInductorExport: no time of the compiled module: {reason}", category=CompileWarning)
+            message = f"AOTInductorExport: no time of the compiled module: {reason}"
+            rank_zero_warn(see(message, "no-time-of-the-compiled-module"), category=CompileWarning)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -164,7 +167,8 @@ class AOTInductorExport(Callback):
             reason = in_one_line(str(error) if isinstance(error, ExportError) else describe_failure(error), 600)
             compared = error.compared if isinstance(error, DiffersFromEagerError) else None
             self.report = ExportReport(error=reason, **_verdict(compared))
-            rank_zero_warn(f"AOTInductorExport: {self.path} was not made: {reason}", category=CompileWarning)
+            message = f"AOTInductorExport: {self.path} was not made: {reason}"
+            rank_zero_warn(see(message, "no-package"), category=CompileWarning)
         self._batches = {}
         log_export(trainer.loggers, self.report, trainer.global_step)
 
@@ -219,7 +223,8 @@ class AOTInductorExport(Callback):
             return None
         compared = check_equal(module, module, package, call.args, call.kwargs)
         if compared.left_out:
-            rank_zero_warn(f"{self.path} is not compared with eager: {compared.left_out}", category=CompileWarning)
+            message = f"{self.path} is not compared with eager: {compared.left_out}"
+            rank_zero_warn(see(message, "a-package-is-not-compared"), category=CompileWarning)
         return compared
 
     def _load_best(self, trainer: Trainer, module: LightningModule) -> str | None:
@@ -228,11 +233,11 @@ class AOTInductorExport(Callback):
             return None
         path = str(getattr(trainer.checkpoint_callback, "best_model_path", ""))
         if not path:
-            rank_zero_warn(
+            message = (
                 f"{self.path} gets the last weights: there is no best checkpoint "
-                "(weights='best' takes that of a ModelCheckpoint; weights='last' asks for the last ones)",
-                category=CompileWarning,
+                "(weights='best' takes that of a ModelCheckpoint; weights='last' asks for the last ones)"
             )
+            rank_zero_warn(see(message, "last-weights-in-a-package"), category=CompileWarning)
             return None
         load = trainer.strategy.checkpoint_io.load_checkpoint
         # The run itself wrote the file: hyperparameters of any class may be in it.
@@ -252,6 +257,7 @@ class AOTInductorExport(Callback):
         with as_deployed(pl_module), trainer.precision_plugin.forward_context():
             return inputs.times_ms(call, device)
 
+    @checks_settings
     def _find_target(self, pl_module: LightningModule) -> nn.Module:
         if self.target is None:
             return pl_module

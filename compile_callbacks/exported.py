@@ -14,6 +14,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks.call_spec import CallSpec
 from compile_callbacks.failures import describe_failure, in_one_line
+from compile_callbacks.links import Explained, explain
 
 Format = Literal["aoti", "export"]
 """What a ``.pt2`` file holds: compiled code, or the program that torch.export made."""
@@ -68,8 +69,12 @@ class ExportedModule:
         """
         if self.spec is None:
             return self._run(*args, **kwargs)
-        bound = self.spec.bind(args, kwargs)
-        tensors = self.spec.tensors(bound)
+        try:
+            bound = self.spec.bind(args, kwargs)
+            tensors = self.spec.tensors(bound)
+        except (TypeError, ValueError) as error:
+            explain(error, "an-input-is-refused")
+            raise
         if self.format == "aoti":
             return self._run(tensors)
         with torch.no_grad():
@@ -80,6 +85,7 @@ class ExportedModule:
         return f"ExportedModule({str(self.path)!r}, format={self.format!r}, device={self.device!r}, inputs=({inputs}))"
 
 
+@Explained("a-package-is-refused", ExportError)
 def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
     """Load a package that `export` wrote.
 

@@ -6,6 +6,8 @@ import types
 from collections.abc import Mapping
 from typing import Literal
 
+from compile_callbacks.links import see
+
 State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
 """Where a backend stands."""
 
@@ -43,7 +45,8 @@ def next_state(name: str, state: State, call: str) -> State:
     allowed = TRANSITIONS[state]
     if call not in allowed:
         choices = ", ".join(f"{choice}()" for choice in allowed)
-        raise RuntimeError(f"{name}: {call}() is not allowed in the state {state!r}; allowed in it: {choices}")
+        message = f"{name}: {call}() is not allowed in the state {state!r}; allowed in it: {choices}"
+        raise RuntimeError(see(message, "a-backend-in-another-state"))
     return allowed[call]
 
 

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from compile_callbacks.environment import environment
 from compile_callbacks.export_report import ExportReport
 from compile_callbacks.hparams import JoinedHyperparameters, WriteEntry
+from compile_callbacks.links import see
 from compile_callbacks.markdown import to_markdown
 from compile_callbacks.pass_library.record_graphs import RecordedGraph
 from compile_callbacks.phases import PHASES
@@ -182,8 +183,5 @@ def _costs_its_numbers_only(logger: Logger) -> Iterator[None]:
         if logger in _failed:
             return
         _failed.add(logger)
-        warnings.warn(
-            f"{type(logger).__name__} did not take the compile report: {type(error).__name__}: {error}",
-            CompileWarning,
-            stacklevel=4,
-        )
+        message = f"{type(logger).__name__} did not take the compile report: {type(error).__name__}: {error}"
+        warnings.warn(see(message, "a-logger-failed"), CompileWarning, stacklevel=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from compile_callbacks.links import Entry, see
 from compile_callbacks.region import CompileWarning
 
 
@@ -13,12 +14,13 @@ class WarnOnce:
     def __init__(self) -> None:
         self._said: set[object] = set()
 
-    def __call__(self, subject: object, message: str) -> bool:
+    def __call__(self, subject: object, message: str, entry: Entry) -> bool:
         """Warn, unless that has been done for this subject.
 
         Args:
             subject: What the warning is about; hashable.
             message: What it says.
+            entry: The anchor of its entry in the docs.
 
         Returns:
             Whether it was said now.
@@ -26,5 +28,5 @@ class WarnOnce:
         if subject in self._said:
             return False
         self._said.add(subject)
-        warnings.warn(message, CompileWarning, stacklevel=4)
+        warnings.warn(see(message, entry), CompileWarning, stacklevel=4)
         return True

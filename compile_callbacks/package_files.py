@@ -7,7 +7,10 @@ import os
 import tempfile
 from pathlib import Path
 
+from compile_callbacks.links import checks_settings
 
+
+@checks_settings
 def check_path(path: object) -> Path:
     """The path of a package.
 

@@ -7,7 +7,10 @@ import itertools
 import torch
 from torch import nn
 
+from compile_callbacks.links import checks_settings
 
+
+@checks_settings
 def as_device(device: object) -> torch.device:
     """The device of a ``device`` argument, one that can be used.
 
@@ -50,6 +53,7 @@ class Placement:
         ValueError: Weights are on several devices, or on ``"meta"``.
     """
 
+    @checks_settings
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._training = [(part, part.training) for part in module.modules()]

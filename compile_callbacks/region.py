@@ -19,6 +19,7 @@ from compile_callbacks.cudagraphs import with_lasting_outputs
 from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.failures import describe_failure, in_one_line
 from compile_callbacks.folding.settings import FoldSettings
+from compile_callbacks.links import Entry, see
 from compile_callbacks.passes import GraphPassError, PassRun, pass_hook, pass_name, pass_options
 from compile_callbacks.phases import Phase
 from compile_callbacks.shapes import NewShapes, ShapePolicy, shapes, signature
@@ -138,7 +139,7 @@ class CompiledRegion:
         self._gave_up = False
         self._fell_back = False
         self._warned = False
-        self._unsaid: list[str] = []
+        self._unsaid: list[tuple[str, Entry]] = []
         self._passes_said: list[Any] = []
         self._uncompilable: set[Any] = set()
         self._passes = (*passes, *config.passes)
@@ -183,7 +184,7 @@ class CompiledRegion:
         while (
             self._unsaid and not self._settings.on_trial
         ):  # after the call: within the backend, a warning that is made an error would end in Dynamo
-            warnings.warn(self._unsaid.pop(0), CompileWarning, stacklevel=2)
+            warnings.warn(see(*self._unsaid.pop(0)), CompileWarning, stacklevel=2)
         return result
 
     def _compiled_call(self, args: Any, kwargs: Any) -> Any:
@@ -256,10 +257,11 @@ class CompiledRegion:
             if stance not in str(error):
                 raise
         target, phase = self.owner[:2]
-        raise CompileError(
+        message = (
             f"target {target!r} was called in the {phase} phase with inputs of the shapes {shapes((args, kwargs))}, "
             "for which it is not compiled, and new_shapes='raise'; give 'recompile' or 'eager' to admit them"
         )
+        raise CompileError(see(message, "a-new-shape"))
 
     def _verified_call(self, args: Any, kwargs: Any) -> Any:
         """The first call: compared with eager, and followed by what the user asked for."""
@@ -297,12 +299,12 @@ class CompiledRegion:
             return
         message = f"target {target!r} does not compute in the {phase} phase what it does eagerly: {compared.problem}"
         if self._settings.verify == "raise":
-            raise CompileError(f"{message} (verify='raise')")
+            raise CompileError(see(f"{message} (verify='raise')", "differs-from-eager"))
         if self._settings.verify == "eager":
             self._gave_up = True
             self._recorder.add("fallback", self.owner, reason=compared.problem)
             message += "; it runs eagerly from here on (verify='eager')"
-        warnings.warn(message, CompileWarning, stacklevel=2)
+        warnings.warn(see(message, "differs-from-eager"), CompileWarning, stacklevel=2)
 
     def _compile(self) -> None:
         name = "_".join((self.owner.target, self.owner.phase)).replace(".", "_")
@@ -365,7 +367,7 @@ class CompiledRegion:
             return
         self._template_said = True
         self._recorder.add("template", self.owner, reason=falls_back)
-        self._unsaid.append(f"{self.owner.phase}_mode: {falls_back}")
+        self._unsaid.append((f"{self.owner.phase}_mode: {falls_back}", "a-template-falls-back"))
 
     def _note_passes(self, attempt: _Attempt) -> None:
         """Report what passes did, and tell a graph that torch's cache gave back from one without a match."""
@@ -390,10 +392,11 @@ class CompiledRegion:
         if not any(failure.failed is other for other in self._passes_said):
             self._passes_said.append(failure.failed)
             target, phase = self.owner[:2]
-            self._unsaid.append(
+            message = (
                 f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without it (each time: "
                 f"callback.report.{phase}.events; on_error='raise' ends the run)"
             )
+            self._unsaid.append((message, "a-graph-pass-failed"))
         return self._patches(attempt)
 
     @contextlib.contextmanager
@@ -451,9 +454,8 @@ class CompiledRegion:
         result = self._eager(*args, **kwargs)
         if self._settings.on_error == "raise":
             target, phase = self.owner[:2]
-            raise CompileError(
-                f"compiling target {target!r} for the {phase} phase failed: {_describe(failure)}"
-            ) from failure
+            message = f"compiling target {target!r} for the {phase} phase failed: {_describe(failure)}"
+            raise CompileError(see(message, _entry(failure))) from failure
         self._uncompilable.add(signature(args, kwargs))
         self._report(failure)
         return result
@@ -464,11 +466,12 @@ class CompiledRegion:
         if not self._warned:
             self._warned = True
             target, phase = self.owner[:2]
-            self._unsaid.append(
+            message = (
                 f"target {target!r} runs eagerly in the {phase} phase, because the compiler failed: "
                 f"{in_one_line(reason)} (the whole of it: callback.report.{phase}.events; more: "
                 "TORCH_LOGS='+dynamo,+inductor', or on_error='raise')"
             )
+            self._unsaid.append((message, _entry(error)))
 
 
 def _device_of(example_inputs: Sequence[Any]) -> torch.device:
@@ -484,6 +487,10 @@ def _failed_pass(error: BaseException) -> GraphPassError | None:
 def _describe(error: BaseException) -> str:
     failed_pass = _failed_pass(error)
     return describe_failure(error) if failed_pass is None else str(failed_pass)
+
+
+def _entry(error: BaseException) -> Entry:
+    return "the-compiler-failed" if _failed_pass(error) is None else "a-graph-pass-failed"
 
 
 def _calling(eager: Callable[..., Any]) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compile_callbacks.links import see
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.reasons import Reason, reasons
 from compile_callbacks.table import labels_and_cells, plain_table
@@ -67,7 +68,7 @@ def _runs(logdir: Path, errors: list[str]) -> list[Run]:
         return []
     broken: list[BrokenEventFileError] = []
     runs = find_runs(logdir, broken)
-    errors.extend(map(str, broken))
+    errors.extend(see(str(error), "an-event-file-is-damaged") for error in broken)
     if not runs and not broken:
         has_files = next(folders_with_event_files(logdir), None)
         what = "event files without a compile report" if has_files else "no event files"

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
+from compile_callbacks.links import checks_settings
 from compile_callbacks.plain_data import as_plain
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments and keyword arguments of one call."""
 
 
+@checks_settings
 def as_samples(samples: object) -> list[Sample]:
     """The samples, their tensors copied to host memory: what a module does to its inputs does not reach them.
 

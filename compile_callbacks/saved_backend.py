@@ -12,6 +12,7 @@ from torch import nn
 
 from compile_callbacks.architecture import class_name, why_unfit
 from compile_callbacks.config import InductorConfig
+from compile_callbacks.links import checks_settings
 from compile_callbacks.plain_data import as_plain
 from compile_callbacks.region import OnError
 from compile_callbacks.samples import Sample, as_samples, written_down
@@ -83,6 +84,7 @@ class SavedBackend:
         }
 
     @classmethod
+    @checks_settings
     def from_dict(cls, data: object) -> SavedBackend:
         """Read what `to_dict` wrote.
 
@@ -108,6 +110,7 @@ class SavedBackend:
             state_dict=state_dict,
         )
 
+    @checks_settings
     def load_into(self, module: nn.Module) -> None:
         """Load the weights into a module.
 

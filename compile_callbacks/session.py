@@ -128,7 +128,7 @@ class CompileSession:
         self._keep_artifacts()
         if self._warm_start is not None:
             for message in idle_cache_dir(self._warm_start, self._recorder):
-                self._warn("cache_dir", message)
+                self._warn("cache_dir", message, "nothing-to-keep")
         if keep_compiled:
             for tuning in self._tunings.values():
                 tuning.settle("the run ended before all steps were taken")
@@ -254,12 +254,12 @@ class CompileSession:
         self._recorder.collect()
         for owner, message in limits_reached(self._recorder):
             if not self._is_tried(owner):
-                self._warn((owner, "limit"), message)
+                self._warn((owner, "limit"), message, "recompile-limit")
         for region in self._switch.regions(phase):
             if region.ran and not region.on_trial and (why := why_uncompiled(region.owner, self._recorder)):
-                self._warn(region.owner[:2], why)
+                self._warn(region.owner[:2], why, "no-compiled-graph")
         for message in idle_folding(phase, self._configs[phase], self._recorder):
-            self._warn((phase, "fold"), message)
+            self._warn((phase, "fold"), message, "nothing-is-folded")
         self._judge(phase)
         self._keep_artifacts()
 
@@ -335,7 +335,8 @@ class CompileSession:
     def _warn_of_idle_cudagraphs(self) -> None:
         for phase, config in self._configs.items():
             for reason in idle_cudagraphs(phase, config, cuda=self._cuda):
-                if self._warn((phase, "cudagraphs"), f"{reason}: they have no effect"):
+                message = f"{reason}: they have no effect"
+                if self._warn((phase, "cudagraphs"), message, "cuda-graphs-without-a-gpu"):
                     for target in self._target_names:
                         self._recorder.add("cudagraph_skip", Owner(target, phase), reason=reason)
 
@@ -343,7 +344,7 @@ class CompileSession:
         tuning = self._tunings.get(phase)
         if tuning is None or tuning.winner is not None:
             for subject, message in self._watch.look(phase, tuning.in_force if tuning else None):
-                self._warn(subject, message)
+                self._warn(subject, message, "slower-than-eager")
 
     def _circumstances(self, work: Hashable) -> dict[str, str]:
         """What a choice holds for that is made in this phase and for this work."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
+from compile_callbacks.links import checks_settings
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: what is called is what they hold
 
@@ -46,6 +47,7 @@ class Target:
         return None
 
 
+@checks_settings
 def check_names(targets: object) -> tuple[str, ...] | None:
     """The ``targets`` argument as names.
 
@@ -68,6 +70,7 @@ def check_names(targets: object) -> tuple[str, ...] | None:
     return tuple(names)
 
 
+@checks_settings
 def find_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Module]) -> list[Target]:
     """The targets that ``names`` mean in ``root``.
 

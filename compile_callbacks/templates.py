@@ -18,6 +18,7 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
+from compile_callbacks.links import checks_settings
 
 
 def _nothing_is_missing(device: torch.device) -> str | None:
@@ -48,6 +49,7 @@ class Template:
     missing: Callable[[torch.device], str | None] = _nothing_is_missing
     fallback: str = ""
 
+    @checks_settings
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"name={self.name!r} must be a string, not {type(self.name).__name__}")
@@ -81,6 +83,7 @@ def names() -> list[str]:
     return list(_templates())
 
 
+@checks_settings
 def get(name: str) -> Template:
     """The template of this name.
 
@@ -92,6 +95,7 @@ def get(name: str) -> Template:
     return _templates()[name]
 
 
+@checks_settings
 def register(template: Template) -> Template:
     """Make a template known by its name, in this process.
 
@@ -107,6 +111,7 @@ def register(template: Template) -> Template:
     return template
 
 
+@checks_settings
 def unregister(name: str) -> None:
     """Forget a template that was registered.
 

@@ -14,6 +14,8 @@ from compile_callbacks.table import labels_and_cells
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+REPORT_TITLE = "torch.compile report"
+
 _log = logging.getLogger("lightning.pytorch")  # where Lightning's users look, and how they turn it off
 
 
@@ -28,11 +30,15 @@ def say(trainer: Trainer, line: str) -> None:
         _log.info(line)
 
 
+def report_table(report: CompileReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The head and the rows of a report's table."""
+    return ("", *PHASES), labels_and_cells([report.phase(phase) for phase in PHASES])
+
+
 def print_report(report: CompileReport) -> None:
     """The report's table: by rich where it is installed and there is a terminal to show it, else plain."""
     if shows_rich():
-        rows = labels_and_cells([report.phase(phase) for phase in PHASES])
-        print_rich(("", *PHASES), rows, title="torch.compile report", justify="right")
+        print_rich(*report_table(report), title=REPORT_TITLE, justify="right")
         for note in report.notes():
             print(note)  # noqa: T201
     else:

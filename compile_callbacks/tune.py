@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from compile_callbacks.choices import check_choice, unknown
 from compile_callbacks.config import InductorConfig, as_config
 from compile_callbacks.config import Mode as OneMode
+from compile_callbacks.links import checks_settings
 
 Rule = Literal["throughput", "latency", "first", "latency_budget"]
 """By what measurements choose."""
@@ -65,6 +66,7 @@ class Tune:
     min_speedup: float = 1.01
     latency_budget_ms: float | None = None
 
+    @checks_settings
     def __post_init__(self) -> None:
         object.__setattr__(self, "candidates", _checked(self.candidates))
         check_choice("rule", self.rule, RULES)
@@ -130,6 +132,7 @@ class Tune:
         return self._set_fields() | {"candidates": [config.to_dict() for config in self.configs] or AUTO}
 
     @classmethod
+    @checks_settings
     def from_dict(cls, data: Mapping[str, Any]) -> Tune:
         """The `Tune` that `to_dict` made ``data`` of.
 
@@ -175,6 +178,7 @@ Settings = InductorConfig | Tune | None
 """What a `Mode` stands for; ``None``: not compiled."""
 
 
+@checks_settings
 def as_settings(value: object, argument: str) -> Settings:
     """What a ``train_mode`` or ``infer_mode`` stands for; ``None`` where it is not to be compiled.
 

@@ -21,6 +21,7 @@ from compile_callbacks.artifact_file import Artifact
 from compile_callbacks.artifacts import ArtifactError, ArtifactStore
 from compile_callbacks.artifacts_key import artifacts_key
 from compile_callbacks.libraries import loaded_libraries, probe_libraries, put_library
+from compile_callbacks.links import Entry, see
 from compile_callbacks.phases import Phase
 from compile_callbacks.placement import device_of
 from compile_callbacks.region import CompileWarning
@@ -78,7 +79,7 @@ class WarmStart:
         try:
             artifacts = self._store.load(key)
         except ArtifactError as error:
-            self._warn(f"kept compile artifacts are ignored: {error}")
+            self._warn(f"kept compile artifacts are ignored: {error}", "artifacts-are-ignored")
             return
         failure = None
         for artifact in artifacts:
@@ -90,7 +91,8 @@ class WarmStart:
                 self._kept.add(artifact.place)
                 self._loaded_bytes += len(artifact.content)
         if failure is not None:
-            self._warn(f"kept compile artifacts could not all be put into torch's cache folder: {failure}")
+            message = f"kept compile artifacts could not all be put into torch's cache folder: {failure}"
+            self._warn(message, "artifacts-are-ignored")
 
     def save(self) -> None:
         """Keep what was compiled, if anything was that is not kept yet."""
@@ -102,11 +104,12 @@ class WarmStart:
         try:
             written = self._store.save(self._key, list(self._used.values()))
         except ArtifactError as error:
-            self._warn(f"compile artifacts are not kept: {error}")
+            self._warn(f"compile artifacts are not kept: {error}", "artifacts-are-not-kept")
             return
         self._saved_bytes = written.size_bytes
         if written.left_out:
-            self._warn(f"{written.left_out} compile artifacts are not kept: the file is as large as the folder may be")
+            message = f"{written.left_out} compile artifacts are not kept: the file is as large as the folder may be"
+            self._warn(message, "artifacts-are-not-kept")
 
     def _collect(self) -> None:
         recorded, self._seen = _torch.recorded_artifacts(self._seen)
@@ -123,10 +126,10 @@ class WarmStart:
             with contextlib.suppress(OSError):  # somebody cleaned up torch's cache folder
                 yield Artifact(_LIBRARY, name, path.read_bytes())
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, entry: Entry) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, CompileWarning, stacklevel=2)
+            warnings.warn(see(message, entry), CompileWarning, stacklevel=2)
 
 
 def _writes(device: torch.device) -> bool:

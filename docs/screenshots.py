@@ -1,15 +1,19 @@
-"""Make the pictures of TensorBoard in docs/images: two short fits, then a headless Chromium looks at their logs.
+"""Make the pictures in docs/images: of TensorBoard, of the table in a terminal, and of the documentation site.
 
-Needs Chromium with chromedriver, selenium, and scikit-learn for its handwritten digits.
+Two short fits of what the page "Start here" trains; then a headless Chromium looks at their logs, at the table, and at
+the site. Needs Chromium with chromedriver, selenium, and scikit-learn for its handwritten digits.
 
     python docs/screenshots.py              # fits anew, about two minutes on two CPU cores
     python docs/screenshots.py LOGDIR       # pictures of logs that are there already
+    python docs/screenshots.py --only site  # some of the pictures; the site needs no logs
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,11 +24,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
+from compile_callbacks.console import rich_table
+from compile_callbacks.run_reports import find_runs
+from compile_callbacks.terminal import REPORT_TITLE, report_table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -33,76 +40,24 @@ import browser  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 MODES = ("default", "max-autotune-no-cudagraphs")
-HELD_OUT = 512
+PICTURES = ("tensorboard", "terminal", "site")
+SITE_PAGES = ("index", "how_it_works")
 
 
-class GatedCell(nn.Module):
-    """A recurrent cell written out in plain operations: many small ones, which the compiler fuses."""
-
-    def __init__(self, features: int, hidden: int) -> None:
-        super().__init__()
-        self.inputs = nn.Linear(features, 3 * hidden)
-        self.state = nn.Linear(hidden, 3 * hidden)
-        self.norm = nn.LayerNorm(hidden)
-
-    def forward(self, x: Tensor, state: Tensor) -> Tensor:
-        """The next state (N, hidden) after the inputs (N, features)."""
-        reset, update, new = self.inputs(x).chunk(3, dim=-1)
-        reset_state, update_state, new_state = self.state(state).chunk(3, dim=-1)
-        update = torch.sigmoid(update + update_state)
-        candidate = torch.tanh(new + torch.sigmoid(reset + reset_state) * new_state)
-        return self.norm(update * state + (1 - update) * candidate)
-
-
-class RowByRow(nn.Module):
-    """Reads an image row by row."""
-
-    def __init__(self, hidden: int = 32) -> None:
-        super().__init__()
-        self.hidden = hidden
-        self.cell = GatedCell(8, hidden)
-        self.head = nn.Linear(hidden, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits (N, 10) of images (N, 8, 8)."""
-        state = images.new_zeros(len(images), self.hidden)
-        for row in images.unbind(dim=1):
-            state = self.cell(row, state)
-        return self.head(state)
-
-
-class DigitReader(pl.LightningModule):
-    """Classifies digits by their rows."""
-
-    def __init__(self, lr: float = 3e-3) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = RowByRow()
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """The loss of a batch."""
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("train/loss", loss)
-        return loss
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Log the accuracy."""
-        accuracy = (self.net(batch[0]).argmax(dim=1) == batch[1]).float().mean()
-        self.log("val/accuracy", accuracy, batch_size=len(batch[1]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, all parameters at once."""
-        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=True)
+def start_page() -> dict[str, Any]:
+    """What the first block of the page "Start here" defines: the module and its data."""
+    block = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
+    assert block is not None
+    names: dict[str, Any] = {}
+    exec(block[1], names)
+    return names
 
 
 def fit(mode: str, logdir: Path) -> None:
-    """Train once."""
+    """Train once what the page "Start here" trains."""
     torch.set_num_threads(1)  # so small a model gains nothing by two, and would be slowed by what else runs
     pl.seed_everything(0)
-    pixels, labels = load_digits(return_X_y=True)
-    images = torch.from_numpy(pixels).float().div(16).reshape(-1, 8, 8)
-    data = TensorDataset(images, torch.from_numpy(labels).long())
-    train, val = torch.utils.data.random_split(data, [len(data) - HELD_OUT, HELD_OUT])
+    page = start_page()
     trainer = pl.Trainer(
         max_epochs=12,
         callbacks=[InductorCompile(mode, mode)],
@@ -113,7 +68,8 @@ def fit(mode: str, logdir: Path) -> None:
         log_every_n_steps=10,
         accelerator="cpu",
     )
-    trainer.fit(DigitReader(), DataLoader(train, 64, shuffle=True, drop_last=True, num_workers=0), DataLoader(val, 64))
+    train, val = DataLoader(page["train"], 64, shuffle=True), DataLoader(page["val"], 64, drop_last=True)
+    trainer.fit(page["Digits"](), train, val)
 
 
 def fit_all(logdir: Path) -> None:
@@ -124,9 +80,8 @@ def fit_all(logdir: Path) -> None:
             subprocess.run(command, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}, check=True)
 
 
-def take_pictures(logdir: Path) -> None:
+def show_tensorboard(logdir: Path) -> None:
     """Look at each tab, and keep what it shows."""
-    IMAGES.mkdir(exist_ok=True)
     with browser.tensorboard(logdir) as address, browser.chromium() as driver:
 
         def show(tab: str, ready: Any, width: int, height: int) -> None:
@@ -154,20 +109,61 @@ def take_pictures(logdir: Path) -> None:
         keep("hparams")
 
 
+def show_terminal(logdir: Path) -> None:
+    """Draw the table that a terminal shows at the end of a run."""
+    (run,) = find_runs(logdir / MODES[0], [])
+    console = Console(record=True, width=72, file=io.StringIO())
+    console.print(rich_table(*report_table(run.report), title=REPORT_TITLE, justify="right"))
+    page = console.export_html(theme=MONOKAI, inline_styles=True)
+    with tempfile.TemporaryDirectory() as folder, browser.chromium(900, 900) as driver:
+        file = Path(folder, "terminal.html")
+        file.write_text(page)
+        driver.get(file.as_uri())
+        pre = driver.find_element("css selector", "pre")
+        style = "display: inline-block; padding: 1em; margin: 0; font: 15px/1.17 'DejaVu Sans Mono', monospace"
+        driver.execute_script("arguments[0].style.cssText = arguments[1]", pre, style)
+        pre.screenshot(str(IMAGES / "terminal-report.png"))
+
+
+def show_site() -> None:
+    """Build the site, and look at some of its pages."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", folder]
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=True)
+        with browser.served(Path(folder)) as address, browser.chromium(1400, 900) as driver:
+            look_at_site(driver, address)
+
+
+def look_at_site(driver: Any, address: str) -> None:
+    """Look at some pages of the site, and keep what they show."""
+    for name in SITE_PAGES:
+        driver.get(f"{address}/{name}.html")
+        browser.wait_for(driver, lambda: browser.visible(driver, "article h1"), name)
+        browser.wait_for(driver, lambda: browser.visible(driver, "input.md-search__input"), "the search field")
+        driver.save_screenshot(str(IMAGES / f"site-{name.replace('_', '-')}.png"))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Fit if need be, and take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("logdir", type=Path, nargs="?", help="logs that are there already; without it: fit anew")
+    parser.add_argument("--only", nargs="+", choices=PICTURES, default=PICTURES, help="which pictures (default: all)")
     parser.add_argument("--fit", choices=MODES, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.fit:
         fit(args.fit, args.logdir)
-    elif args.logdir:
-        take_pictures(args.logdir)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            fit_all(Path(folder, "runs"))
-            take_pictures(Path(folder, "runs"))
+        return
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        logdir = args.logdir or Path(folder, "runs")
+        if args.logdir is None and set(args.only) - {"site"}:
+            fit_all(logdir)
+        if "tensorboard" in args.only:
+            show_tensorboard(logdir)
+        if "terminal" in args.only:
+            show_terminal(logdir)
+        if "site" in args.only:  # last, as the other pictures are in it
+            show_site()
 
 
 if __name__ == "__main__":

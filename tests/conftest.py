@@ -59,5 +59,14 @@ def dropped_backends_go():
         gc.collect()
 
 
-# torch and Lightning set some of their own.
-_SET_BY_OTHERS = ("PYTEST", "TORCHINDUCTOR", "_TORCHINDUCTOR", "PL_", "TRITON", "CUDA_DEVICE_ORDER", "PYTORCH_NVML")
+# torch, Lightning and scikit-learn set some of their own.
+_SET_BY_OTHERS = (
+    "PYTEST",
+    "TORCHINDUCTOR",
+    "_TORCHINDUCTOR",
+    "PL_",
+    "TRITON",
+    "CUDA_DEVICE_ORDER",
+    "PYTORCH_NVML",
+    "KMP_",
+)

@@ -1,79 +1,207 @@
-"""Code in the docs runs as it stands there, and tables name what there is."""
+"""Code in the docs runs as it stands there, commands are those that there are, and tables name what there is."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
+from lightning.pytorch import LightningDataModule
+from models import CLASSES, FEATURES, Classifier, loader
 
-from compile_callbacks import lifecycle, templates
+import compile_callbacks
+from compile_callbacks import cli, lifecycle, templates
 from compile_callbacks.testing import check_pass
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {path.name: path for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]}
+GPU_ONLY = "<!-- compiled only: it needs GPUs -->"
+BLOCK = re.compile(
+    rf"^(?P<mark>{re.escape(GPU_ONLY)}\n\n?)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+)
 
 
-def run_blocks(page, count):
-    """The names that the page's code leaves behind."""
-    namespace: dict = {}
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    assert len(blocks) == count
-    source = Path(__file__).parent / f"code_of_{page}"  # a pass is known to torch's cache by its source
-    for block in blocks:
-        exec(compile(block, str(source), "exec"), namespace)
-    return namespace
+def blocks(page, *languages):
+    return [found for found in BLOCK.finditer(PAGES[page].read_text()) if found["language"] in languages]
 
 
-def test_the_guide_to_passes_runs():
-    namespace = run_blocks("passes.md", 3)
-    namespace["test_gelu_is_approximated_in_inference"]()
-    result = check_pass(namespace["hard_tanh"], torch.nn.Tanh(), torch.randn(4, 8))
+WITH_CODE = [page for page in PAGES if blocks(page, "python")]
+
+
+def prepared(page):
+    """What a page may use: a tiny model, and data for it."""
+    # `max-autotune` compiles each matrix product in many ways.
+    model = Classifier(torch.nn.Linear(FEATURES, CLASSES)) if page == "README.md" else Classifier()
+    data = LightningDataModule.from_datasets()
+    data.train_dataloader, data.val_dataloader = lambda: loader(4), lambda: loader(2)
+    return {"model": model, "datamodule": data, "train_loader": loader(16), "val_loader": loader(2)}
+
+
+# ------------------------------------------------------------------------------------------ what pages leave behind
+
+
+def passes_do_what_they_say(left):
+    left.test_gelu_is_approximated_in_inference()
+    result = check_pass(left.hard_tanh, torch.nn.Tanh(), torch.randn(4, 8))
     assert result.changed
     result.assert_close(rtol=0, atol=0.5)
 
 
-def test_the_page_of_warm_starts_runs():
-    callback = run_blocks("warm_start.md", 1)["callback"]
-    assert callback.cache_dir == Path.home() / ".cache/my-project/compiled"
+def warm_start_is_kept_at_home(left):
+    assert left.callback.cache_dir == Path.home() / ".cache/my-project/compiled"
 
 
-def test_the_page_of_tuning_runs():
-    callback = run_blocks("tune.md", 1)["callback"]
-    assert callback.report.train.mode.startswith("tune(default | reduce-overhead | max-autotune, dynamic=False")
+def candidates_are_those_of_the_page(left):
+    assert left.callback.report.train.mode.startswith("tune(default | reduce-overhead | max-autotune, dynamic=False")
 
 
-def test_the_page_of_settings_runs_and_names_every_template(capsys):
+def a_template_is_registered_and_a_report_printed(left):
+    assert left.callback.report.train.mode == "no_fusion"
+    assert "aten" in left.printed
+
+
+def a_package_is_left(left):
+    assert left.outputs.shape == (2, 3)
+    assert left.callback in left.trainer.callbacks
+    assert [file.name for file in Path().iterdir()] == ["model.pt2"]
+
+
+def a_backend_describes_itself_as_on_the_page(left):
+    assert left.loaded.describe() == "features: Sequential, max-autotune-no-cudagraphs, cpu, deployed"
+    assert f"  # {left.printed.splitlines()[0]}\n" in PAGES["backend.md"].read_text()
+
+
+def a_package_is_equal_to_eager(left):
+    assert left.exporter.report.verified == "equal"
+
+
+def an_event_file_is_where_tensorboard_looks(left):
+    assert list(Path("runs").rglob("events.out.tfevents.*"))
+    assert left.report.train.speedup
+
+
+LEFT_BEHIND = {
+    "backend.md": a_backend_describes_itself_as_on_the_page,
+    "deploying.md": a_package_is_equal_to_eager,
+    "export.md": a_package_is_left,
+    "index.md": an_event_file_is_where_tensorboard_looks,
+    "passes.md": passes_do_what_they_say,
+    "settings.md": a_template_is_registered_and_a_report_printed,
+    "tune.md": candidates_are_those_of_the_page,
+    "warm_start.md": warm_start_is_kept_at_home,
+}
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+@pytest.mark.usefixtures("dropped_backends_go")
+@pytest.mark.filterwarnings("ignore:.* asks for CUDA graphs, and the module is not on a GPU")  # it may be read on a CPU
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = Path(__file__).parent / f"code_of_{page}"  # a pass is known to torch's cache by its source
+    namespace, own_templates = prepared(page), set(templates.names())
     try:
-        namespace = run_blocks("settings.md", 2)
+        for block in blocks(page, "python"):
+            code = compile(block["code"], str(source), "exec")
+            if not block["mark"]:
+                exec(code, namespace)
+        if page in LEFT_BEHIND:
+            LEFT_BEHIND[page](SimpleNamespace(**namespace, printed=capsys.readouterr().out))
     finally:
-        templates.unregister("no_fusion")
-    assert namespace["callback"].report.train.mode == "no_fusion"
-    assert "aten" in capsys.readouterr().out
-    page = (DOCS / "settings.md").read_text()
-    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+        for name in set(templates.names()) - own_templates:
+            templates.unregister(name)
+        torch._dynamo.reset()
+
+
+def test_few_blocks_are_not_run():
+    marked = {page: sum(bool(block["mark"]) for block in blocks(page, "python")) for page in WITH_CODE}
+    assert {page for page, count in marked.items() if count} <= {"many_gpus.md"}
+
+
+# ------------------------------------------------------------------------------------------ commands
+
+
+def commands():
+    """Commands in blocks of shell and between backticks, with the page that they stand on."""
+    for page, path in PAGES.items():
+        for block in blocks(page, "sh", "bash"):
+            yield from ((page, line) for line in block["code"].splitlines() if line)
+        for block in blocks(page, "console"):
+            yield from ((page, line[2:]) for line in block["code"].splitlines() if line.startswith("$ "))
+        text = BLOCK.sub("", path.read_text())
+        inline = re.findall(r"`((?:python3? |make |compile-callbacks )[^`]+)`", text)
+        yield from ((page, " ".join(command.split())) for command in inline)
+
+
+def help_of(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    return capsys.readouterr().out
+
+
+def test_commands_name_files_targets_and_options_that_there_are(capsys):
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    installed = {"tensorboard", "compile-callbacks"}
+    seen = set()
+    for page, command in commands():
+        program, *arguments = shlex.split(command, comments=True)
+        if (program, *arguments[:2]) == ("python", "-m", "compile_callbacks"):
+            program, arguments = "compile-callbacks", arguments[2:]
+        seen.add(program)
+        options = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+        if program == "make":
+            assert {argument for argument in arguments if "=" not in argument} <= set(targets), (page, command)
+        elif program == "python":
+            script = ROOT / arguments[0]
+            assert script.is_file(), (page, command)
+            known = script.read_text()
+            assert all(f'"{option}"' in known for option in options), (page, command)
+        elif program == "compile-callbacks":
+            if arguments[0] != "COMMAND":
+                known = help_of(arguments[0], capsys)
+                assert all(option in known for option in options), (page, command)
+        elif program == "pip":
+            assert arguments == ["install", "."], (page, command)
+        else:
+            assert program in installed, (page, command)
+    assert seen == {"make", "python", "compile-callbacks", "pip", "tensorboard"}
+
+
+# ------------------------------------------------------------------------------------------ tables, data and links
+
+
+def test_the_page_of_settings_names_every_template():
+    rows = {
+        line.split("`")[1]: line for line in PAGES["settings.md"].read_text().splitlines() if line.startswith("| `")
+    }
     assert list(rows) == templates.names()
     for name, row in rows.items():
         template = templates.get(name)
         assert all(f"`{option}`" in row for option in template.options)
         assert template.mode is None or f"mode `{template.mode}`" in row
-    torch._dynamo.reset()
 
 
-def test_the_page_on_export_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    namespace = run_blocks("export.md", 3)
-    assert namespace["outputs"].shape == (2, 3)
-    assert namespace["callback"] in namespace["trainer"].callbacks
-    assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
+def test_the_page_of_backends_has_the_table_of_states():
+    (table,) = blocks("backend.md", "text")
+    assert table["code"].splitlines() == lifecycle.table()
 
 
-@pytest.mark.usefixtures("dropped_backends_go")
-def test_the_page_of_backends_runs_and_has_the_table_of_states(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    namespace = run_blocks("backend.md", 2)
-    assert namespace["loaded"].describe() == "features: Sequential, max-autotune-no-cudagraphs, cpu, deployed"
-    (table,) = re.findall(r"```text\n(.*?)```", (DOCS / "backend.md").read_text(), re.DOTALL)
-    assert table.splitlines() == lifecycle.table()
-    printed = capsys.readouterr().out.splitlines()[0]
-    assert f"  # {printed}\n" in (DOCS / "backend.md").read_text()
+def test_the_reference_has_every_public_name():
+    listed = re.findall(r"^::: ([\w.]+)$", PAGES["api.md"].read_text(), re.MULTILINE)
+    assert set(compile_callbacks.__all__) <= {name.rpartition(".")[2] for name in listed}
+
+
+def test_yaml_in_the_docs_is_yaml():
+    found = [block["code"] for page in PAGES for block in blocks(page, "yaml")]
+    assert found
+    assert all(yaml.safe_load(code) for code in found)
+
+
+def test_links_of_the_readme_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", PAGES["README.md"].read_text())
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []

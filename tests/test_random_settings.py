@@ -180,6 +180,7 @@ def test_random_settings_work_or_are_refused_by_name(drawn):
     if bad:
         assert refusal is not None, f"{bad} went through"
         assert any(names(argument, chosen, refusal) for argument in bad), refusal
+        assert refusal.endswith("[see docs/troubleshooting.md#a-setting-is-refused]")
     else:
         assert refusal is None, f"good settings are refused: {refusal}"
 

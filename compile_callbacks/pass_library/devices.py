@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compile_callbacks.choices import unknown
+from compile_callbacks.links import checks_settings
 
 DEVICES = ("cpu", "cuda")
 
 
+@checks_settings
 def check_devices(devices: Sequence[str]) -> tuple[str, ...]:
     """The device types of an argument, checked.
 

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
+from compile_callbacks.links import checks_settings
 from compile_callbacks.passes.graph_pass import GraphPass
 from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS, GraphKind, graph_kind
 
@@ -57,6 +58,7 @@ class RecordGraphs(GraphPass):
         []
     """
 
+    @checks_settings
     def __init__(self, folder: str | Path | None = None, *, hook: str = DEFAULT_HOOK) -> None:
         if hook not in HOOK_OPTIONS:
             raise ValueError(unknown("hook", hook, HOOK_OPTIONS))

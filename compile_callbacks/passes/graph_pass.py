@@ -14,6 +14,7 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
+from compile_callbacks.links import checks_settings
 from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS, is_inference_graph
 from compile_callbacks.passes.identity import identity_of_call
 from compile_callbacks.phases import Phase
@@ -78,6 +79,7 @@ class GraphPass(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
         self._identity = identity_of_call(bases, [str(cls.hook)], args, kwargs)
         return self  # type: ignore[no-any-return]
 
+    @checks_settings
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.hook not in HOOK_OPTIONS:
@@ -121,6 +123,7 @@ class GraphPass(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
 class FunctionPass(GraphPass):
     """A function as a pass; what `graph_pass` makes."""
 
+    @checks_settings
     def __init__(self, function: Callable[[torch.fx.Graph, bool], None], hook: str = DEFAULT_HOOK) -> None:
         if hook not in HOOK_OPTIONS:
             raise ValueError(unknown("hook", hook, HOOK_OPTIONS))
@@ -145,6 +148,7 @@ def graph_pass(function: Callable[[torch.fx.Graph, bool], None], /) -> FunctionP
 def graph_pass(*, hook: str = ...) -> Callable[[Callable[[torch.fx.Graph, bool], None]], FunctionPass]: ...
 
 
+@checks_settings
 def graph_pass(
     function: Callable[[torch.fx.Graph, bool], None] | None = None, /, *, hook: str = DEFAULT_HOOK
 ) -> FunctionPass | Callable[[Callable[[torch.fx.Graph, bool], None]], FunctionPass]:
@@ -177,6 +181,7 @@ def graph_pass(
     return FunctionPass(function, hook)
 
 
+@checks_settings
 def as_passes(value: object, argument: str) -> tuple[Any, ...]:
     """The passes of an argument, checked.
 
