@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -12,6 +13,7 @@ from compile_callbacks.events import CompileEvent, CompileRecorder, EventKind
 from compile_callbacks.memory import PeakMemory
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.table import labels_and_cells, plain_table
+from compile_callbacks.targets import Compiled
 from compile_callbacks.timing import StepTimer, median_ms, spread_ms
 from compile_callbacks.trial import Trial
 from compile_callbacks.tune import Settings, Tune
@@ -24,7 +26,7 @@ class PhaseReport:
     Attributes:
         mode: The settings, in a line; ``"eager"`` where the phase is not compiled. Of a `Tune`, what was chosen; the
             other figures are of that too, unless something else is said.
-        targets: Names of the targets.
+        targets: Names of the targets; repeated blocks with how many they are, and how many graphs they share.
         compile_seconds: Time spent compiling so far, forward, backward and CUDA-graph recording; of a `Tune`, all
             candidates together.
         graphs: Graphs compiled.
@@ -199,7 +201,7 @@ _VERDICT_NOTES = {"failed": "failed", "wrong": "is wrong", "not tried": "was not
 def build_phase_report(
     phase: Phase,
     settings: Settings,
-    targets: tuple[str, ...],
+    targets: Sequence[Compiled],
     recorder: CompileRecorder,
     timer: StepTimer,
     memory: PeakMemory,
@@ -219,12 +221,15 @@ def build_phase_report(
     eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
     seconds = sum(event.seconds or 0 for event in compiles) if compiles else None
     folded_mb = [event.folded_mb for event in of("fold") if event.folded_mb is not None]
+    graphs: Counter[str] = Counter()
+    for event in of("compile"):
+        graphs[event.target] += event.graphs
     counts = [len(side) for side in (times.eager_ms, times.compiled_ms) if side]
     return PhaseReport(
         mode=chosen or (config.describe() if config else EAGER),
-        targets=targets if config else (),
+        targets=tuple(target.described(graphs[target.name]) for target in targets) if config else (),
         compile_seconds=seconds,
-        graphs=sum(event.graphs for event in of("compile")),
+        graphs=graphs.total(),
         graph_breaks=len(of("graph_break")),
         recompiles=len(of("recompile")),
         cache_hits=sum(event.cache_hits for event in of("cache")),

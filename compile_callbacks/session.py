@@ -15,7 +15,15 @@ from compile_callbacks.choices_store import Choice, ChoicesStore, circumstances
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.cudagraphs import LastingGradients
 from compile_callbacks.events import CompileRecorder, Owner
-from compile_callbacks.idle import idle_cache_dir, idle_cudagraphs, idle_folding, limits_reached, why_uncompiled
+from compile_callbacks.idle import (
+    differing_blocks,
+    idle_cache_dir,
+    idle_cudagraphs,
+    idle_folding,
+    idle_freezing,
+    limits_reached,
+    why_uncompiled,
+)
 from compile_callbacks.memory import PeakMemory
 from compile_callbacks.once import WarnOnce
 from compile_callbacks.phases import PHASES, Phase
@@ -23,7 +31,7 @@ from compile_callbacks.progress import CompileProgress
 from compile_callbacks.region import RegionSettings
 from compile_callbacks.report import CompileReport, build_phase_report
 from compile_callbacks.switch import PhaseSwitch
-from compile_callbacks.targets import Target
+from compile_callbacks.targets import Compiled
 from compile_callbacks.timing import StepTimer
 from compile_callbacks.tune import Settings, Tune
 from compile_callbacks.tuning import PhaseTuning
@@ -48,7 +56,7 @@ class CompileSession:
     def __init__(
         self,
         module: nn.Module,
-        targets: Sequence[Target],
+        targets: Sequence[Compiled],
         configs: Mapping[Phase, Settings],
         *,
         passes: Sequence[Any] = (),
@@ -107,7 +115,7 @@ class CompileSession:
         """
         self._running = True
         self._cuda = _on_cuda(self.module)
-        self._warn_of_idle_cudagraphs()
+        self._warn_of_idle_settings()
         if self._warm_start is not None:
             self._warm_start.begin(self.module)
         self._recorder.listen()
@@ -257,6 +265,8 @@ class CompileSession:
         for region in self._switch.regions(phase):
             if region.ran and not region.on_trial and (why := why_uncompiled(region.owner, self._recorder)):
                 self._warn(region.owner[:2], why)
+            if region.blocks_differ and not region.on_trial:
+                self._warn((region.owner[:2], "blocks"), differing_blocks(region.owner, self._recorder))
         for message in idle_folding(phase, self._configs[phase], self._recorder):
             self._warn((phase, "fold"), message)
         self._judge(phase)
@@ -271,7 +281,7 @@ class CompileSession:
             phase: build_phase_report(
                 phase,
                 settings,
-                self._target_names,
+                self._switch.targets,
                 self._recorder,
                 self._timer,
                 self._memory,
@@ -331,8 +341,11 @@ class CompileSession:
         """Whether something happened to a candidate that is not chosen, and is told of in the report alone."""
         return owner.phase in self._tunings and owner.settings != self._tunings[owner.phase].winner
 
-    def _warn_of_idle_cudagraphs(self) -> None:
+    def _warn_of_idle_settings(self) -> None:
         for phase, config in self._configs.items():
+            if self._switch.shares_graphs:
+                for message in idle_freezing(phase, config):
+                    self._warn((phase, "freezing"), message)
             for reason in idle_cudagraphs(phase, config, cuda=self._cuda):
                 if self._warn((phase, "cudagraphs"), f"{reason}: they have no effect"):
                     for target in self._target_names:
