@@ -21,7 +21,7 @@ from compile_callbacks.report import CompileReport
 from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes
 from compile_callbacks.switch import compiled_parts
-from compile_callbacks.targets import Compiled, Target, check_names, find_targets
+from compile_callbacks.targets import Compiled, Target, check_names, find_targets, scope_of
 from compile_callbacks.tune import Settings, Tune, as_settings
 from compile_callbacks.verify import VERIFY, Verify
 
@@ -112,9 +112,8 @@ def compile_phases(
     module = target if isinstance(target, nn.Module) else _Function(target)
     names = check_names(targets)
     found: Sequence[Compiled] = find_targets(module, names, nn.Module) if names else [Target("forward", module)]
-    if _session_of(module) is not None or {member.name for part in found for member in part.members} & set(
-        compiled_parts(module)
-    ):
+    parts = {member.name for part in found for member in part.members}
+    if _session_of(module) is not None or parts & set(compiled_parts(module)):
         raise ValueError(
             f"target={type(module).__name__} is compiled by this library already; undo that first: restore(), or "
             "deactivate() where an InductorBackend compiled it"
@@ -126,6 +125,7 @@ def compile_phases(
         passes=as_passes(passes, "passes"),
         settings=RegionSettings(on_error=on_error, verify=verify, new_shapes=new_shapes),
         cache_dir=folder,
+        scope=scope_of(names),
     )
     session.begin_by_grad_mode()
     weakref.finalize(module, session.listeners_end())

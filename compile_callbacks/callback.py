@@ -23,7 +23,7 @@ from compile_callbacks.report import CompileReport, uncompiled_report
 from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes, signature
 from compile_callbacks.stages import expected_steps, validation_batches
-from compile_callbacks.targets import adopt_compiled, check_names, find_targets
+from compile_callbacks.targets import adopt_compiled, check_names, find_targets, scope_of
 from compile_callbacks.terminal import print_report, say
 from compile_callbacks.tune import Mode, Settings, Tune, as_settings
 from compile_callbacks.verify import VERIFY, Verify
@@ -329,6 +329,7 @@ class InductorCompile(Callback):
                 settings=RegionSettings(on_error=self.on_error, verify=self.verify, new_shapes=self.new_shapes),
                 cache_dir=self.cache_dir,
                 say=functools.partial(say, trainer),
+                scope=scope_of(self.targets),
             )
         if self._earlier_state is not None:
             session.resume(self._earlier_state)

@@ -20,8 +20,8 @@ def idle_freezing(phase: Phase, config: InductorConfig | None) -> Iterator[str]:
     """Say that weights were to be baked into graphs that several modules share."""
     if config is not None and config.freezes and phase == "infer":
         yield (
-            f"{phase}_mode={config.describe()!r} asks for freezing, which has no effect: repeated blocks share a graph, "
-            "and each has weights of its own"
+            f"{phase}_mode={config.describe()!r} asks for freezing, which has no effect: repeated blocks share a "
+            "graph, and each has weights of its own"
         )
 
 
@@ -30,8 +30,8 @@ def differing_blocks(owner: Owner, recorder: CompileRecorder) -> str:
     reasons = [event.reason for event in recorder.of(owner.phase, "recompile") if event.target == owner.target]
     why = f"; torch compiled the last one anew for {reasons[-1]!r}" if reasons and reasons[-1] else ""
     return (
-        f"blocks {owner.target!r} share no graph in the {owner.phase} phase, each was compiled by itself: they differ in "
-        f"what torch takes for constant, a number that a module holds for example{why} (all reasons: "
+        f"blocks {owner.target!r} share no graph in the {owner.phase} phase, each was compiled by itself: they differ "
+        f"in what torch takes for constant, a number that a module holds for example{why} (all reasons: "
         f"callback.report.{owner.phase}.events)"
     )
 

@@ -81,7 +81,7 @@ def _name(root: nn.Module, paths: list[str]) -> str:
     split = [path.split(".") for path in paths]
     if len({len(names) for names in split}) == 1:
         glob = [names[0] if len(set(names)) == 1 else "*" for names in zip(*split, strict=True)]
-        others = (path for path, part in root.named_modules(remove_duplicate=False) if _has_parameters(part))
+        others = (path for path, part in root.named_modules(remove_duplicate=False) if path and _has_parameters(part))
         if sum(_means(glob, path.split(".")) for path in others) == len(paths):
             return ".".join(glob)
     by_parent = groupby(sorted(paths, key=_parent), key=_parent)

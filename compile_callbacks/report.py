@@ -58,6 +58,7 @@ class PhaseReport:
             left it, ``from_cache``.
         trials: What came of each candidate of a `Tune`, eager first, a mapping of the fields of `Trial` for each.
         restored: Names of the figures that come from the run that this one resumes.
+        advice: What the figures, and those of earlier runs with the same ``cache_dir``, say about other settings.
         events: What is behind the counts, in order.
     """
 
@@ -88,6 +89,7 @@ class PhaseReport:
     passes: tuple[dict[str, Any], ...] = ()
     trials: tuple[dict[str, Any], ...] = ()
     restored: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,6 +186,7 @@ class CompileReport:
         restored = sorted({name for phase in PHASES for name in self.phase(phase).restored})
         if restored:
             notes.append(f"from the run before this one: {', '.join(restored)}")
+        notes += [f"{phase}: {line}" for phase in PHASES for line in self.phase(phase).advice]
         if self.artifacts is not None:
             loaded, saved = self.artifacts["loaded_mb"], self.artifacts["saved_mb"]
             notes.append(f"compile artifacts: {loaded:.1f} MB loaded, {saved:.1f} MB saved, {self.artifacts['path']}")

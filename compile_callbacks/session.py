@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from compile_callbacks.advice import Advisor
 from compile_callbacks.baseline import Baseline
 from compile_callbacks.choices_store import Choice, ChoicesStore, circumstances
 from compile_callbacks.config import InductorConfig
+from compile_callbacks.costs_store import CostsStore
 from compile_callbacks.cudagraphs import LastingGradients
 from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.idle import (
@@ -31,7 +34,7 @@ from compile_callbacks.progress import CompileProgress
 from compile_callbacks.region import RegionSettings
 from compile_callbacks.report import CompileReport, build_phase_report
 from compile_callbacks.switch import PhaseSwitch
-from compile_callbacks.targets import Compiled
+from compile_callbacks.targets import Compiled, Scope
 from compile_callbacks.timing import StepTimer
 from compile_callbacks.tune import Settings, Tune
 from compile_callbacks.tuning import PhaseTuning
@@ -51,6 +54,7 @@ class CompileSession:
         settings: What to do on failures, differences from eager and new shapes.
         cache_dir: Where compile artifacts, and choices among candidates, are kept across runs.
         say: Takes a line of text while something compiles.
+        scope: How the targets compile the module, where they compile all of it: to be compared with the other way.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class CompileSession:
         settings: RegionSettings | None = None,
         cache_dir: Path | None = None,
         say: Callable[[str], None] = lambda line: None,
+        scope: Scope | None = None,
     ) -> None:
         self.module = module
         self._settings = dict(configs)
@@ -84,6 +89,9 @@ class CompileSession:
             for phase, tune in tunes.items()
         }
         self._choices = ChoicesStore(cache_dir / "choices") if cache_dir else None
+        self._advisor = Advisor(module, scope, CostsStore(cache_dir / "costs") if cache_dir else None)
+        self._made_for: dict[tuple[Phase, str], dict[str, str]] = {}
+        self._say = say
         self._passes = tuple(passes)
         self._precision = ""
         self._target_names = tuple(target.name for target in targets)
@@ -133,6 +141,7 @@ class CompileSession:
         self._recorder.stop()
         self._timer.abandon()
         self._keep_artifacts()
+        self._keep_costs()
         if self._warm_start is not None:
             for message in idle_cache_dir(self._warm_start, self._recorder):
                 self._warn("cache_dir", message)
@@ -289,6 +298,10 @@ class CompileSession:
             )
             for phase, settings in self._settings.items()
         }
+        phases = {
+            phase: replace(report, advice=self._advisor.advise(report, self._costs_made_for(phase)))
+            for phase, report in phases.items()
+        }
         artifacts = self._warm_start.report() if self._warm_start else None
         return CompileReport(train=phases["train"], infer=phases["infer"], artifacts=artifacts, before=self._before)
 
@@ -330,6 +343,30 @@ class CompileSession:
     def _keep_artifacts(self) -> None:
         if self._warm_start is not None:
             self._warm_start.save()
+
+    def _keep_costs(self) -> None:
+        report = self.report()
+        for phase in PHASES:
+            if problem := self._advisor.keep(report.phase(phase), self._costs_made_for(phase)):
+                self._say(f"{phase} phase: what compiling cost could not be kept for later runs: {problem}")
+
+    def _costs_made_for(self, phase: Phase) -> dict[str, str] | None:
+        """What a phase's figures hold for; ``None`` where they are of no steps, or of several candidates."""
+        config, work = self._settings.get(phase), self._timer.times(phase).work
+        if not isinstance(config, InductorConfig) or work is None:
+            return None
+        if (phase, work) not in self._made_for:
+            self._made_for[phase, work] = circumstances(
+                self.module,
+                phase=phase,
+                tune_key=config.key(),
+                passes=self._passes,
+                targets=(),
+                work=work,
+                precision=self._precision,
+                device=_device(self.module),
+            )
+        return self._made_for[phase, work]
 
     @property
     def _candidate(self) -> str | None:

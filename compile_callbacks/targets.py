@@ -88,6 +88,17 @@ Compiled: TypeAlias = Target | RepeatedBlocks
 """What is compiled with one function."""
 
 
+Scope = Literal["whole", "repeated"]
+"""How a model is compiled that is compiled all of it: as targets that were chosen, or as repeated blocks."""
+
+
+def scope_of(names: Sequence[str] | None) -> Scope | None:
+    """How targets that `check_names` gave compile a model; ``None`` where parts of it are named."""
+    if names is None:
+        return "whole"
+    return "repeated" if names == REPEATED else None
+
+
 def check_names(targets: object) -> tuple[str, ...] | Repeated | None:
     """The ``targets`` argument as names.
 
