@@ -42,9 +42,9 @@ class Advisor:
         now = _cost(report)
         if self._scope is None:
             return ()
-        if self._store is not None and now is not None and made_for is not None:
-            if (earlier := self._store.load(made_for, other_scope(self._scope))) is not None:
-                return tuple(compared(self._scope, now, earlier))
+        earlier = self._store.load(made_for, other_scope(self._scope)) if self._store and made_for else None
+        if now is not None and earlier is not None:
+            return tuple(compared(self._scope, now, earlier))
         if self._scope == "repeated":
             return tuple(not_compared(cache_dir=self._store is not None)) if now is not None else ()
         if report.compile_seconds is None or report.compile_seconds <= LONG_COMPILE_SECONDS:
