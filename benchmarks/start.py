@@ -191,8 +191,8 @@ def main() -> None:
         kept_mb = last["artifacts"] or {"loaded_mb": 0, "saved_mb": 0}
         print(
             f"| {way} | {seconds:.1f} | {seconds / cold:.0%} | {load_seconds:.2f} "
-            f"| {step_ms(runs_of_way, 'compiled_ms')} | {last['graphs']} | {last['cache_hits']} / {last['cache_misses']} "
-            f"| {max(kept_mb['loaded_mb'], kept_mb['saved_mb']):.1f} |"
+            f"| {step_ms(runs_of_way, 'compiled_ms')} | {last['graphs']} "
+            f"| {last['cache_hits']} / {last['cache_misses']} | {max(kept_mb['loaded_mb'], kept_mb['saved_mb']):.1f} |"
         )
     first = measured["cold"][0]
     shape = f"batch {args.batch_size}, {args.image_size}x{args.image_size}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -341,7 +342,7 @@ class CompiledRegion:
         warnings.warn(message, CompileWarning, stacklevel=2)
 
     def _compile(self) -> None:
-        name = "_".join((self.owner.target, self.owner.phase)).replace(".", "_")
+        name = re.sub(r"\W", "_", f"{self.owner.target}_{self.owner.phase}")
         compiled = _torch.compile_function(
             _torch.function_with_own_cache(_calling(self._members[0].function), name),
             self._backend,

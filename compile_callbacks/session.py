@@ -351,10 +351,10 @@ class CompileSession:
                 self._say(f"{phase} phase: what compiling cost could not be kept for later runs: {problem}")
 
     def _costs_made_for(self, phase: Phase) -> dict[str, str] | None:
-        """What a phase's figures hold for; ``None`` where they are of no steps, or of several candidates."""
+        """What a phase's figures hold for, where they are to be kept."""
         config, work = self._settings.get(phase), self._timer.times(phase).work
-        if not isinstance(config, InductorConfig) or work is None:
-            return None
+        if self._choices is None or not isinstance(config, InductorConfig) or work is None:
+            return None  # nothing is kept, or several candidates were measured, or no steps
         if (phase, work) not in self._made_for:
             self._made_for[phase, work] = circumstances(
                 self.module,

@@ -195,6 +195,21 @@ def test_accumulated_gradients_equal_eagers():
     assert callback.report.train.graphs == 1
 
 
+def test_blocks_with_a_graph_break_share_the_graphs_around_it():
+    class Broken(Block):
+        def forward(self, x):
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    def make(count):
+        return [Broken() for _ in range(count)]
+
+    callback = regional()
+    assert_same_values(fit(stacked(make=make), callback), fit(stacked(make=make)))
+    assert (callback.report.train.graphs, callback.report.train.graph_breaks) == (2, 1)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks_equal_eager(reentrant):
     class Checkpointed(Stack):
