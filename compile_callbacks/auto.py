@@ -30,23 +30,25 @@ AUTOTUNE_COST = 8.0
 """How many times longer kernels that are chosen by measuring take to compile."""
 
 
-def auto_candidates(device: torch.device, phase: Phase) -> tuple[InductorConfig, ...]:
+def auto_candidates(device: torch.device, phase: Phase, *, freezes: bool = True) -> tuple[InductorConfig, ...]:
     """What is tried on a device in a phase, the cheapest to compile first.
 
     Args:
         device: Where the module is.
         phase: The phase.
+        freezes: Whether weights can be baked in.
     """
     # Weights are baked in where they stand still (test, predict); else freezing changes nothing.
+    freezing = True if phase == "infer" and freezes else None
     if device.type == "cuda":
-        cudagraphs = InductorConfig(mode="reduce-overhead", freezing=True if phase == "infer" else None)
+        cudagraphs = InductorConfig(mode="reduce-overhead", freezing=freezing)
         return (
             InductorConfig(),
             cudagraphs,
             InductorConfig(mode="max-autotune-no-cudagraphs"),
             InductorConfig(mode="max-autotune"),
         )
-    return (InductorConfig(freezing=None if phase == "train" else True),)
+    return (InductorConfig(freezing=freezing),)
 
 
 def why_not_repaid(name: str, configs: Mapping[str, InductorConfig], device: torch.device, known: Known) -> str | None:

@@ -22,7 +22,7 @@ from compile_callbacks.report import CompileReport
 from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes
 from compile_callbacks.switch import compiled_parts
-from compile_callbacks.targets import Target, check_names, find_targets
+from compile_callbacks.targets import Compiled, Target, check_names, find_targets, scope_of
 from compile_callbacks.tune import Settings, Tune, as_settings
 from compile_callbacks.verify import VERIFY, Verify
 
@@ -51,7 +51,8 @@ def compile_phases(
         target: A module, or a function, which is wrapped. Left out, the call makes a decorator.
         train_mode: As `InductorCompile` takes it, but for ``"auto"`` and `Tune`: no steps are measured here.
         infer_mode: The same, for calls with grad disabled.
-        targets: Names of the parts of a module that are compiled; ``None``: the module as a whole.
+        targets: Names of the parts of a module that are compiled, or ``"repeated"`` for repeated blocks that share one
+            graph, as `InductorCompile` takes them; ``None``: the module as a whole.
         passes: Graph passes for both phases.
         on_error: As `InductorCompile` takes it.
         verify: As `InductorCompile` takes it.
@@ -110,8 +111,9 @@ def compile_phases(
             warnings.warn(see(message, "freezing-has-no-effect"), CompileWarning, stacklevel=3)
     module = target if isinstance(target, nn.Module) else _Function(target)
     names = check_names(targets)
-    found = find_targets(module, names, nn.Module) if names else [Target("forward", module)]
-    if _session_of(module) is not None or {part.name for part in found} & set(compiled_parts(module)):
+    found: Sequence[Compiled] = find_targets(module, names, nn.Module) if names else [Target("forward", module)]
+    parts = {member.name for part in found for member in part.members}
+    if _session_of(module) is not None or parts & set(compiled_parts(module)):
         message = (
             f"target={type(module).__name__} is compiled by this library already; undo that first: restore(), or "
             "deactivate() where an InductorBackend compiled it"
@@ -124,6 +126,7 @@ def compile_phases(
         passes=as_passes(passes, "passes"),
         settings=RegionSettings(on_error=on_error, verify=verify, new_shapes=new_shapes),
         cache_dir=folder,
+        scope=scope_of(names),
     )
     session.begin_by_grad_mode()
     weakref.finalize(module, session.listeners_end())

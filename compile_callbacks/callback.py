@@ -24,7 +24,7 @@ from compile_callbacks.report import CompileReport, uncompiled_report
 from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes, signature
 from compile_callbacks.stages import expected_steps, validation_batches
-from compile_callbacks.targets import adopt_compiled, check_names, find_targets
+from compile_callbacks.targets import adopt_compiled, check_names, find_targets, scope_of
 from compile_callbacks.terminal import print_report, say
 from compile_callbacks.tune import Mode, Settings, Tune, as_settings
 from compile_callbacks.verify import VERIFY, Verify
@@ -47,7 +47,8 @@ class InductorCompile(Callback):
         infer_mode: Settings for sanity check, validation, test and predict; the same choices.
         targets: What to compile: dotted names of submodules or methods (``"net"``, ``"training_step"``), or
             globs (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None`` takes that
-            if the module overrides it, and each direct child that holds parameters.
+            if the module overrides it, and each direct child that holds parameters. ``"repeated"``: blocks that are
+            repeated, such as a transformer's layers, which share one graph; what is between them stays eager.
         passes: Custom graph passes for both phases, see `GraphPass`.
         baseline_steps: Steps that each phase runs eagerly first, to measure what the speedup is compared
             with, after two to warm up; never more than half of the steps to come. 0: no baseline, no speedup.
@@ -332,6 +333,7 @@ class InductorCompile(Callback):
                 settings=RegionSettings(on_error=self.on_error, verify=self.verify, new_shapes=self.new_shapes),
                 cache_dir=self.cache_dir,
                 say=functools.partial(say, trainer),
+                scope=scope_of(self.targets),
             )
         if self._earlier_state is not None:
             session.resume(self._earlier_state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,10 @@ from torch import nn
 
 from compile_callbacks.architecture import architecture_key
 from compile_callbacks.device_description import described_device, device_name
+from compile_callbacks.json_files import JsonFiles
 from compile_callbacks.passes import pass_identity
 from compile_callbacks.phases import Phase
 from compile_callbacks.versions import installed_version
-from compile_callbacks.whole_files import appears_whole
 
 
 def circumstances(
@@ -79,17 +78,14 @@ class Choice:
 
 
 class ChoicesStore:
-    """Keeps choices in a folder, across runs.
-
-    A file is replaced as a whole or not at all, so that processes may write at once: the last one counts. What is
-    damaged, or cannot be read or written, costs tuning anew and not the run.
+    """Keeps choices in a folder, across runs; what is damaged, or cannot be read or written, costs tuning anew.
 
     Args:
         folder: Where the files are; made when there is something to keep.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = Path(folder)
+        self._files = JsonFiles(folder)
 
     def load(self, made_for: Mapping[str, str]) -> Choice | None:
         """What an earlier run chose under the same circumstances.
@@ -100,12 +96,12 @@ class ChoicesStore:
         Returns:
             The choice; ``None`` where there is none, or where its file is damaged.
         """
+        data = self._files.load(fingerprint(made_for))
         try:
-            data = json.loads(self._path(made_for).read_text(encoding="utf-8"))
             if data["made_for"] != dict(made_for):
                 return None
             candidate, key = data["candidate"], data["key"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (KeyError, TypeError):
             return None
         return Choice(candidate=candidate, key=key) if isinstance(candidate, str) and isinstance(key, str) else None
 
@@ -121,19 +117,7 @@ class ChoicesStore:
             Why it could not be kept, or ``None``.
         """
         data = {"candidate": choice.candidate, "key": choice.key, "made_for": dict(made_for), "trials": trials}
-        path = self._path(made_for)
-        try:
-            # The folder above holds compile artifacts too, which are loaded from where nobody else can write alone.
-            self._folder.parent.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
-            self._folder.mkdir(mode=stat.S_IRWXU, exist_ok=True)
-            with appears_whole(path) as beside:
-                beside.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        except OSError as error:
-            return f"{type(error).__name__}: {error}"
-        return None
-
-    def _path(self, made_for: Mapping[str, str]) -> Path:
-        return self._folder / f"{fingerprint(made_for)}.json"
+        return self._files.save(fingerprint(made_for), data)
 
 
 def _digest(data: Any) -> str:

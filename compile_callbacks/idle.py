@@ -16,6 +16,26 @@ def idle_cudagraphs(phase: Phase, config: InductorConfig | None, *, cuda: bool) 
         yield f"{phase}_mode={config.describe()!r} asks for CUDA graphs, and the module is not on a GPU"
 
 
+def idle_freezing(phase: Phase, config: InductorConfig | None) -> Iterator[str]:
+    """Say that weights were to be baked into graphs that several modules share."""
+    if config is not None and config.freezes and phase == "infer":
+        yield (
+            f"{phase}_mode={config.describe()!r} asks for freezing, which has no effect: repeated blocks share a "
+            "graph, and each has weights of its own"
+        )
+
+
+def differing_blocks(owner: Owner, recorder: CompileRecorder) -> str:
+    """Say that repeated blocks needed a graph each, and why as far as torch tells."""
+    reasons = [event.reason for event in recorder.of(owner.phase, "recompile") if event.target == owner.target]
+    why = f"; torch compiled the last one anew for {reasons[-1]!r}" if reasons and reasons[-1] else ""
+    return (
+        f"blocks {owner.target!r} share no graph in the {owner.phase} phase, each was compiled by itself: they differ "
+        f"in what torch takes for constant, a number that a module holds for example{why} (all reasons: "
+        f"callback.report.{owner.phase}.events)"
+    )
+
+
 def idle_folding(phase: Phase, config: InductorConfig | None, recorder: CompileRecorder) -> Iterator[str]:
     """Say that weights were to be folded, and no graph that was compiled so far has such."""
     folds = recorder.of(phase, "fold")

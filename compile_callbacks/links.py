@@ -35,6 +35,7 @@ Entry = Literal[
     "nothing-is-folded",
     "nothing-to-keep",
     "recompile-limit",
+    "repeated-blocks-differ",
     "slower-than-eager",
     "the-compiler-failed",
     "tuning-with-several-processes",

@@ -35,6 +35,8 @@ def to_markdown(report: CompileReport, environment: Mapping[str, str]) -> str:
     """
     rows = labels_and_cells([report.phase(phase) for phase in PHASES])
     parts = ["## Compile report", _table(("", *PHASES), rows)]
+    if rows := [(phase, line) for phase in PHASES for line in report.phase(phase).advice]:
+        parts += ["### Advice", _table(("phase", "advice"), rows)]
     found = reasons(report)
     for kind in dict.fromkeys([*_TITLES, *(reason.kind for reason in found)]):
         if rows := [_reason_row(reason, times) for reason, times in found.items() if reason.kind == kind]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 _ARGUMENT = re.compile(r"^(?:args\[(?P<position>\d+)\]|kwargs\['(?P<keyword>\w+)'\])(?P<rest>.*)$")
 _MODULE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
+_ATTRIBUTE = re.compile(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
 
 # Guard failures as torch 2.11 to 2.15 write them, and what each says in words; {subject} is the tensor.
 _RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], str]], ...] = (
@@ -61,7 +62,7 @@ def explain_recompile(reason: str) -> str:
             return words(found, of)
     if found := re.search(r"GLOBAL_STATE changed: (\w+(?:\(\w+\)_enabled)?)", first):
         return f"global state changed: {found[1]}"
-    guard = first.split("  #")[0].strip()
+    guard = re.sub(r"___as_tensor\((.+)\)\.item\(\)", r"\1", first.split("  #")[0].strip())
     if found := re.fullmatch(r"(.+)\.training == (True|False)", guard):
         return f"training flag of {_subject(found[1])}: {'eval' if found[2] == 'True' else 'train'} mode, was the other"
     if found := re.fullmatch(r"(\d+) <= (.+)\.size\(\)\[(\d+)\]", guard):
@@ -77,7 +78,10 @@ def _subject(expression: str) -> str:
     if argument := _ARGUMENT.match(expression):
         which = argument["position"] or repr(argument["keyword"])
         return f"argument {which}{argument['rest']}"
-    if path := _MODULE.findall(expression):
+    path = _MODULE.findall(expression)
+    if attribute := _ATTRIBUTE.fullmatch(expression):
+        path.append(attribute[1])
+    if path:
         return repr(".".join(path))
     return expression
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks.config import InductorConfig
@@ -24,7 +26,7 @@ from compile_callbacks.passes import GraphPassError, PassRun, pass_hook, pass_na
 from compile_callbacks.phases import Phase
 from compile_callbacks.shapes import NewShapes, ShapePolicy, shapes, signature
 from compile_callbacks.snapshot import Snapshot
-from compile_callbacks.targets import Target
+from compile_callbacks.targets import Compiled, Target
 from compile_callbacks.verify import Comparison, Verify, call_and_compare, compare_with_eager
 from compile_callbacks.weights import WeightWatch
 
@@ -101,6 +103,9 @@ class CompiledRegion:
     Each graph is handed to Inductor by a backend of its own, so that every compile is known by target and
     phase, and so that a graph that Inductor fails on runs eagerly, forward and backward, where it stands.
 
+    Blocks that are repeated share a region: one function, which is given the block, is compiled for all of them, and
+    torch's guards tell where a block needs a graph of its own.
+
     Args:
         target: What is compiled.
         phase: The phase it is compiled for.
@@ -115,7 +120,7 @@ class CompiledRegion:
 
     def __init__(
         self,
-        target: Target,
+        target: Compiled,
         phase: Phase,
         config: InductorConfig,
         *,
@@ -131,11 +136,12 @@ class CompiledRegion:
         self.ran = False
         self._settings = settings or RegionSettings()
         self._config = config
-        self._eager = target.eager
+        self._members = target.members
         self._recorder = recorder
         self._isolation = isolation or Isolation()
-        self._shapes = ShapePolicy(self._settings.new_shapes)
-        self._unverified = self._settings.verify != "off"
+        # Of each block: what calls the first of them differs from what calls the others (a gradient to pass on).
+        self._shapes = {member: ShapePolicy(self._settings.new_shapes) for member in self._members}
+        self._unverified = set(self._members) if self._settings.verify != "off" else set()
         self._gave_up = False
         self._fell_back = False
         self._warned = False
@@ -147,32 +153,41 @@ class CompiledRegion:
         self._device = torch.device("cpu")
         self._guards_hooks = False
         self._hooks_seen = -1
-        self._weights = WeightWatch(target.module)
+        self._weights = WeightWatch(self._members[0].module)  # baked in where there is one member alone
         self._suspects_weights = True
         self._baked_in = False
         self._before_compile: Snapshot | None = None
         self._folded: list[weakref.ref[FoldedGraph]] = []
         self._generated: list[ModuleType] = []
+        self._graphs = 0
+        self._compiled_of: dict[Any, set[Target]] = {}
         self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the target, compiled for the phase."""
+        """Call the target, compiled for the phase; of repeated blocks the first."""
+        return self._call(self._members[0], *args, **kwargs)
+
+    def on(self, member: Target) -> Callable[..., Any]:
+        """What calls one of the target's members, compiled for the phase."""
+        return functools.partial(self._call, member)
+
+    def _call(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
         if self._isolation.eager:
-            return self._eager(*args, **kwargs)
+            return member.eager(*args, **kwargs)
         self.ran = True
         if self._gave_up:
-            return self._eager(*args, **kwargs)
+            return member.eager(*args, **kwargs)
         if self.owner.frozen:
             self._refreeze_if_weights_changed()
         if self._hooks_seen != _torch.hooks_registered():
             self._look_for_hooks()
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
-            return self._eager(*args, **kwargs)
+            return member.eager(*args, **kwargs)
         recorder, outer, outer_on_trace = self._recorder, self._recorder.owner, self._recorder.on_trace
-        recorder.owner, recorder.on_trace, self._before_compile = self.owner, self._remember, None
-        failure = None
+        recorder.owner, recorder.on_trace = self.owner, functools.partial(self._remember, member)
+        self._before_compile, graphs_before, failure = None, self._graphs, None
         try:
-            result = self._compiled_call(args, kwargs)
+            result = self._compiled_call(member, args, kwargs)
         except Exception as error:
             if not _torch.raised_while_compiling(error):
                 raise
@@ -180,23 +195,32 @@ class CompiledRegion:
         finally:
             recorder.owner, recorder.on_trace = outer, outer_on_trace
         if failure is not None:
-            result = self._without_compiler(failure, args, kwargs)
+            result = self._without_compiler(member, failure, args, kwargs)
+        if self._graphs > graphs_before and len(self._members) > 1:
+            looks = signature(args, kwargs), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            self._compiled_of.setdefault(looks, set()).add(member)
         while (
             self._unsaid and not self._settings.on_trial
         ):  # after the call: within the backend, a warning that is made an error would end in Dynamo
             warnings.warn(see(*self._unsaid.pop(0)), CompileWarning, stacklevel=2)
         return result
 
-    def _compiled_call(self, args: Any, kwargs: Any) -> Any:
+    @property
+    def blocks_differ(self) -> bool:
+        """Whether each of several repeated blocks had to be compiled by itself, when all were called alike."""
+        return any(len(found) == len(self._members) for found in self._compiled_of.values())
+
+    def _compiled_call(self, member: Target, args: Any, kwargs: Any) -> Any:
+        policy = self._shapes[member]
         if self._settings.on_trial:
             # The first call of a candidate may be the odd one of a run, the last batch of an epoch for example.
-            self._shapes.admit(args, kwargs)
-        if self._unverified:
-            self._shapes.stance(args, kwargs)  # the first call's shapes are known from here on
-            return self._verified_call(args, kwargs)
-        if (stance := self._shapes.stance(args, kwargs)) is not None:
-            return self._call_under(stance, args, kwargs)
-        return self._call_compiled(*args, **kwargs)
+            policy.admit(args, kwargs)
+        stance = policy.stance(args, kwargs)
+        if member in self._unverified:  # its first call, whose shapes are known from here on
+            return self._verified_call(member, args, kwargs)
+        if stance is not None:
+            return self._call_under(stance, member, args, kwargs)
+        return self._call_compiled(member, *args, **kwargs)
 
     def suspect_weights(self) -> None:
         """Believe no weight before the next call to be what it was: a stage begins, and may have swapped them."""
@@ -213,7 +237,7 @@ class CompiledRegion:
         """Give back what compiled code takes, weights that are folded or baked in among it; the next call compiles."""
         self.free_folded_weights()
         self._folded.clear()
-        self._compiled = self._compiled_beside_another = self._compile_and_call
+        self._compiled = self._compiled_beyond_limit = self._compile_and_call
         self._baked_in = False
         _torch.forget_compiled(self._backend)
         _torch.forget_generated(self._generated)
@@ -221,7 +245,8 @@ class CompiledRegion:
 
     def admit_shapes(self, args: Any, kwargs: Any) -> None:
         """Have calls with inputs of these shapes compile, whatever new shapes do."""
-        self._shapes.admit(args, kwargs)
+        for policy in self._shapes.values():
+            policy.admit(args, kwargs)
 
     @property
     def on_trial(self) -> bool:
@@ -241,18 +266,23 @@ class CompiledRegion:
             self.free_compiled()  # else every set of weights that was ever baked in would stay
         self._suspects_weights, self._baked_in = False, True
 
-    def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        if _torch.SHARES_RECOMPILE_LIMIT and self.owner in self._recorder.broken:
-            # Behind a break, both phases' graphs are on the user's code.
-            return self._compiled_beside_another(*args, **kwargs)
-        return self._compiled(*args, **kwargs)
+    def _call_compiled(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
+        compiled = self._compiled if self._limit_factor == 1 else self._compiled_beyond_limit
+        return compiled(member.module, *args, **kwargs)
 
-    def _call_under(self, stance: str, args: Any, kwargs: Any) -> Any:
+    @property
+    def _limit_factor(self) -> int:
+        """How many times as many graphs as torch's recompile limit allows for the code of one target."""
+        # Behind a break, both phases' graphs are on the user's code.
+        phases = 2 if _torch.SHARES_RECOMPILE_LIMIT and self.owner in self._recorder.broken else 1
+        return phases * (len(self._members) if self._graphs > 1 else 1)  # blocks that differ are compiled each
+
+    def _call_under(self, stance: str, member: Target, args: Any, kwargs: Any) -> Any:
         """A call of a shape that was not seen before, which is not to compile."""
         try:
             # A target inside this one would else meet the stance too, and take it for its own first call.
             with self._isolation.uncompiled(), torch.compiler.set_stance(stance):  # type: ignore[arg-type]
-                return self._call_compiled(*args, **kwargs)
+                return self._call_compiled(member, *args, **kwargs)
         except RuntimeError as error:
             if stance not in str(error):
                 raise
@@ -263,37 +293,44 @@ class CompiledRegion:
         )
         raise CompileError(see(message, "a-new-shape"))
 
-    def _verified_call(self, args: Any, kwargs: Any) -> Any:
-        """The first call: compared with eager, and followed by what the user asked for."""
-        self._unverified = False
-        if left_out := self.target.why_not_twice():
-            self._recorder.add("verify", self.owner, reason=left_out)
-            return self._call_compiled(*args, **kwargs)
+    def _verified_call(self, member: Target, args: Any, kwargs: Any) -> Any:
+        """A first call: compared with eager, and followed by what the user asked for."""
+        self._unverified.remove(member)
+        compiled = functools.partial(self._call_compiled, member)
+        if left_out := member.why_not_twice():
+            self._note_comparison(left_out)
+            return compiled(*args, **kwargs)
 
         def eager(*args: Any, **kwargs: Any) -> Any:
             with self._isolation.uncompiled():
-                return self._eager(*args, **kwargs)
+                return member.eager(*args, **kwargs)
 
-        call = self.target.module, eager, self._call_compiled, args, kwargs
+        call = member.module, eager, compiled, args, kwargs
         if not self._config.uses_cudagraphs:
             self._judge(compare_with_eager(*call))
-            return (self._eager if self._gave_up else self._call_compiled)(*args, **kwargs)
+            return (member.eager if self._gave_up else compiled)(*args, **kwargs)
         compared, result = call_and_compare(*call)
         self._judge(compared)
         if torch.is_grad_enabled():
-            self._recorder.add("verify", self.owner, reason="gradients: CUDA graphs take no backward beside the step's")
+            self._note_comparison("gradients: CUDA graphs take no backward beside the step's")
         if compared.problem is None:
             return result
-        return (self._eager if self._gave_up else self._call_compiled)(*args, **kwargs)
+        return (member.eager if self._gave_up else compiled)(*args, **kwargs)
+
+    def _note_comparison(self, reason: str | None, max_abs_error: float | None = None) -> None:
+        """Report what came of a comparison; of repeated blocks once why they were not compared."""
+        said = (event for event in self._recorder.of(self.owner.phase, "verify") if event.target == self.owner.target)
+        if max_abs_error is None and any(event.reason == reason for event in said):
+            return
+        self._recorder.add("verify", self.owner, reason=reason, max_abs_error=max_abs_error)
 
     def _judge(self, compared: Comparison) -> None:
         """Report a comparison, and do what the user asked for where it found a difference."""
         target, phase = self.owner[:2]
-        self._recorder.add(
-            "verify", self.owner, reason=compared.problem or compared.left_out, max_abs_error=compared.max_abs_error
-        )
+        self._note_comparison(compared.problem or compared.left_out, compared.max_abs_error)
         if compared.problem is None:
             return
+        self._unverified.clear()  # one difference is told of, and what follows from it holds for all
         if self._settings.on_trial:
             self._gave_up = True
             return
@@ -307,9 +344,9 @@ class CompiledRegion:
         warnings.warn(see(message, "differs-from-eager"), CompileWarning, stacklevel=2)
 
     def _compile(self) -> None:
-        name = "_".join((self.owner.target, self.owner.phase)).replace(".", "_")
+        name = re.sub(r"\W", "_", f"{self.owner.target}_{self.owner.phase}")
         compiled = _torch.compile_function(
-            _torch.function_with_own_cache(_calling(self._eager), name),
+            _torch.function_with_own_cache(_calling(self._members[0].function), name),
             self._backend,
             fullgraph=self._config.fullgraph,
             dynamic=self._config.dynamic,
@@ -317,11 +354,13 @@ class CompiledRegion:
         if self._guards_hooks:
             compiled = _torch.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
         self._compiled = compiled
-        self._compiled_beside_another = _torch.with_dynamo_settings(compiled, recompile_limit=lambda limit: 2 * limit)
+        self._compiled_beyond_limit = _torch.with_dynamo_settings(
+            compiled, recompile_limit=lambda limit: self._limit_factor * limit
+        )
 
-    def _compile_and_call(self, *args: Any, **kwargs: Any) -> Any:
+    def _compile_and_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         self._compile()
-        return self._call_compiled(*args, **kwargs)
+        return self._compiled(module, *args, **kwargs)
 
     def _look_for_hooks(self) -> None:
         """Compile anew where the first hooks were registered: by torch's default a compiled module never learns.
@@ -330,7 +369,7 @@ class CompiledRegion:
         module that has hooks, whose removal they notice.
         """
         self._hooks_seen = _torch.hooks_registered()
-        if not self._guards_hooks and _torch.has_call_hooks(self.target.module):
+        if not self._guards_hooks and any(_torch.has_call_hooks(member.module) for member in self._members):
             self._guards_hooks = True
             self._compile()
 
@@ -353,6 +392,7 @@ class CompiledRegion:
             self._fell_back = False
             return compiled
         self._note_passes(attempt)
+        self._graphs += 1
         self._recorder.graph_compiled()  # here: Dynamo may restart its analysis from within, and come again
         return with_lasting_outputs(compiled) if self._config.uses_cudagraphs else compiled
 
@@ -407,7 +447,10 @@ class CompiledRegion:
         elif self._config.resolved_options(self._device).get("cpp_wrapper"):
             self._not_folded("cpp_wrapper: Inductor tunes its kernels with the inputs of the graph as a whole")
             yield _torch.compile_inner
-        elif _torch.has_tensor_subclasses(self.target.module):
+        elif len(self._members) > 1:
+            self._not_folded("repeated blocks share a graph, and each has weights of its own")
+            yield _torch.compile_inner
+        elif _torch.has_tensor_subclasses(self._members[0].module):
             self._not_folded("its weights are tensor subclasses, as shards are: what holds their memory may change")
             yield _torch.compile_inner
         else:
@@ -440,18 +483,18 @@ class CompiledRegion:
         self._fell_back = True
         return True
 
-    def _remember(self) -> None:
+    def _remember(self, member: Target) -> None:
         """Dynamo begins to trace: if it fails behind a graph break, what ran before the break is to be undone."""
         if self._before_compile is None:
-            self._before_compile = Snapshot(self.target.module)
+            self._before_compile = Snapshot(member.module)
 
-    def _without_compiler(self, failure: Exception, args: Any, kwargs: Any) -> Any:
+    def _without_compiler(self, member: Target, failure: Exception, args: Any, kwargs: Any) -> Any:
         """The call done eagerly, after the compiler gave up on it."""
         if self._before_compile is not None:
             self._before_compile.restore()
             self._before_compile = None
         # Where the error is the user's own, the eager call raises it as it is, with its own traceback.
-        result = self._eager(*args, **kwargs)
+        result = member.eager(*args, **kwargs)
         if self._settings.on_error == "raise":
             target, phase = self.owner[:2]
             message = f"compiling target {target!r} for the {phase} phase failed: {_describe(failure)}"
@@ -493,10 +536,11 @@ def _entry(error: BaseException) -> Entry:
     return "the-compiler-failed" if _failed_pass(error) is None else "a-graph-pass-failed"
 
 
-def _calling(eager: Callable[..., Any]) -> Any:
+def _calling(function: Callable[..., Any]) -> Any:
     # A function of this file: Dynamo compiles nothing where it is handed torch's own _call_impl (traps: torch
-    # 2.11 and 2.13 skip frames of torch.nn).
-    def region(*args: Any, **kwargs: Any) -> Any:
-        return eager(*args, **kwargs)
+    # 2.11 and 2.13 skip frames of torch.nn). The module is an argument, so that its weights are inputs of the graph,
+    # which then serves every module of the same structure.
+    def region(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
 
     return region

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -12,6 +13,7 @@ from compile_callbacks.events import CompileEvent, CompileRecorder, EventKind
 from compile_callbacks.memory import PeakMemory
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.table import labels_and_cells, plain_table
+from compile_callbacks.targets import Compiled
 from compile_callbacks.timing import StepTimer, median_ms, spread_ms
 from compile_callbacks.trial import Trial
 from compile_callbacks.tune import Settings, Tune
@@ -24,7 +26,7 @@ class PhaseReport:
     Attributes:
         mode: The settings, in a line; ``"eager"`` where the phase is not compiled. Of a `Tune`, what was chosen; the
             other figures are of that too, unless something else is said.
-        targets: Names of the targets.
+        targets: Names of the targets; repeated blocks with how many they are, and how many graphs they share.
         compile_seconds: Time spent compiling so far, forward, backward and CUDA-graph recording; of a `Tune`, all
             candidates together.
         graphs: Graphs compiled.
@@ -56,6 +58,7 @@ class PhaseReport:
             left it, ``from_cache``.
         trials: What came of each candidate of a `Tune`, eager first, a mapping of the fields of `Trial` for each.
         restored: Names of the figures that come from the run that this one resumes.
+        advice: What the figures, and those of earlier runs with the same ``cache_dir``, say about other settings.
         events: What is behind the counts, in order.
     """
 
@@ -86,6 +89,7 @@ class PhaseReport:
     passes: tuple[dict[str, Any], ...] = ()
     trials: tuple[dict[str, Any], ...] = ()
     restored: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -182,6 +186,7 @@ class CompileReport:
         restored = sorted({name for phase in PHASES for name in self.phase(phase).restored})
         if restored:
             notes.append(f"from the run before this one: {', '.join(restored)}")
+        notes += [f"{phase}: {line}" for phase in PHASES for line in self.phase(phase).advice]
         if self.artifacts is not None:
             loaded, saved = self.artifacts["loaded_mb"], self.artifacts["saved_mb"]
             notes.append(f"compile artifacts: {loaded:.1f} MB loaded, {saved:.1f} MB saved, {self.artifacts['path']}")
@@ -199,7 +204,7 @@ _VERDICT_NOTES = {"failed": "failed", "wrong": "is wrong", "not tried": "was not
 def build_phase_report(
     phase: Phase,
     settings: Settings,
-    targets: tuple[str, ...],
+    targets: Sequence[Compiled],
     recorder: CompileRecorder,
     timer: StepTimer,
     memory: PeakMemory,
@@ -219,12 +224,15 @@ def build_phase_report(
     eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
     seconds = sum(event.seconds or 0 for event in compiles) if compiles else None
     folded_mb = [event.folded_mb for event in of("fold") if event.folded_mb is not None]
+    graphs: Counter[str] = Counter()
+    for event in of("compile"):
+        graphs[event.target] += event.graphs
     counts = [len(side) for side in (times.eager_ms, times.compiled_ms) if side]
     return PhaseReport(
         mode=chosen or (config.describe() if config else EAGER),
-        targets=targets if config else (),
+        targets=tuple(target.described(graphs[target.name]) for target in targets) if config else (),
         compile_seconds=seconds,
-        graphs=sum(event.graphs for event in of("compile")),
+        graphs=graphs.total(),
         graph_breaks=len(of("graph_break")),
         recompiles=len(of("recompile")),
         cache_hits=sum(event.cache_hits for event in of("cache")),

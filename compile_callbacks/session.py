@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from compile_callbacks.advice import Advisor
 from compile_callbacks.baseline import Baseline
 from compile_callbacks.choices_store import Choice, ChoicesStore, circumstances
 from compile_callbacks.config import InductorConfig
+from compile_callbacks.costs_store import CostsStore
 from compile_callbacks.cudagraphs import LastingGradients
 from compile_callbacks.events import CompileRecorder, Owner
-from compile_callbacks.idle import idle_cache_dir, idle_cudagraphs, idle_folding, limits_reached, why_uncompiled
+from compile_callbacks.idle import (
+    differing_blocks,
+    idle_cache_dir,
+    idle_cudagraphs,
+    idle_folding,
+    idle_freezing,
+    limits_reached,
+    why_uncompiled,
+)
 from compile_callbacks.memory import PeakMemory
 from compile_callbacks.once import WarnOnce
 from compile_callbacks.phases import PHASES, Phase
@@ -24,7 +35,7 @@ from compile_callbacks.progress import CompileProgress
 from compile_callbacks.region import RegionSettings
 from compile_callbacks.report import CompileReport, build_phase_report
 from compile_callbacks.switch import PhaseSwitch
-from compile_callbacks.targets import Target
+from compile_callbacks.targets import Compiled, Scope
 from compile_callbacks.timing import StepTimer
 from compile_callbacks.tune import Settings, Tune
 from compile_callbacks.tuning import PhaseTuning
@@ -44,12 +55,13 @@ class CompileSession:
         settings: What to do on failures, differences from eager and new shapes.
         cache_dir: Where compile artifacts, and choices among candidates, are kept across runs.
         say: Takes a line of text while something compiles.
+        scope: How the targets compile the module, where they compile all of it: to be compared with the other way.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        targets: Sequence[Target],
+        targets: Sequence[Compiled],
         configs: Mapping[Phase, Settings],
         *,
         passes: Sequence[Any] = (),
@@ -57,6 +69,7 @@ class CompileSession:
         settings: RegionSettings | None = None,
         cache_dir: Path | None = None,
         say: Callable[[str], None] = lambda line: None,
+        scope: Scope | None = None,
     ) -> None:
         self.module = module
         self._settings = dict(configs)
@@ -77,6 +90,9 @@ class CompileSession:
             for phase, tune in tunes.items()
         }
         self._choices = ChoicesStore(cache_dir / "choices") if cache_dir else None
+        self._advisor = Advisor(module, scope, CostsStore(cache_dir / "costs") if cache_dir else None)
+        self._made_for: dict[tuple[Phase, str], dict[str, str]] = {}
+        self._say = say
         self._passes = tuple(passes)
         self._precision = ""
         self._target_names = tuple(target.name for target in targets)
@@ -108,7 +124,7 @@ class CompileSession:
         """
         self._running = True
         self._cuda = _on_cuda(self.module)
-        self._warn_of_idle_cudagraphs()
+        self._warn_of_idle_settings()
         if self._warm_start is not None:
             self._warm_start.begin(self.module)
         self._recorder.listen()
@@ -126,6 +142,7 @@ class CompileSession:
         self._recorder.stop()
         self._timer.abandon()
         self._keep_artifacts()
+        self._keep_costs()
         if self._warm_start is not None:
             for message in idle_cache_dir(self._warm_start, self._recorder):
                 self._warn("cache_dir", message, "nothing-to-keep")
@@ -258,6 +275,9 @@ class CompileSession:
         for region in self._switch.regions(phase):
             if region.ran and not region.on_trial and (why := why_uncompiled(region.owner, self._recorder)):
                 self._warn(region.owner[:2], why, "no-compiled-graph")
+            if region.blocks_differ and not region.on_trial:
+                message = differing_blocks(region.owner, self._recorder)
+                self._warn((region.owner[:2], "blocks"), message, "repeated-blocks-differ")
         for message in idle_folding(phase, self._configs[phase], self._recorder):
             self._warn((phase, "fold"), message, "nothing-is-folded")
         self._judge(phase)
@@ -272,13 +292,17 @@ class CompileSession:
             phase: build_phase_report(
                 phase,
                 settings,
-                self._target_names,
+                self._switch.targets,
                 self._recorder,
                 self._timer,
                 self._memory,
                 trials=self._tunings[phase].trials() if phase in self._tunings else (),
             )
             for phase, settings in self._settings.items()
+        }
+        phases = {
+            phase: replace(report, advice=self._advisor.advise(report, self._costs_made_for(phase)))
+            for phase, report in phases.items()
         }
         artifacts = self._warm_start.report() if self._warm_start else None
         return CompileReport(train=phases["train"], infer=phases["infer"], artifacts=artifacts, before=self._before)
@@ -322,6 +346,30 @@ class CompileSession:
         if self._warm_start is not None:
             self._warm_start.save()
 
+    def _keep_costs(self) -> None:
+        report = self.report()
+        for phase in PHASES:
+            if problem := self._advisor.keep(report.phase(phase), self._costs_made_for(phase)):
+                self._say(f"{phase} phase: what compiling cost could not be kept for later runs: {problem}")
+
+    def _costs_made_for(self, phase: Phase) -> dict[str, str] | None:
+        """What a phase's figures hold for, where they are to be kept."""
+        config, work = self._settings.get(phase), self._timer.times(phase).work
+        if self._choices is None or not isinstance(config, InductorConfig) or work is None:
+            return None  # nothing is kept, or several candidates were measured, or no steps
+        if (phase, work) not in self._made_for:
+            self._made_for[phase, work] = circumstances(
+                self.module,
+                phase=phase,
+                tune_key=config.key(),
+                passes=self._passes,
+                targets=(),
+                work=work,
+                precision=self._precision,
+                device=device_of(self.module),
+            )
+        return self._made_for[phase, work]
+
     @property
     def _candidate(self) -> str | None:
         """The candidate that the step runs with, where the phase is tuned."""
@@ -332,8 +380,11 @@ class CompileSession:
         """Whether something happened to a candidate that is not chosen, and is told of in the report alone."""
         return owner.phase in self._tunings and owner.settings != self._tunings[owner.phase].winner
 
-    def _warn_of_idle_cudagraphs(self) -> None:
+    def _warn_of_idle_settings(self) -> None:
         for phase, config in self._configs.items():
+            if self._switch.shares_graphs:
+                for message in idle_freezing(phase, config):
+                    self._warn((phase, "freezing"), message, "freezing-has-no-effect")
             for reason in idle_cudagraphs(phase, config, cuda=self._cuda):
                 message = f"{reason}: they have no effect"
                 if self._warn((phase, "cudagraphs"), message, "cuda-graphs-without-a-gpu"):

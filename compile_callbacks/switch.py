@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from compile_callbacks.config import InductorConfig
 from compile_callbacks.events import CompileRecorder
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.region import CompiledRegion, Isolation, RegionSettings
-from compile_callbacks.targets import Target
+from compile_callbacks.targets import Compiled, Target
 
 _CALL_SLOT = "_compiled_call_impl"  # what nn.Module.compile() sets, and nn.Module.__call__ looks at
 
@@ -22,12 +22,12 @@ _CALL_SLOT = "_compiled_call_impl"  # what nn.Module.compile() sets, and nn.Modu
 class _Made(NamedTuple):
     """What a target is compiled to with one config: a region, where it freezes one with the weights baked in.
 
-    Beside them stands the autocast that the config sets.
+    Beside them stands the autocast that the config sets, for each member of the target.
     """
 
     region: CompiledRegion
     frozen: CompiledRegion | None
-    autocast: ConfiguredAutocast | None
+    autocasts: tuple[ConfiguredAutocast, ...]
 
     @property
     def regions(self) -> list[CompiledRegion]:
@@ -67,7 +67,7 @@ class Dispatcher:
             frozen: Whether to run with weights baked in, where there is such.
         """
         region = (self.frozen_regions.get(phase) if frozen else None) or self.regions.get(phase)
-        call = region if compiled and region is not None else self.eager
+        call = region.on(self.target) if compiled and region is not None else self.eager
         return self.autocasts[phase].around(call) if phase in self.autocasts else call
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -103,7 +103,7 @@ class PhaseSwitch:
 
     def __init__(
         self,
-        targets: Sequence[Target],
+        targets: Sequence[Compiled],
         configs: Mapping[Phase, InductorConfig | None],
         *,
         passes: Sequence[Any] = (),
@@ -115,7 +115,7 @@ class PhaseSwitch:
         self._recorder = recorder
         self._settings = settings or RegionSettings()
         self._isolation = Isolation()
-        self._dispatchers = [Dispatcher(target) for target in targets]
+        self._dispatchers_of = [[Dispatcher(member) for member in target.members] for target in targets]
         self._made: dict[tuple[Phase, str | None], list[_Made]] = {}
         for phase, config in configs.items():
             self.use(phase, config)
@@ -125,6 +125,11 @@ class PhaseSwitch:
             frozen=lambda: recorder.owner is not None and recorder.owner.frozen,
         )
         self._before: list[tuple[nn.Module, str, Any]] | None = None
+
+    @property
+    def shares_graphs(self) -> bool:
+        """Whether graphs serve several modules, so that no weights can be baked into them."""
+        return any(len(target.members) > 1 for target in self.targets)
 
     @property
     def installed(self) -> bool:
@@ -162,18 +167,20 @@ class PhaseSwitch:
             name: What they are called, where they are one of several candidates: they are on trial until `choose`.
         """
         if config is not None and (phase, name) not in self._made:
-            self._made[phase, name] = [self._make(d.target, phase, config, name) for d in self._dispatchers]
-        for i, dispatcher in enumerate(self._dispatchers):
+            self._made[phase, name] = [self._make(target, phase, config, name) for target in self.targets]
+        for dispatcher in self._dispatchers:
             dispatcher.regions.pop(phase, None)
             dispatcher.frozen_regions.pop(phase, None)
             dispatcher.autocasts.pop(phase, None)
-            if config is not None:
-                made = self._made[phase, name][i]
+        if config is None:
+            return
+        for made, dispatchers in zip(self._made[phase, name], self._dispatchers_of, strict=True):
+            for position, dispatcher in enumerate(dispatchers):
                 dispatcher.regions[phase] = made.region
                 if made.frozen is not None:
                     dispatcher.frozen_regions[phase] = made.frozen
-                if made.autocast is not None:
-                    dispatcher.autocasts[phase] = made.autocast
+                if made.autocasts:
+                    dispatcher.autocasts[phase] = made.autocasts[position]
 
     def choose(self, phase: Phase, name: str) -> None:
         """Candidates that were on trial are the phase's settings: they are treated as such from here on."""
@@ -248,7 +255,11 @@ class PhaseSwitch:
             for region in made.regions
         ]
 
-    def _make(self, target: Target, phase: Phase, config: InductorConfig, name: str | None) -> _Made:
+    @property
+    def _dispatchers(self) -> Iterator[Dispatcher]:
+        return (dispatcher for dispatchers in self._dispatchers_of for dispatcher in dispatchers)
+
+    def _make(self, target: Compiled, phase: Phase, config: InductorConfig, name: str | None) -> _Made:
         def region(*, frozen: bool) -> CompiledRegion:
             return CompiledRegion(
                 target,
@@ -262,12 +273,12 @@ class PhaseSwitch:
                 name=name,
             )
 
-        freezes = config.freezes and phase == "infer"
-        sets_autocast = config.autocast_enabled is not None
+        freezes = config.freezes and phase == "infer" and len(target.members) == 1
+        autocasts = target.members if config.autocast_enabled is not None else ()
         return _Made(
             region(frozen=False),
             region(frozen=True) if freezes else None,
-            ConfiguredAutocast(target, config, self._isolation.uncompiled) if sets_autocast else None,
+            tuple(ConfiguredAutocast(member, config, self._isolation.uncompiled) for member in autocasts),
         )
 
 

@@ -18,7 +18,7 @@ def labels_and_cells(reports: Sequence[PhaseReport]) -> list[tuple[str, ...]]:
     return shown + [(f"candidate {name}", *(_trial(report, name) for report in reports)) for name in candidates]
 
 
-def plain_table(heads: Sequence[tuple[str, ...]], rows: Sequence[tuple[str, ...]], *, widest: int = 40) -> str:
+def plain_table(heads: Sequence[tuple[str, ...]], rows: Sequence[tuple[str, ...]], *, widest: int = 60) -> str:
     """Lay out rows as plain text, labels to the left and cells to the right.
 
     Args:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
 from compile_callbacks.links import checks_settings
+from compile_callbacks.repeated import find_repetitions
+
+Repeated = Literal["repeated"]
+REPEATED: Repeated = "repeated"
+"""As the ``targets`` argument: repeated blocks, which share one graph. In a list it is a name like others."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: what is called is what they hold
 
@@ -31,12 +36,25 @@ class Target:
     method: str | None = None
 
     @property
+    def members(self) -> tuple[Target, ...]:
+        """What is compiled with one function: this target alone."""
+        return (self,)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What the target does uncompiled, hooks included, as a function of the module."""
+        function: Callable[..., Any] = getattr(type(self.module), self.method or "_call_impl")
+        return function
+
+    @property
     def eager(self) -> Callable[..., Any]:
         """What the target does uncompiled, hooks included."""
-        if self.method is None:
-            return self.module._call_impl
-        call: Callable[..., Any] = getattr(type(self.module), self.method).__get__(self.module)
+        call: Callable[..., Any] = self.function.__get__(self.module)
         return call
+
+    def described(self, graphs: int) -> str:
+        """The target in a report, in which so many graphs were compiled of it."""
+        return self.name
 
     def why_not_twice(self) -> str | None:
         """Why the target is not to be called more often than the user calls it: what it does beside computing."""
@@ -47,19 +65,57 @@ class Target:
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class RepeatedBlocks:
+    """Blocks of one structure that are compiled with one function: what is compiled for one serves the others.
+
+    Attributes:
+        name: What reports call them, ``"encoder.layers.*"``.
+        members: The blocks, each of them once.
+        count: How many places they stand in.
+    """
+
+    name: str
+    members: tuple[Target, ...]
+    count: int
+
+    def described(self, graphs: int) -> str:
+        """The blocks in a report, in which so many graphs were compiled of them."""
+        compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
+        return f"{self.name} ({self.count} blocks{compiled})"
+
+
+Compiled: TypeAlias = Target | RepeatedBlocks
+"""What is compiled with one function."""
+
+
+Scope = Literal["whole", "repeated"]
+"""How a model is compiled that is compiled all of it: as targets that were chosen, or as repeated blocks."""
+
+
+def scope_of(names: Sequence[str] | None) -> Scope | None:
+    """How targets that `check_names` gave compile a model; ``None`` where parts of it are named."""
+    if names is None:
+        return "whole"
+    return "repeated" if names == REPEATED else None
+
+
 @checks_settings
-def check_names(targets: object) -> tuple[str, ...] | None:
+def check_names(targets: object) -> tuple[str, ...] | Repeated | None:
     """The ``targets`` argument as names.
+
+    Returns:
+        The names; ``None`` and ``"repeated"`` as they are.
 
     Raises:
         TypeError: Not a name or a list of names.
         ValueError: An empty list or name.
     """
-    if targets is None:
-        return None
+    if targets is None or targets == REPEATED:
+        return targets
     names = (targets,) if isinstance(targets, str) else targets
     if not isinstance(names, Sequence):
-        raise TypeError(f"targets={targets!r} must be a list of names, or None to have them chosen")
+        raise TypeError(f"targets={targets!r} must be a list of names, {REPEATED!r}, or None to have them chosen")
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"targets={targets!r} holds {name!r}, which is not a name but a {type(name).__name__}")
@@ -71,19 +127,22 @@ def check_names(targets: object) -> tuple[str, ...] | None:
 
 
 @checks_settings
-def find_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Module]) -> list[Target]:
+def find_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Module]) -> Sequence[Compiled]:
     """The targets that ``names`` mean in ``root``.
 
     Args:
         root: The module to look in, a LightningModule for example.
         names: Dotted names of submodules or methods, or globs of submodule names; ``"forward"`` is the root's
             own call. ``None``: the root's ``forward`` if its class overrides that of ``base``, and each direct
-            child that holds parameters (for a list or dict of modules, its members).
+            child that holds parameters (for a list or dict of modules, its members). ``"repeated"``: blocks that are
+            repeated, see `find_repetitions`.
         base: The class whose ``forward`` does not count as one.
 
     Raises:
-        ValueError: A name that matches nothing.
+        ValueError: A name that matches nothing, or nothing is repeated.
     """
+    if names == REPEATED:
+        return _repeated(root)
     if names is None:
         found = list(_chosen(root, base))
     else:
@@ -112,6 +171,27 @@ def adopt_compiled(root: nn.Module) -> list[str]:
                 parent._modules[name] = _torch.unwrap_dynamo(child)
                 adopted.append(f"{prefix}.{name}".removeprefix("."))
     return adopted
+
+
+def repeated_blocks(root: nn.Module) -> list[RepeatedBlocks]:
+    """The repeated blocks of a module; none where nothing in it is repeated."""
+    found = []
+    for name, blocks in find_repetitions(root):
+        once: dict[int, Target] = {}
+        for path, block in blocks.items():
+            once.setdefault(id(block), Target(path, block))
+        found.append(RepeatedBlocks(name, tuple(once.values()), len(blocks)))
+    return found
+
+
+def _repeated(root: nn.Module) -> list[RepeatedBlocks]:
+    if found := repeated_blocks(root):
+        return found
+    raise ValueError(
+        f"targets={REPEATED!r} finds nothing to share a graph in {type(root).__name__}: no two blocks in its "
+        "Sequentials and in its lists and dicts of modules have the same classes and shapes of weights. Give names of "
+        f"its parts, or None to have it compiled as a whole (targets=[{REPEATED!r}] is the part of that name)"
+    )
 
 
 def _chosen(root: nn.Module, base: type[nn.Module]) -> Iterator[Target]:

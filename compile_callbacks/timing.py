@@ -30,11 +30,13 @@ class StepTimes:
         eager_ms: Eager samples, in milliseconds.
         compiled_ms: Compiled samples, in milliseconds.
         restored: Whether the eager samples are those of an earlier run.
+        work: The ``repr`` of the work; ``None`` where there are no samples.
     """
 
     eager_ms: tuple[float, ...] = ()
     compiled_ms: tuple[float, ...] = ()
     restored: bool = False
+    work: str | None = None
 
 
 _Way = tuple[Phase, bool, str | None]  # a phase, whether it is compiled, and with which of several settings
@@ -166,15 +168,18 @@ class StepTimer:
         """
         eager, compiled = self.samples(phase, compiled=False), self.samples(phase, compiled=True, settings=settings)
         if (work := _most_shared(eager, compiled)) is not None:
-            return StepTimes(eager[work], compiled[work])
+            return StepTimes(eager[work], compiled[work], work=work)
         earlier = self._restored.get(phase, {})
         if (work := _most_shared(earlier, compiled)) is not None:
-            return StepTimes(earlier[work], compiled[work], restored=True)
+            return StepTimes(earlier[work], compiled[work], restored=True, work=work)
         if compiled:
-            return StepTimes((), _longest(compiled))
+            work = _longest(compiled)
+            return StepTimes((), compiled[work], work=work)
         if eager:
-            return StepTimes(_longest(eager), ())
-        return StepTimes(_longest(earlier), (), restored=True) if earlier else StepTimes()
+            work = _longest(eager)
+            return StepTimes(eager[work], (), work=work)
+        work = _longest(earlier) if earlier else None
+        return StepTimes(earlier[work], (), restored=True, work=work) if work is not None else StepTimes()
 
     def baseline(self, phase: Phase) -> dict[str, tuple[float, ...]]:
         """The eager samples of a phase by the ``repr`` of their work, those of an earlier run among them."""
@@ -238,6 +243,5 @@ def _most_shared(a: Mapping[str, tuple[float, ...]], b: Mapping[str, tuple[float
     return max(a.keys() & b.keys(), key=lambda work: min(len(a[work]), len(b[work])), default=None)
 
 
-def _longest(samples: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
-    candidates = list(samples.values())
-    return max(candidates, key=len)
+def _longest(samples: Mapping[str, tuple[float, ...]]) -> str:
+    return max(samples, key=lambda work: len(samples[work]))

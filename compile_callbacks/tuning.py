@@ -116,8 +116,10 @@ class PhaseTuning:
         self._store = store
         if self._tuner is None:
             self._device = device
-            self._configs = named(self.tune.configs or auto_candidates(device, self.phase))
+            shared = self._switch.shares_graphs
+            self._configs = named(self.tune.configs or auto_candidates(device, self.phase, freezes=not shared))
             idle = [name for name, c in self._configs.items() if c.uses_cudagraphs and device.type != "cuda"]
+            frozen = [name for name, c in self._configs.items() if shared and c.freezes and self.phase == "infer"]
             self._tuner = Tuner(
                 self._configs,
                 rule=self.tune.rule,
@@ -127,7 +129,10 @@ class PhaseTuning:
                 latency_budget_ms=self.tune.latency_budget_ms,
                 why_not=self._why_not,
                 least_steps=_LEAST_STEPS if self.tune.candidates == AUTO else 0,
-                skip=dict.fromkeys(idle, "it asks for CUDA graphs, and the module is not on a GPU"),
+                skip={
+                    **dict.fromkeys(frozen, "it asks for freezing, and repeated blocks share a graph without weights"),
+                    **dict.fromkeys(idle, "it asks for CUDA graphs, and the module is not on a GPU"),
+                },
             )
         self._plan(self._tuner, steps_left)
         self._use(self._tuner.winner or EAGER)

@@ -33,6 +33,9 @@ from compile_callbacks.recompiles import explain_recompile
         ("0/1: 2 <= args[0].size()[0]  # return F.linear(...)  # linear.py:134 in forward",
          "batch dimension of argument 0: less than 2, which torch compiles apart"),
         ("0/0: kwargs['scale'] == 2      # return x * scale", "value of argument 'scale': no longer 2"),
+        ("0/2: module.number == 1           # return x * self.number", "value of 'number': no longer 1"),
+        ("0/1: ___as_tensor(module._modules['drop'].p).item() == 0.1  # (unknown source)",
+         "value of 'drop.p': no longer 0.1"),
         ("0/0: ___check_something_new(x)  # where", "___check_something_new(x)"),
     ],
 )  # fmt: skip

@@ -194,9 +194,10 @@ def _row(candidate: _Candidate, eager: _Candidate, phase: Phase) -> BenchRow:
         return BenchRow(name=candidate.name, phase=phase, report=report, failure=candidate.failure)
     way.recorder.collect()
     eager_ms, block_ms = tuple(eager.way.block_ms), tuple(way.block_ms)
-    report = build_phase_report(phase, candidate.config, (candidate.name,), way.recorder, StepTimer(), way.memory)
+    report = build_phase_report(phase, candidate.config, (), way.recorder, StepTimer(), way.memory)
     report = replace(
         report,
+        targets=(candidate.name,) if candidate.config else (),
         eager_step_ms=median_ms(eager_ms),
         eager_spread_ms=spread_ms(eager_ms),
         eager_peak_memory_mb=eager.way.peak_memory_mb(),

@@ -1,0 +1,100 @@
+"""What a run says about the whole model and its repeated blocks: what runs measured, and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from models import loader, trainer
+from test_regional import stacked
+
+from compile_callbacks import CompileReport, InductorCompile, PhaseReport, advice
+from compile_callbacks.costs_store import Cost, CostsStore
+from compile_callbacks.markdown import to_markdown
+
+MADE_FOR = {"architecture": "a", "work": "w"}
+REGIONAL = Cost(compile_seconds=7.2, cold=True, step_ms=34.1, samples=10)
+WHOLE = Cost(compile_seconds=23.6, cold=True, step_ms=17.9, samples=10)
+
+
+def run(cache_dir, **settings):
+    callback = InductorCompile("default", None, baseline_steps=0, cache_dir=cache_dir, **settings)
+    trainer(callback).fit(stacked(), loader(6))
+    return callback.report
+
+
+def test_the_other_way_is_compared_where_it_was_measured(tmp_path):
+    first = run(tmp_path, targets="repeated")
+    (line,) = first.train.advice
+    assert "were not compared" in line
+    assert "A run with targets=None and the same cache_dir compares them" in line
+    second = run(tmp_path)
+    (line,) = second.train.advice
+    ours, theirs = second.train, first.train
+    assert f"the whole model: {ours.compile_seconds:.1f} s to compile" in line
+    assert f"{ours.compiled_step_ms:.2f} ms a step" in line
+    assert f"in an earlier run: {theirs.compile_seconds:.1f} s to compile" in line
+    assert f"{theirs.compiled_step_ms:.2f} ms a step" in line
+    third = run(tmp_path, targets="repeated")
+    assert third.train.advice[0].startswith("repeated blocks: ")
+    assert "the whole model, in an earlier run: " in third.train.advice[0]
+
+
+def test_nothing_is_said_where_parts_are_named_and_nothing_kept_without_a_folder(tmp_path):
+    assert run(tmp_path, targets="net.layers.0").train.advice == ()
+    assert not (tmp_path / "costs").exists()
+    (line,) = run(None, targets="repeated").train.advice
+    assert "one cache_dir for both runs" in line
+
+
+def test_a_long_compile_of_a_model_with_repeated_blocks_points_them_out(monkeypatch):
+    assert run(None).train.advice == ()
+    monkeypatch.setattr(advice, "LONG_COMPILE_SECONDS", 0.0)
+    (line,) = run(None).train.advice
+    assert "'net.layers.*' are 3 blocks of one structure: targets='repeated' compiles one graph" in line
+
+
+def test_what_is_ahead_and_when():
+    (line,) = advice.compared("repeated", REGIONAL, WHOLE)
+    assert line == (
+        "repeated blocks: 7.2 s to compile, 34.10 ms a step; the whole model, in an earlier run: 23.6 s to compile, "
+        "17.90 ms a step. Compiling the whole model is ahead after 1012 steps"
+    )
+    slow = Cost(compile_seconds=23.6, cold=False, step_ms=40, samples=5)
+    (line,) = advice.compared("whole", slow, REGIONAL)
+    assert "23.6 s to compile (in part from a cache)" in line
+    assert line.endswith("Compiling repeated blocks is ahead from the first step on")
+
+
+def test_a_cold_compile_is_remembered_over_a_warm_one(tmp_path):
+    store = CostsStore(tmp_path / "costs")
+    warm = Cost(compile_seconds=2.0, cold=False, step_ms=17.0, samples=20)
+    assert store.save(MADE_FOR, "repeated", REGIONAL) is None
+    assert store.save(MADE_FOR, "whole", warm) is None
+    assert store.load(MADE_FOR, "whole") == warm
+    assert store.save(MADE_FOR, "whole", WHOLE) is None
+    assert store.save(MADE_FOR, "whole", warm) is None
+    assert store.load(MADE_FOR, "whole") == Cost(compile_seconds=23.6, cold=True, step_ms=17.0, samples=20)
+    assert store.load(MADE_FOR, "repeated") == REGIONAL
+    assert store.load({**MADE_FOR, "work": "other"}, "whole") is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"made_for": {}}', '{"whole": 3}', "null"])
+def test_a_damaged_file_is_no_cost(tmp_path, content):
+    store = CostsStore(tmp_path)
+    store.save(MADE_FOR, "whole", WHOLE)
+    (file,) = tmp_path.iterdir()
+    file.write_text(content)
+    assert store.load(MADE_FOR, "whole") is None
+    assert store.save(MADE_FOR, "repeated", REGIONAL) is None
+    assert store.load(MADE_FOR, "repeated") == REGIONAL
+
+
+def test_advice_is_in_the_data_the_table_and_the_markdown():
+    report = CompileReport(train=PhaseReport(mode="default", advice=("do this",)))
+    assert "train: do this" in str(report)
+    assert "### Advice\n\n| phase | advice |" in to_markdown(report, {})
+    data = json.loads(json.dumps(report.to_dict()))
+    assert CompileReport.from_dict(data) == report
+    del data["train"]["advice"]  # as an older version wrote it
+    assert CompileReport.from_dict(data).train.advice == ()
