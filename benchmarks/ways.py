@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from turn import Turn
 from work import Way, Work
 
+import compile_callbacks
 from compile_callbacks import InductorBackend, InductorCompile
 from compile_callbacks.environment import environment
 
@@ -182,7 +183,8 @@ def _in_trainer(work: Work, way: Way, connection: Connection, turn: Turn, steps:
         modes = {"train_mode": None, "infer_mode": None, f"{phase}_mode": way.mode}
         # "auto" takes a candidate that computes something else for no candidate; others are not what is checked here.
         verify = "warn" if way.tuned else "off"
-        callback = InductorCompile(**modes, targets=way.targets, baseline_steps=0, verify=verify)
+        passes = [getattr(compile_callbacks, name)() for name in way.passes]
+        callback = InductorCompile(**modes, targets=way.targets, passes=passes, baseline_steps=0, verify=verify)
         callbacks.append(callback)
 
         def settled() -> bool:
