@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from models import CLASSES, FEATURES, Classifier, loader, mlp, trainer
+from processes import run_in_new_process
 from torch import nn
 from torch._dynamo.utils import counters
 from uncached import Uncached
@@ -178,14 +177,9 @@ if __name__ == "__main__":
 """
 
 
-def test_another_process_hits_unless_a_source_line_or_the_order_is_another(tmp_path):
+def test_another_process_hits_unless_a_source_line_or_the_order_is_another():
     def hits(passes="[First(), Second()]", line="pass"):
-        script = tmp_path / "cached.py"
-        script.write_text(SCRIPT.format(passes=passes, line=line))
-        command = [sys.executable, "-W", "ignore", str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return int(done.stdout.split()[-1])
+        return int(run_in_new_process(SCRIPT.format(passes=passes, line=line)).split()[-1])
 
     assert [hits(), hits()] == [0, 1]
     assert hits(line="return None") == 0
