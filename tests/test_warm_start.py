@@ -23,6 +23,7 @@ from compile_callbacks.warm_start import WarmStart, _writes
 RUN = """
 import json, sys, warnings
 
+import torch
 import torch._inductor.cpp_builder as cpp_builder
 from torch._dynamo.utils import counters
 
