@@ -55,7 +55,7 @@ def test_a_failure_costs_speed_and_nothing_else(fault, place):
 
 @pytest.mark.parametrize(
     ("fault", "place"),
-    zip(FAULTS, [PLACES[i] for i in (2, 4, 1, 2, 4, 1)], strict=True),
+    [*zip(FAULTS, [PLACES[i] for i in (2, 4, 1, 2, 4, 1)], strict=True)],
     ids=lambda value: value.name if isinstance(value, Fault) else str(value),
 )
 def test_raise_names_target_and_phase_of_a_failure(fault, place):
