@@ -18,7 +18,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/resnet_digits.py --min-accuracy 0.95 $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

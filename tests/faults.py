@@ -309,12 +309,16 @@ FAILING_COMPILERS = [
     ]
 ]
 
-MATRIX = [
-    pytest.param(fault, place, id=f"{fault.name}-{place}")
-    for fault in FAULTS
-    for place in PLACES
-    if place.half in fault.halves
-]
+
+def _pairs() -> Iterator[tuple[Fault, Place]]:
+    """Each fault in each phase and half, at the first and the later shape by turns: all pairs, half of the matrix."""
+    for row, fault in enumerate(FAULTS):
+        for column, place in enumerate(PLACES):
+            if place.half in fault.halves and column % 2 == (row + column // 2) % 2:
+                yield fault, place
+
+
+MATRIX = [pytest.param(fault, place, id=f"{fault.name}-{place}") for fault, place in _pairs()]
 
 
 def ragged(batches: int = 4) -> DataLoader:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from models import CLASSES, FEATURES, mlp
+from processes import run_in_new_process
 from torch import nn
 
 from compile_callbacks import InductorBackend, InductorConfig, graph_pass
@@ -71,13 +68,7 @@ torch.save({"key": key, "out": x, "graphs": backend.report.infer.graphs, "says":
 def test_another_process_gives_the_same(saved, tmp_path):
     path, key, expected = saved
     out = tmp_path / "out.pt"
-    here = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    subprocess.run(
-        [sys.executable, "-c", OTHER_PROCESS, str(path), str(out)],
-        check=True,
-        timeout=200,
-        env={**os.environ, "PYTHONPATH": here},
-    )
+    run_in_new_process(OTHER_PROCESS, path, out)
     seen = torch.load(out, weights_only=True)
     torch.testing.assert_close(seen["out"], expected, rtol=0, atol=0)
     assert seen["key"] == key

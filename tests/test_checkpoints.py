@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from models import Classifier, loader, mlp, seeded, trainer
+from processes import run_in_new_process
 
 from compile_callbacks import InductorCompile
 
@@ -46,13 +44,10 @@ def test_a_checkpoint_loads_in_a_process_without_this_library(tmp_path):
     source = f"""
 import sys
 sys.modules["compile_callbacks"] = None
-sys.path.insert(0, {str(tmp_path.parent)!r})
-sys.path.insert(0, {__file__.rpartition("/")[0]!r})
 from models import Classifier
 print("loaded", len(Classifier.load_from_checkpoint({str(tmp_path / "run.ckpt")!r}, weights_only=True).state_dict()))
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, check=False)
-    assert f"loaded {len(Classifier().state_dict())}" in done.stdout, done.stderr
+    assert f"loaded {len(Classifier().state_dict())}" in run_in_new_process(source)
 
 
 def test_checkpoints_of_earlier_torch_compile_days_load(tmp_path):

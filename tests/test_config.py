@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
+from processes import run_in_new_process
 
 from compile_callbacks import GraphPass, InductorConfig, graph_pass
 from compile_callbacks.config import as_config
@@ -138,10 +137,8 @@ def test_key_is_the_same_in_another_process():
         "import sys; assert 'tensorboard' not in sys.modules;"  # 0.1 s of import, for those alone who log
         "print(InductorConfig(options={'max_autotune': True, 'shape_padding': False}, dynamic=False).key())"
     )
-    command = [sys.executable, "-W", "ignore", "-c", source]
-    there = subprocess.run(command, capture_output=True, text=True, check=True)
     here = InductorConfig(options={"shape_padding": False, "max_autotune": True}, dynamic=False).key()
-    assert there.stdout.split()[-1] == here
+    assert run_in_new_process(source).split()[-1] == here
 
 
 @pytest.mark.parametrize("value", [None, "eager"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import lightning.pytorch as pl
 import lightning.pytorch.callbacks as lightning_callbacks
@@ -12,6 +10,7 @@ import pytest
 import torch
 from against_eager import assert_same_values
 from models import CLASSES, FEATURES, Classifier, loader, mlp, seeded, trainer
+from processes import run_in_new_process
 from test_freezing import Convolutional, images
 from torch import nn
 from torch._dynamo.utils import counters
@@ -274,8 +273,7 @@ def test_weights_that_are_shards_are_left_alone():
 # ------------------------------------------------------------------------------------------ torch's cache
 
 START = """
-import json, sys, warnings
-sys.path.insert(0, {tests!r})
+import json
 import torch
 from test_freezing import Convolutional, images, eager
 from models import trainer
@@ -294,13 +292,9 @@ print(json.dumps([infer.cache_hits, infer.cache_misses, infer.folded_mb, infer.w
 
 def test_torchs_cache_gives_folded_graphs_back(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    folder = __file__.rpartition("/")[0]
 
     def start():
-        command = [sys.executable, "-W", "ignore", "-c", START.format(tests=folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(run_in_new_process(START).splitlines()[-1])
 
     cold, warm = start(), start()
     assert cold[:2] == [0, 1]

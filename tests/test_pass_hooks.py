@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from models import CLASSES, FEATURES, Classifier, loader, mlp, trainer
+from processes import run_in_new_process
 from torch import nn
 from torch._dynamo.utils import counters
 from uncached import Uncached
@@ -42,22 +41,24 @@ def ours(*passes, **kwargs):
     return InductorCompile(passes=list(passes), **{"targets": ["net"], "baseline_steps": 0, "verify": "off", **kwargs})
 
 
-@pytest.mark.parametrize("hook", HOOK_OPTIONS)
-def test_one_pass_in_both_phases_of_a_fit_is_told_right(hook):
-    watch = Watch(hook)
-    trainer(ours(watch)).fit(Classifier(), loader(2), loader(1))
-    inferred = "module" if hook == "pre_grad" else "inference"
-    assert {(kind, flag) for phase, kind, flag in watch.seen if phase == "train"} == {(k, False) for k in TRAINED[hook]}
-    assert {(kind, flag) for phase, kind, flag in watch.seen if phase == "infer"} == {(inferred, True)}
+def watches():
+    """One pass at each hook point: they share a run, since compiling takes seconds."""
+    return [Watch(hook) for hook in HOOK_OPTIONS]
+
+
+def test_one_pass_in_both_phases_of_a_fit_is_told_right():
+    trainer(ours(*(passes := watches()))).fit(Classifier(), loader(2), loader(1))
+    for watch in passes:
+        inferred = "module" if watch.hook == "pre_grad" else "inference"
+        trained = {("train", kind, False) for kind in TRAINED[watch.hook]}
+        assert set(watch.seen) == trained | {("infer", inferred, True)}
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-@pytest.mark.parametrize("hook", HOOK_OPTIONS)
-def test_every_infer_stage_is_inference(hook, stage):
-    watch = Watch(hook)
-    module = Classifier()
-    getattr(trainer(ours(watch, targets=None)), stage)(module, loader(1))
-    assert {(phase, flag) for phase, _, flag in watch.seen} == {("infer", True)}
+def test_every_infer_stage_is_inference(stage):
+    passes = watches()
+    getattr(trainer(ours(*passes, targets=None)), stage)(Classifier(), loader(1))
+    assert [{(phase, flag) for phase, _, flag in watch.seen} for watch in passes] == [{("infer", True)}] * len(passes)
 
 
 class FrozenPart(Classifier):
@@ -71,24 +72,24 @@ class FrozenPart(Classifier):
         return nn.functional.cross_entropy(self.head(self.net(batch[0])), batch[1])
 
 
-@pytest.mark.parametrize("hook", HOOK_OPTIONS)
-def test_a_frozen_module_in_training_is_inference_in_the_train_phase(hook):
-    watch = Watch(hook)
-    trainer(ours(watch)).fit(FrozenPart(), loader(2))
-    assert {(phase, flag) for phase, _, flag in watch.seen} == {("train", True)}
+def test_a_frozen_module_in_training_is_inference_in_the_train_phase():
+    trainer(ours(*(passes := watches()))).fit(FrozenPart(), loader(2))
+    assert [{(phase, flag) for phase, _, flag in watch.seen} for watch in passes] == [{("train", True)}] * len(passes)
 
 
-@pytest.mark.parametrize("hook", HOOK_OPTIONS)
-def test_handed_straight_to_torch_it_is_told_too(hook):
-    watch = Watch(hook)
-    function = torch.compile(lambda x: (x * 2).sin(), options={HOOK_OPTIONS[hook]: watch})
+def test_handed_straight_to_torch_it_is_told_too():
+    passes = watches()
+    options = {HOOK_OPTIONS[watch.hook]: watch for watch in passes}
+    function = torch.compile(lambda x: (x * 2).sin(), options=options)
     with torch.no_grad():
         function(torch.ones(3))
-    assert {flag for _, _, flag in watch.seen} == {True}
-    watch.seen.clear()
+    assert [{flag for _, _, flag in watch.seen} for watch in passes] == [{True}] * len(passes)
+    for watch in passes:
+        watch.seen.clear()
     function(torch.ones(3, requires_grad=True)).sum().backward()
-    assert {(phase, flag) for phase, _, flag in watch.seen} == {(None, False)}
-    assert {kind for _, kind, _ in watch.seen} == TRAINED[hook]
+    for watch in passes:
+        assert {(phase, flag) for phase, _, flag in watch.seen} == {(None, False)}
+        assert {kind for _, kind, _ in watch.seen} == TRAINED[watch.hook]
 
 
 # ------------------------------------------------------------------------------------------ what is reported
@@ -178,14 +179,9 @@ if __name__ == "__main__":
 """
 
 
-def test_another_process_hits_unless_a_source_line_or_the_order_is_another(tmp_path):
+def test_another_process_hits_unless_a_source_line_or_the_order_is_another():
     def hits(passes="[First(), Second()]", line="pass"):
-        script = tmp_path / "cached.py"
-        script.write_text(SCRIPT.format(passes=passes, line=line))
-        command = [sys.executable, "-W", "ignore", str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return int(done.stdout.split()[-1])
+        return int(run_in_new_process(SCRIPT.format(passes=passes, line=line)).split()[-1])
 
     assert [hits(), hits()] == [0, 1]
     assert hits(line="return None") == 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
+import runpy
 import textwrap
 
 import pytest
 import torch
+from processes import run_in_new_process
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from compile_callbacks import GraphPass, GraphPassError, graph_pass
@@ -186,7 +186,7 @@ def test_uuid_of_a_sequence_covers_order_and_phase():
     assert len(uuids) == 4
 
 
-def test_uuid_is_the_same_in_another_process(tmp_path):
+def test_uuid_is_the_same_in_another_process(tmp_path, capsys):
     source = textwrap.dedent("""
         import torch
         from compile_callbacks import GraphPass
@@ -198,14 +198,10 @@ def test_uuid_is_the_same_in_another_process(tmp_path):
     """)
     script = tmp_path / "typed.py"
     script.write_text(source)
-    uuids = {
-        subprocess.run(
-            [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, check=True
-        ).stdout.split()[-1]
-        for _ in range(2)
-    }
-    assert len(uuids) == 1
-    assert len(uuids.pop()) == 64
+    runpy.run_path(str(script), run_name="__main__")
+    here = capsys.readouterr().out.strip()
+    assert len(here) == 64
+    assert run_in_new_process(source).split()[-1] == here
 
 
 def test_copies_are_the_same_pass_and_pickles_keep_the_uuid():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 import torchvision
 from against_eager import assert_same_values
 from models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from processes import run_in_new_process
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, InductorConfig, graph_pass, templates
@@ -238,9 +237,7 @@ def test_keys_of_settings_from_a_file_are_equal_in_another_process(tmp_path):
     path = tmp_path / "config.json"
     CONFIGS[2].to_json(path)
     source = f"from compile_callbacks import InductorConfig as C; print(C.from_json({str(path)!r}).key())"
-    command = [sys.executable, "-W", "ignore", "-c", source]
-    there = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert there.stdout.split()[-1] == CONFIGS[2].key()
+    assert run_in_new_process(source).split()[-1] == CONFIGS[2].key()
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from models import CLASSES, FEATURES, Classifier, loader, mlp, trainer
+from processes import run_in_new_process
 from torch import nn
 from uncached import Uncached
 
@@ -23,15 +21,16 @@ from compile_callbacks.warm_start import WarmStart, _writes
 
 # A run of both phases: prediction compiles anew what validation compiled, because it runs under inference_mode.
 RUN = """
-import json, os, sys
+import json, sys, warnings
 
 import torch
 import torch._inductor.cpp_builder as cpp_builder
 from torch._dynamo.utils import counters
 
-from compile_callbacks import InductorCompile
+from compile_callbacks import CompileWarning, InductorCompile
 from models import loader, seeded, trainer
 
+warnings.simplefilter("error", CompileWarning)
 built = []
 build = cpp_builder.CppBuilder.build
 
@@ -61,17 +60,10 @@ print(json.dumps({
 
 def run_in_a_new_process(tmp_path, cache, kept):
     environment = {
-        **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # what is built is built by this process, and counted
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
     }
-    result = subprocess.run(
-        [sys.executable, "-W", "error::compile_callbacks.CompileWarning", "-c", RUN, str(kept)],
-        capture_output=True, text=True, timeout=280, env=environment, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return json.loads(run_in_new_process(RUN, kept, environment=environment).splitlines()[-1])
 
 
 def test_a_second_run_on_an_empty_cache_compiles_nothing(tmp_path):
