@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.config
 import yaml
 from lightning.pytorch import LightningDataModule
 from models import CLASSES, FEATURES, Classifier, loader
@@ -115,7 +116,8 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     finally:
         for name in set(templates.names()) - own_templates:
             templates.unregister(name)
-        torch._dynamo.config.load_config(dynamo)
+        now = torch._dynamo.config.get_config_copy()
+        torch._dynamo.config.load_config({name: value for name, value in dynamo.items() if now[name] != value})
         torch._dynamo.reset()
 
 
