@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.config
 import yaml
 from lightning.pytorch import LightningDataModule
 from models import CLASSES, FEATURES, Classifier, loader
@@ -104,6 +105,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     source = Path(__file__).parent / f"code_of_{page}"  # a pass is known to torch's cache by its source
     namespace, own_templates = prepared(page), set(templates.names())
+    dynamo = torch._dynamo.config.get_config_copy()
     try:
         for block in blocks(page, "python"):
             code = compile(block["code"], str(source), "exec")
@@ -114,6 +116,8 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     finally:
         for name in set(templates.names()) - own_templates:
             templates.unregister(name)
+        now = torch._dynamo.config.get_config_copy()
+        torch._dynamo.config.load_config({name: value for name, value in dynamo.items() if now[name] != value})
         torch._dynamo.reset()
 
 
