@@ -43,8 +43,10 @@ __all__ = [
     "build_cpp",
     "bundled_cache",
     "cache_folder",
+    "caches_graphs",
     "callback_handler",
     "causes",
+    "collective_timeout_seconds",
     "compilation_records",
     "compile_function",
     "compile_graph",
@@ -52,6 +54,7 @@ __all__ = [
     "compile_package",
     "cpp_compiler",
     "cpp_compilers_tried",
+    "default_store",
     "export_program",
     "fake_tensor",
     "forget_compiled",
@@ -77,6 +80,7 @@ __all__ = [
     "option_names",
     "option_type",
     "output_code_class",
+    "outside_ddp",
     "pattern_matcher",
     "program_as_module",
     "put_into_cache",
@@ -240,6 +244,25 @@ def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any
     def call(*args: Any, **kwargs: Any) -> Any:
         with config.patch({name: change(getattr(config, name)) for name, change in settings.items()}):
             return compiled(*args, **kwargs)
+
+    return call
+
+
+def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, called as if outside of `DistributedDataParallel`; costs less than 1 µs a call.
+
+    Within its forward Dynamo splits every graph, so that gradients can be reduced while the backward pass of others
+    runs; also graphs that have no backward pass, which the splits make slower. It goes by this attribute of the class.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        active = DistributedDataParallel._active_ddp_module
+        DistributedDataParallel._active_ddp_module = None
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            DistributedDataParallel._active_ddp_module = active
 
     return call
 
@@ -790,6 +813,28 @@ def cache_folder() -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
+
+
+def caches_graphs() -> bool:
+    """Whether Inductor keeps what it compiles in its cache on disk."""
+    from torch._inductor import config
+
+    return bool(config.fx_graph_cache and not config.force_disable_caches)
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group; a second one would need an address that all ranks know."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def collective_timeout_seconds() -> float:
+    """How long a collective of the default process group waits; ``get_process_group_timeout`` is not public."""
+    group: Any = torch.distributed.group.WORLD
+    device = group._device_types[0] if group._device_types else torch.device("cpu")
+    return float(group._get_backend(device).options._timeout.total_seconds())
 
 
 # ---------------------------------------------------------------------------------------------- graph passes

@@ -33,6 +33,7 @@ def circumstances(
     work: str,
     precision: str,
     device: torch.device,
+    processes: int = 1,
 ) -> dict[str, str]:
     """What a choice holds for: all that may change which candidate is the fastest.
 
@@ -45,6 +46,7 @@ def circumstances(
         work: What a step has to do, shapes and dtypes of its batch among it.
         precision: The trainer's precision, and with it the autocast.
         device: Where the module is.
+        processes: How many processes train together.
     """
     return {
         "architecture": architecture_key(module),
@@ -54,6 +56,7 @@ def circumstances(
         "passes": ", ".join(map(pass_identity, passes)),
         "phase": phase,
         "precision": f"{precision}, float32 products: {torch.get_float32_matmul_precision()}",
+        "processes": str(processes),
         "targets": ", ".join(targets),
         "torch": torch.__version__,
         "triton": _version("triton"),

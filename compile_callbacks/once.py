@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Hashable
 
 from compile_callbacks.region import CompileWarning
 
 
 class WarnOnce:
-    """Warns of each subject once."""
+    """Warns of each subject once.
 
-    def __init__(self) -> None:
-        self._said: set[object] = set()
+    Args:
+        elsewhere: Asked first, with the subject and the message: ``True`` where another process warns of it.
+    """
 
-    def __call__(self, subject: object, message: str) -> bool:
+    def __init__(self, elsewhere: Callable[[Hashable, str], bool] = lambda subject, message: False) -> None:
+        self._said: set[Hashable] = set()
+        self._elsewhere = elsewhere
+
+    def __call__(self, subject: Hashable, message: str) -> bool:
         """Warn, unless that has been done for this subject.
 
         Args:
@@ -26,5 +32,6 @@ class WarnOnce:
         if subject in self._said:
             return False
         self._said.add(subject)
-        warnings.warn(message, CompileWarning, stacklevel=4)
+        if not self._elsewhere(subject, message):
+            warnings.warn(message, CompileWarning, stacklevel=4)
         return True
