@@ -177,7 +177,7 @@ class Meetings:
         if self._ranks is not None and self.in_step:
             self.in_step = False
             self._news.fatal = message
-            self._ranks.meet_before_backward(self._told())
+            self._ranks.leave(self._told())
 
     # ------------------------------------------------------------------------------------------ what these call
 
@@ -206,6 +206,7 @@ class Meetings:
                 for subject, message in news.warnings if self.speaks else ():
                     self.on_warning(subject, f"rank {rank}: {message}")
                 if news.fatal is not None:
-                    self.in_step = False  # it will not come to a meeting again
+                    self.in_step = False
+                    self._ranks.leave()  # as that rank does
                     self.on_fatal(f"rank {rank}: {news.fatal}")
         return heard.values

@@ -20,6 +20,7 @@ _LOOK_AROUND = timedelta(seconds=1)
 _COMPILING = "compile_callbacks/compiling"  # in the store: how many ranks compile
 _LAST = 2**12 - 1
 _INDEX_BITS, _SEGMENT_BITS = 12, 32
+_AFTER_ALL = 2**63 - 1  # a place that holds nobody back
 
 
 @dataclass
@@ -131,8 +132,20 @@ class Ranks:
         self._stage, self._segment, self._index = self._stage + 1, 0, 0
         return heard
 
+    def leave(self, news: Any = None) -> None:
+        """Meet no more.
+
+        Args:
+            news: What the others are to hear at their next meeting; ``None`` where they need not know.
+        """
+        if news is not None and self._group is not None:
+            with contextlib.suppress(RuntimeError):  # a rank is gone
+                self._exchange(_AFTER_ALL, news, None)
+        self._group = None
+
     def _meet(self, at: tuple[int, int], news: Any, value: Any = None) -> Heard:
-        place = ((self._stage << _SEGMENT_BITS) + at[0] << _INDEX_BITS) + at[1]
+        segment, index = at
+        place = ((self._stage << _SEGMENT_BITS) + segment << _INDEX_BITS) + index
         heard = Heard()
         try:
             while self._group is not None:
