@@ -831,10 +831,13 @@ def default_store() -> Any:
 
 
 def collective_timeout_seconds() -> float:
-    """How long a collective of the default process group waits; ``get_process_group_timeout`` is not public."""
+    """How long a collective of the default process group waits; there is no public way to ask (torch 2.11 to 2.15)."""
+    from torch.distributed.constants import default_pg_timeout
+
     group: Any = torch.distributed.group.WORLD
     device = group._device_types[0] if group._device_types else torch.device("cpu")
-    return float(group._get_backend(device).options._timeout.total_seconds())
+    options = getattr(group._get_backend(device), "options", None)  # backends that others made need not have them
+    return float(getattr(options, "_timeout", default_pg_timeout).total_seconds())
 
 
 # ---------------------------------------------------------------------------------------------- graph passes

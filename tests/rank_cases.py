@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from uncached import Uncached
 
 from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile, Tune
+from compile_callbacks.ranks import Ranks
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 PATIENCE = float(os.environ.get("RANK_CASES_TIMEOUT", "6"))  # the timeout of collectives where a rank is slow
@@ -39,11 +40,16 @@ FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 # ------------------------------------------------------------------------------------------ what the cases use
 
 
-def fit(module: Classifier, *callbacks: pl.Callback, timeout: float = 300, ddp: Any = None, **settings: Any) -> Any:
-    """Train on both processes, in a process group of its own."""
+def new_group() -> None:
+    """A process group is to be made anew: each has a port and a timeout of its own."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+
+
+def fit(module: Classifier, *callbacks: pl.Callback, timeout: float = 300, ddp: Any = None, **settings: Any) -> Any:
+    """Train on both processes, in a process group of its own."""
+    new_group()
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=timeout), **(ddp or {}))
     train = settings.pop("train", None) or loader(12)
     path = settings.pop("ckpt_path", None)
@@ -216,6 +222,7 @@ def slow_recompile() -> dict[str, Any]:
 def uneven_validation() -> dict[str, Any]:
     ours = InductorCompile(None, Tune(["default"], steps=5), verify="off")
     module = seeded()
+    new_group()
     strategy = DDPStrategy(process_group_backend="gloo")
     both = trainer(ours, strategy=strategy, devices=2, use_distributed_sampler=False, max_epochs=8)
     both.fit(module, loader(2), DataLoader(Uneven(), batch_size=None))
@@ -236,6 +243,39 @@ def resumed_from_one() -> dict[str, Any]:
     return {"report": told(ours), "compiled": seen(module), "epoch": done.current_epoch}
 
 
+def waiting() -> dict[str, Any]:
+    """Meetings by themselves: some that one process leaves out, a wait for a compile, and one in vain."""
+    new_group()
+    torch.distributed.init_process_group("gloo", rank=RANK, world_size=2, timeout=timedelta(seconds=2))
+    told: list[float] = []
+    ranks = Ranks("here", on_wait=told.append)
+    heard, elsewhere = [], None
+    if RANK == 0:
+        heard += ranks.meet().news
+        heard += ranks.meet("of zero").news
+        elsewhere = ranks.meet(value=RANK).values
+    heard += ranks.meet_before_backward("of one" if RANK else None).news
+    values = ranks.meet(value=RANK).values
+    if RANK == 1:
+        with ranks.compiling():
+            time.sleep(4)
+    ranks.meet_at_end_of_stage()
+    waited = told[-1] if told else 0
+    if RANK == 1:
+        time.sleep(5)
+    began = time.monotonic()
+    ranks.meet()
+    return {
+        "follows": ranks.follows,
+        "elsewhere": elsewhere,
+        "heard": heard,
+        "values": values,
+        "waited": waited,
+        "in_vain": time.monotonic() - began,
+        "current": ranks.current,
+    }
+
+
 def main() -> None:
     torch.manual_seed(0)
     for case in sys.argv[2:]:
@@ -254,7 +294,7 @@ def main() -> None:
             except BaseException:
                 result = {"raised": traceback.format_exc()}
         result["warnings"] = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
-        result["wall_seconds"] = time.monotonic() - began
+        result["wall_seconds"], result["cpu_seconds"] = time.monotonic() - began, sum(os.times()[:4])
         (FOLDER / f"{case}.{RANK}.json").write_text(json.dumps(result))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

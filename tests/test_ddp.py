@@ -17,6 +17,7 @@ from compile_callbacks import InductorCompile
 
 HERE = Path(__file__).parent
 CASES = [
+    "waiting",
     "plain",
     "find_unused_parameters",
     "static_graph",
@@ -143,6 +144,18 @@ def test_compile_seconds_are_those_of_the_slowest_process(pair):
 
 
 # ------------------------------------------------------------------------------------------ all together
+
+
+def test_processes_meet_where_meetings_do_not_match_and_do_not_wait_for_ever(pair):
+    first, second = pair("waiting")
+    assert [first["follows"], second["follows"]] == [False, True]
+    assert first["elsewhere"] is None  # the other process was at another place
+    assert first["heard"] == second["heard"] == [[1, "of one"], [0, "of zero"]]
+    assert first["values"] == second["values"] == [0, 1]
+    assert first["waited"] > 2  # the timeout of the process group: the other compiled
+    assert second["waited"] == 0
+    assert 2 < first["in_vain"] < 5  # the other did not
+    assert not first["current"]
 
 
 @pytest.mark.parametrize("case", ["slow_compile", "slow_recompile"])
