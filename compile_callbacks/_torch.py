@@ -19,6 +19,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ __all__ = [
     "caches_graphs",
     "callback_handler",
     "causes",
-    "collective_timeout_seconds",
+    "collective_timeout",
     "compilation_records",
     "compile_function",
     "compile_graph",
@@ -92,6 +93,7 @@ __all__ = [
     "run_pass",
     "save_program",
     "serializable",
+    "set_timeout",
     "torch_folder",
     "tree_leaves",
     "tree_map_tensors",
@@ -830,14 +832,23 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-def collective_timeout_seconds() -> float:
+def collective_timeout() -> timedelta:
     """How long a collective of the default process group waits; there is no public way to ask (torch 2.11 to 2.15)."""
     from torch.distributed.constants import default_pg_timeout
 
     group: Any = torch.distributed.group.WORLD
     device = group._device_types[0] if group._device_types else torch.device("cpu")
     options = getattr(group._get_backend(device), "options", None)  # backends that others made need not have them
-    return float(getattr(options, "_timeout", default_pg_timeout).total_seconds())
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
+    return timeout
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Have collectives of a process group wait for so long from now on; public from torch 2.15 on."""
+    if (set_publicly := getattr(torch.distributed, "set_timeout", None)) is not None:
+        set_publicly(timeout, group)
+    else:
+        torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 # ---------------------------------------------------------------------------------------------- graph passes

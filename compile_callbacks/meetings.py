@@ -61,6 +61,8 @@ class Meetings:
         """Called on rank zero for what another rank would warn of."""
         self.on_fatal: Callable[[str], None] = lambda message: None
         """Called on the other ranks where one is about to end the run; to raise."""
+        self.speaks = True
+        """Whether this process is the one that warns, logs and keeps files."""
         self._ranks: Ranks | None = None
         self._say = say
         self._said_at_seconds = 0.0
@@ -78,20 +80,16 @@ class Meetings:
             together: Whether all ranks of the process group, if there is one, begin it here: they meet from here on.
         """
         together = together and torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.speaks = not together or torch.distributed.get_rank() == 0
         if not together or torch.distributed.get_world_size() == 1:
             self._ranks = None
         elif self._ranks is None or not self._ranks.current:
-            self._ranks = Ranks(f"{device} {_torch.cache_folder()}", on_wait=self._wait)
+            self._ranks = self._joined(f"{device} {_torch.cache_folder()}")
 
     @property
     def size(self) -> int:
         """How many processes there are."""
         return 1 if self._ranks is None else self._ranks.size
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this process is the one that warns, logs and keeps files."""
-        return self._ranks is None or self._ranks.rank == 0
 
     def step_begins(self) -> None:
         """A step begins."""
@@ -180,6 +178,15 @@ class Meetings:
             self._ranks.leave(self._told())
 
     # ------------------------------------------------------------------------------------------ what these call
+
+    def _joined(self, placement: str) -> Ranks | None:
+        try:
+            return Ranks(placement, on_wait=self._wait)
+        except RuntimeError as error:  # gloo finds no network interface, for example
+            if self.speaks:
+                message = f"processes do not wait for each other's compiles: {type(error).__name__}: {error}"
+                self.on_warning("meetings", message)
+            return None
 
     def _meet(self) -> None:
         if self._ranks is not None:

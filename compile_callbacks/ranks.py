@@ -55,28 +55,26 @@ class Ranks:
 
     Args:
         placement: Ranks of the same placement can use each other's compiled code, from a cache folder on disk.
-        patience_seconds: How long to wait while nobody compiles; ``None`` for the timeout of the process group.
         on_wait: Called about once a second with the seconds waited, while others compile.
+
+    Raises:
+        RuntimeError: The processes do not find each other.
     """
 
-    def __init__(
-        self,
-        placement: str,
-        *,
-        patience_seconds: float | None = None,
-        on_wait: Callable[[float], None] = lambda seconds: None,
-    ) -> None:
+    def __init__(self, placement: str, *, on_wait: Callable[[float], None] = lambda seconds: None) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self._on_wait = on_wait
-        self._patience_seconds = _torch.collective_timeout_seconds() if patience_seconds is None else patience_seconds
-        group: Any = distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-        self._group = group
+        timeout = _torch.collective_timeout()
+        self._patience_seconds = timeout.total_seconds()
+        group: Any = distributed.new_group(backend="gloo", timeout=timeout)
         self._store = _torch.default_store()
         self._world = distributed.group.WORLD
         self._compiling = False
         self._stage = self._segment = self._index = 0
         placements: list[Any] = [None] * self.size
         distributed.all_gather_object(placements, f"{socket.gethostname()} {placement}", group=group)
+        _torch.set_timeout(group, _LONGEST_WAIT)  # not before all have found each other
+        self._group = group
         leaders = [placements.index(where) for where in placements]
         self.follows = leaders[self.rank] != self.rank
         """Whether a rank of a lower number compiles what this one can take from the cache."""
