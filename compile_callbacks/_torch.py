@@ -1011,6 +1011,8 @@ def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
         after = 0
     found = []
     for reason in reasons[after:]:
+        if reason.reason.startswith("DDPOptimizer "):
+            continue  # a graph that is split for DDP: torch counts it as a break, though nothing runs in between
         where = reason.user_stack[-1] if reason.user_stack else None
         found.append(GraphBreak(reason.reason, where.filename if where else None, where.lineno if where else None))
     return found, len(reasons)

@@ -326,11 +326,11 @@ class InductorCompile(Callback):
                 cache_dir=self.cache_dir,
                 say=functools.partial(say, trainer),
             )
-        if self._earlier_state is not None:
-            session.resume(self._earlier_state)
-            self._earlier_state = None
         if not session.running:
             session.begin(expected_steps(trainer), precision=str(trainer.precision), together=trainer.world_size > 1)
+        if self._earlier_state is not None:  # now it is known how many processes there are
+            session.resume(self._earlier_state)
+            self._earlier_state = None
         if phase == "infer" and trainer.state.fn == "fit":
             session.expect(phase, validation_batches(trainer))
         session.enter(phase, weights_stand_still=trainer.state.fn != "fit")
