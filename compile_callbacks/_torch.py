@@ -19,6 +19,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +44,10 @@ __all__ = [
     "build_cpp",
     "bundled_cache",
     "cache_folder",
+    "caches_graphs",
     "callback_handler",
     "causes",
+    "collective_timeout",
     "compilation_records",
     "compile_function",
     "compile_graph",
@@ -52,6 +55,7 @@ __all__ = [
     "compile_package",
     "cpp_compiler",
     "cpp_compilers_tried",
+    "default_store",
     "export_program",
     "fake_tensor",
     "forget_compiled",
@@ -77,6 +81,7 @@ __all__ = [
     "option_names",
     "option_type",
     "output_code_class",
+    "outside_ddp",
     "pattern_matcher",
     "program_as_module",
     "put_into_cache",
@@ -88,6 +93,7 @@ __all__ = [
     "run_pass",
     "save_program",
     "serializable",
+    "set_timeout",
     "torch_folder",
     "tree_leaves",
     "tree_map_tensors",
@@ -240,6 +246,25 @@ def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any
     def call(*args: Any, **kwargs: Any) -> Any:
         with config.patch({name: change(getattr(config, name)) for name, change in settings.items()}):
             return compiled(*args, **kwargs)
+
+    return call
+
+
+def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, called as if outside of `DistributedDataParallel`; costs less than 1 µs a call.
+
+    Within its forward Dynamo splits every graph, so that gradients can be reduced while the backward pass of others
+    runs; also graphs that have no backward pass, which the splits make slower. It goes by this attribute of the class.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        active = DistributedDataParallel._active_ddp_module
+        DistributedDataParallel._active_ddp_module = None
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            DistributedDataParallel._active_ddp_module = active
 
     return call
 
@@ -792,6 +817,40 @@ def cache_folder() -> Path:
     return Path(cache_dir())
 
 
+def caches_graphs() -> bool:
+    """Whether Inductor keeps what it compiles in its cache on disk."""
+    from torch._inductor import config
+
+    return bool(config.fx_graph_cache and not config.force_disable_caches)
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group; a second one would need an address that all ranks know."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def collective_timeout() -> timedelta:
+    """How long a collective of the default process group waits; there is no public way to ask (torch 2.11 to 2.15)."""
+    from torch.distributed.constants import default_pg_timeout
+
+    group: Any = torch.distributed.group.WORLD
+    device = group._device_types[0] if group._device_types else torch.device("cpu")
+    options = getattr(group._get_backend(device), "options", None)  # backends that others made need not have them
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
+    return timeout
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Have collectives of a process group wait for so long from now on; public from torch 2.15 on."""
+    if (set_publicly := getattr(torch.distributed, "set_timeout", None)) is not None:
+        set_publicly(timeout, group)
+    else:
+        torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 # ---------------------------------------------------------------------------------------------- graph passes
 
 TORCH_PASSES_FLAG = hasattr(_custom_graph_pass, "CustomInferenceAwareGraphPass")
@@ -952,6 +1011,8 @@ def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
         after = 0
     found = []
     for reason in reasons[after:]:
+        if reason.reason.startswith("DDPOptimizer "):
+            continue  # a graph that is split for DDP: torch counts it as a break, though nothing runs in between
         where = reason.user_stack[-1] if reason.user_stack else None
         found.append(GraphBreak(reason.reason, where.filename if where else None, where.lineno if where else None))
     return found, len(reasons)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
@@ -18,7 +19,7 @@ from compile_callbacks.links import checks_settings, see
 from compile_callbacks.loggers import join_hparams, log_scalars, log_summary
 from compile_callbacks.pass_library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes import as_passes
-from compile_callbacks.phases import PHASES, Phase
+from compile_callbacks.phases import Phase
 from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSettings
 from compile_callbacks.report import CompileReport, uncompiled_report
 from compile_callbacks.session import CompileSession
@@ -26,7 +27,7 @@ from compile_callbacks.shapes import NEW_SHAPES, NewShapes, signature
 from compile_callbacks.stages import expected_steps, validation_batches
 from compile_callbacks.targets import adopt_compiled, check_names, find_targets, scope_of
 from compile_callbacks.terminal import print_report, say
-from compile_callbacks.tune import Mode, Settings, Tune, as_settings
+from compile_callbacks.tune import Mode, Settings, as_settings
 from compile_callbacks.verify import VERIFY, Verify
 
 _USERS_LINE = 6  # the stack level at which a warning of the constructor names the line that calls it
@@ -43,7 +44,7 @@ class InductorCompile(Callback):
         train_mode: Settings for training: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``,
             ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), a template's name, an
             `InductorConfig`, a mapping of its fields, or ``None`` or ``"eager"`` for not compiled. ``"auto"`` or a
-            `Tune`, or a mapping of its fields: what measurements choose, in a run of one process.
+            `Tune`, or a mapping of its fields: what measurements choose.
         infer_mode: Settings for sanity check, validation, test and predict; the same choices.
         targets: What to compile: dotted names of submodules or methods (``"net"``, ``"training_step"``), or
             globs (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None`` takes that
@@ -66,8 +67,7 @@ class InductorCompile(Callback):
             whether grad is enabled.
 
     Raises:
-        ValueError: A value that is none of the choices. Targets are looked up when the trainer starts; then too
-            ``"auto"`` or a `Tune` is refused where the trainer has more than one process.
+        ValueError: A value that is none of the choices. Targets are looked up when the trainer starts.
         TypeError: A value of the wrong type.
 
     Example::
@@ -131,11 +131,14 @@ class InductorCompile(Callback):
         """What was measured so far; on a GPU, asking waits for the steps done so far."""
         return self._session.report() if self._session else uncompiled_report(self.configs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What runs or ran belongs to its process: a strategy that spawns processes sends each of them a callback.
+        return {**vars(self), "_session": None, "_key_matcher": None}
+
     # ------------------------------------------------------------------------------------------ a trainer run
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._refuse_tuning_apart(trainer.world_size, stage)
         self._key_matcher = KeyMatcher(pl_module)
         self._adopt(pl_module)
         join_hparams(trainer.loggers, lambda: self.report)
@@ -176,6 +179,12 @@ class InductorCompile(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._global_step_before = trainer.global_step
         self._step_begins(trainer, batch_idx)
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        # Under no_sync, in an accumulation, DDP does not reduce gradients; other strategies do not say.
+        if self._session and getattr(trainer.model, "require_backward_grad_sync", True):
+            self._session.backward_begins()
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -294,19 +303,6 @@ class InductorCompile(Callback):
 
     # ------------------------------------------------------------------------------------------ what hooks call
 
-    def _refuse_tuning_apart(self, world_size: int, stage: str) -> None:
-        """Each process would measure for itself, choose otherwise than the others, and have them wait or fail."""
-        phases = PHASES if stage == "fit" else ("infer",)
-        tuned = [
-            f"{phase}_mode={given.describe()!r}" for phase in phases if isinstance(given := self.configs[phase], Tune)
-        ]
-        if world_size > 1 and tuned:
-            message = (
-                f"{' and '.join(tuned)} with a world size of {world_size}: each process would choose by its own "
-                "measurements. Tune with devices=1, and give the mode that is chosen"
-            )
-            raise ValueError(see(message, "tuning-with-several-processes"))
-
     def _adopt(self, pl_module: LightningModule) -> None:
         """Take over what the user compiled by hand: our settings, clean keys."""
         if adopted := adopt_compiled(pl_module):
@@ -335,11 +331,11 @@ class InductorCompile(Callback):
                 say=functools.partial(say, trainer),
                 scope=scope_of(self.targets),
             )
-        if self._earlier_state is not None:
+        if not session.running:
+            session.begin(expected_steps(trainer), precision=str(trainer.precision), together=trainer.world_size > 1)
+        if self._earlier_state is not None:  # now it is known how many processes there are
             session.resume(self._earlier_state)
             self._earlier_state = None
-        if not session.running:
-            session.begin(expected_steps(trainer), precision=str(trainer.precision))
         if phase == "infer" and trainer.state.fn == "fit":
             session.expect(phase, validation_batches(trainer))
         session.enter(phase, weights_stand_still=trainer.state.fn != "fit")

@@ -30,6 +30,7 @@ def circumstances(
     work: str,
     precision: str,
     device: torch.device,
+    processes: int = 1,
 ) -> dict[str, str]:
     """What a choice holds for: all that may change which candidate is the fastest.
 
@@ -42,6 +43,7 @@ def circumstances(
         work: What a step has to do, shapes and dtypes of its batch among it.
         precision: The trainer's precision, and with it the autocast.
         device: Where the module is.
+        processes: How many processes train together.
     """
     return {
         "architecture": architecture_key(module),
@@ -51,6 +53,7 @@ def circumstances(
         "passes": ", ".join(map(pass_identity, passes)),
         "phase": phase,
         "precision": f"{precision}, float32 products: {torch.get_float32_matmul_precision()}",
+        "processes": str(processes),
         "targets": ", ".join(targets),
         "torch": torch.__version__,
         "triton": installed_version("triton") or "none",

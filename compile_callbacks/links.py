@@ -34,11 +34,11 @@ Entry = Literal[
     "nothing-compiles",
     "nothing-is-folded",
     "nothing-to-keep",
+    "processes-do-not-meet",
     "recompile-limit",
     "repeated-blocks-differ",
     "slower-than-eager",
     "the-compiler-failed",
-    "tuning-with-several-processes",
 ]
 """The entries of that page, by their anchors."""
 

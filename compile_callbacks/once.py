@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Hashable
 
 from compile_callbacks.links import Entry, see
 from compile_callbacks.region import CompileWarning
 
 
 class WarnOnce:
-    """Warns of each subject once."""
+    """Warns of each subject once.
 
-    def __init__(self) -> None:
-        self._said: set[object] = set()
+    Args:
+        elsewhere: Asked first, with the subject and the message: ``True`` where another process warns of it.
+    """
 
-    def __call__(self, subject: object, message: str, entry: Entry) -> bool:
+    def __init__(self, elsewhere: Callable[[Hashable, str], bool] = lambda subject, message: False) -> None:
+        self._said: set[Hashable] = set()
+        self._elsewhere = elsewhere
+
+    def __call__(self, subject: Hashable, message: str, entry: Entry | None = None) -> bool:
         """Warn, unless that has been done for this subject.
 
         Args:
             subject: What the warning is about; hashable.
             message: What it says.
-            entry: The anchor of its entry in the docs.
+            entry: The anchor of its entry in the docs; ``None`` where the message ends with a link to it.
 
         Returns:
             Whether it was said now.
@@ -28,5 +34,7 @@ class WarnOnce:
         if subject in self._said:
             return False
         self._said.add(subject)
-        warnings.warn(see(message, entry), CompileWarning, stacklevel=4)
+        message = message if entry is None else see(message, entry)
+        if not self._elsewhere(subject, message):
+            warnings.warn(message, CompileWarning, stacklevel=4)
         return True

@@ -22,6 +22,7 @@ from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.failures import describe_failure, in_one_line
 from compile_callbacks.folding.settings import FoldSettings
 from compile_callbacks.links import Entry, see
+from compile_callbacks.meetings import Meetings
 from compile_callbacks.passes import GraphPassError, PassRun, pass_hook, pass_name, pass_options
 from compile_callbacks.phases import Phase
 from compile_callbacks.shapes import NewShapes, ShapePolicy, shapes, signature
@@ -113,6 +114,7 @@ class CompiledRegion:
         passes: Graph passes to run before those of ``config``.
         recorder: Told of everything that happens.
         isolation: Shared with the regions of the same switch.
+        meetings: Where several processes wait for each other's compiles.
         settings: What the region does beside compiling.
         frozen: Bake the weights in, and anew when they changed; see `WeightWatch` and `suspect_weights`.
         name: What the settings are called, where the phase has several.
@@ -127,6 +129,7 @@ class CompiledRegion:
         passes: Sequence[Any] = (),
         recorder: CompileRecorder,
         isolation: Isolation | None = None,
+        meetings: Meetings | None = None,
         settings: RegionSettings | None = None,
         frozen: bool = False,
         name: str | None = None,
@@ -139,10 +142,12 @@ class CompiledRegion:
         self._members = target.members
         self._recorder = recorder
         self._isolation = isolation or Isolation()
+        self._meetings = meetings or Meetings()
         # Of each block: what calls the first of them differs from what calls the others (a gradient to pass on).
         self._shapes = {member: ShapePolicy(self._settings.new_shapes) for member in self._members}
         self._unverified = set(self._members) if self._settings.verify != "off" else set()
         self._gave_up = False
+        self._failed_here = False
         self._fell_back = False
         self._warned = False
         self._unsaid: list[tuple[str, Entry]] = []
@@ -175,6 +180,34 @@ class CompiledRegion:
         if self._isolation.eager:
             return member.eager(*args, **kwargs)
         self.ran = True
+        try:
+            if self._meetings.is_first(self.owner):
+                call = functools.partial(self._run, member, *args, **kwargs)
+                return self._meetings.first_call(self.owner, call, cached=self._is_cached())
+            return self._run(member, *args, **kwargs)
+        except CompileError as error:
+            self._meetings.end_run(str(error))
+            raise
+
+    def give_up(self, reason: str) -> None:
+        """Run eagerly from here on, because the compiler failed on the target in this process or in another.
+
+        Args:
+            reason: Which process it was, and why it failed.
+        """
+        if self._gave_up:
+            return
+        self._gave_up = True
+        if self._failed_here:
+            return  # known
+        self._recorder.add("fallback", self.owner, reason=reason)
+        if self._meetings.speaks and not self._settings.on_trial:
+            target, phase = self.owner[:2]
+            message = f"target {target!r} runs eagerly in the {phase} phase, in every process: {in_one_line(reason)}"
+            message = see(f"{message} (the whole of it: callback.report.{phase}.events)", "the-compiler-failed")
+            warnings.warn(message, CompileWarning, stacklevel=2)
+
+    def _run(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
         if self._gave_up:
             return member.eager(*args, **kwargs)
         if self.owner.frozen:
@@ -202,7 +235,7 @@ class CompiledRegion:
         while (
             self._unsaid and not self._settings.on_trial
         ):  # after the call: within the backend, a warning that is made an error would end in Dynamo
-            warnings.warn(see(*self._unsaid.pop(0)), CompileWarning, stacklevel=2)
+            self._warn(*self._unsaid.pop(0))
         return result
 
     @property
@@ -333,6 +366,7 @@ class CompiledRegion:
         self._unverified.clear()  # one difference is told of, and what follows from it holds for all
         if self._settings.on_trial:
             self._gave_up = True
+            self._fails(compared.problem)
             return
         message = f"target {target!r} does not compute in the {phase} phase what it does eagerly: {compared.problem}"
         if self._settings.verify == "raise":
@@ -340,8 +374,25 @@ class CompiledRegion:
         if self._settings.verify == "eager":
             self._gave_up = True
             self._recorder.add("fallback", self.owner, reason=compared.problem)
+            self._fails(compared.problem)
             message += "; it runs eagerly from here on (verify='eager')"
-        warnings.warn(see(message, "differs-from-eager"), CompileWarning, stacklevel=2)
+            if not self._meetings.speaks:
+                return  # the first process says so when it hears of it
+        self._warn(message, "differs-from-eager")
+
+    def _warn(self, message: str, entry: Entry) -> None:
+        message = see(message, entry)
+        if not self._meetings.warn_elsewhere((self.owner, message), message):
+            warnings.warn(message, CompileWarning, stacklevel=3)
+
+    def _fails(self, reason: str) -> None:
+        """The other processes are to run the target eagerly, too."""
+        self._failed_here = True
+        self._meetings.failed(self.owner, reason)
+
+    def _is_cached(self) -> bool:
+        """Whether torch keeps what is compiled in its cache on disk, where other processes find it."""
+        return not self.owner.frozen and _torch.caches_graphs() and all(p.uuid() is not None for p in self._passes)
 
     def _compile(self) -> None:
         name = re.sub(r"\W", "_", f"{self.owner.target}_{self.owner.phase}")
@@ -353,6 +404,8 @@ class CompiledRegion:
         )
         if self._guards_hooks:
             compiled = _torch.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
+        if self.owner.phase == "infer" and torch.distributed.is_available():
+            compiled = _torch.outside_ddp(compiled)
         self._compiled = compiled
         self._compiled_beyond_limit = _torch.with_dynamo_settings(
             compiled, recompile_limit=lambda limit: self._limit_factor * limit
@@ -506,7 +559,8 @@ class CompiledRegion:
     def _report(self, error: Exception) -> None:
         reason = _describe(error)
         self._recorder.add("fallback", self.owner, reason=reason)
-        if not self._warned:
+        self._fails(reason)
+        if self._meetings.speaks and not self._warned:  # for another process, the first one says so when it hears of it
             self._warned = True
             target, phase = self.owner[:2]
             message = (

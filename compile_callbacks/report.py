@@ -57,6 +57,9 @@ class PhaseReport:
             ``hook``, and either the fields of `PassRun` or, where the graph came out of torch's cache as the pass had
             left it, ``from_cache``.
         trials: What came of each candidate of a `Tune`, eager first, a mapping of the fields of `Trial` for each.
+        processes: How many processes ran the phase together. Of more than one, ``compile_seconds`` and what is said of
+            step times are those of the slowest process; memory and counts are those of the first.
+        slowest_rank: The process whose step times these are; ``None`` where there was one, or none was measured.
         restored: Names of the figures that come from the run that this one resumes.
         advice: What the figures, and those of earlier runs with the same ``cache_dir``, say about other settings.
         events: What is behind the counts, in order.
@@ -88,6 +91,8 @@ class PhaseReport:
     skipped_passes: int = 0
     passes: tuple[dict[str, Any], ...] = ()
     trials: tuple[dict[str, Any], ...] = ()
+    processes: int = 1
+    slowest_rank: int | None = None
     restored: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
@@ -187,6 +192,8 @@ class CompileReport:
         if restored:
             notes.append(f"from the run before this one: {', '.join(restored)}")
         notes += [f"{phase}: {line}" for phase in PHASES for line in self.phase(phase).advice]
+        if (processes := max(self.train.processes, self.infer.processes)) > 1:
+            notes.append(f"{processes} processes: compile seconds and step times are those of the slowest")
         if self.artifacts is not None:
             loaded, saved = self.artifacts["loaded_mb"], self.artifacts["saved_mb"]
             notes.append(f"compile artifacts: {loaded:.1f} MB loaded, {saved:.1f} MB saved, {self.artifacts['path']}")

@@ -27,13 +27,15 @@ from compile_callbacks.idle import (
     limits_reached,
     why_uncompiled,
 )
+from compile_callbacks.meetings import Meetings
 from compile_callbacks.memory import PeakMemory
 from compile_callbacks.once import WarnOnce
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.placement import device_of
 from compile_callbacks.progress import CompileProgress
-from compile_callbacks.region import RegionSettings
-from compile_callbacks.report import CompileReport, build_phase_report
+from compile_callbacks.region import CompileError, RegionSettings
+from compile_callbacks.report import CompileReport, PhaseReport, build_phase_report
+from compile_callbacks.slowest import Figures, figures_of, with_slowest
 from compile_callbacks.switch import PhaseSwitch
 from compile_callbacks.targets import Compiled, Scope
 from compile_callbacks.timing import StepTimer
@@ -73,20 +75,41 @@ class CompileSession:
     ) -> None:
         self.module = module
         self._settings = dict(configs)
-        self._warm_start = WarmStart(cache_dir, configs, passes) if cache_dir and any(configs.values()) else None
+        self._meetings = Meetings(say)
+        self._warn = WarnOnce(self._meetings.warn_elsewhere)
+        keeps = cache_dir is not None and any(configs.values())
+        self._warm_start = WarmStart(cache_dir, configs, passes, self._warn) if cache_dir and keeps else None
         tunes = {phase: given for phase, given in configs.items() if isinstance(given, Tune)}
         self._configs: dict[Phase, InductorConfig | None] = {
             phase: given if isinstance(given, InductorConfig) else None for phase, given in configs.items()
         }
-        progress = CompileProgress(say)
-        self._recorder = CompileRecorder(on_start=progress.compile_begins, on_end=progress.compile_ends)
+        self._progress = CompileProgress(say)
+        self._recorder = CompileRecorder(on_start=self._compile_begins, on_end=self._compile_ends)
         self._timer = StepTimer()
         self._memory = PeakMemory()
-        self._switch = PhaseSwitch(targets, self._configs, passes=passes, recorder=self._recorder, settings=settings)
+        self._switch = PhaseSwitch(
+            targets,
+            self._configs,
+            passes=passes,
+            recorder=self._recorder,
+            settings=settings,
+            meetings=self._meetings,
+        )
+        self._meetings.on_failure = self._switch.give_up
+        self._meetings.on_warning = self._warn
+        self._meetings.on_fatal = _raise
         # A phase that is tuned measures eager steps among those of its candidates.
         self._baselines = {phase: Baseline(baseline_steps if config else 0) for phase, config in self._configs.items()}
         self._tunings = {
-            phase: PhaseTuning(phase, tune, switch=self._switch, recorder=self._recorder, timer=self._timer, say=say)
+            phase: PhaseTuning(
+                phase,
+                tune,
+                switch=self._switch,
+                recorder=self._recorder,
+                timer=self._timer,
+                say=say,
+                gather=self._meetings.gather,
+            )
             for phase, tune in tunes.items()
         }
         self._choices = ChoicesStore(cache_dir / "choices") if cache_dir else None
@@ -105,7 +128,7 @@ class CompileSession:
         self._cuda = False
         self._seen_before_step = (0, 0)
         self._measured = self._first = False
-        self._warn = WarnOnce()
+        self._of_ranks: Sequence[Figures] = ()
         self._watch = Watch(self._recorder, self._timer)
 
     # ------------------------------------------------------------------------------------------ a trainer run
@@ -115,15 +138,19 @@ class CompileSession:
         """Whether a trainer run is under way."""
         return self._running
 
-    def begin(self, expected_steps: Mapping[Phase, float], *, precision: str = "") -> None:
+    def begin(self, expected_steps: Mapping[Phase, float], *, precision: str = "", together: bool = False) -> None:
         """A trainer run begins: compile in place, and plan the baselines.
 
         Args:
             expected_steps: Steps to come by phase, ``math.inf`` where that is not known.
             precision: The trainer's precision.
+            together: Whether all processes of the process group, if there is one, begin the same run here.
         """
         self._running = True
         self._cuda = _on_cuda(self.module)
+        self._meetings.begin(device_of(self.module), together=together and any(self._settings.values()))
+        steps_of_ranks = self._meetings.gather(dict(expected_steps))
+        expected_steps = {phase: min(steps[phase] for steps in steps_of_ranks) for phase in expected_steps}
         self._warn_of_idle_settings()
         if self._warm_start is not None:
             self._warm_start.begin(self.module)
@@ -133,7 +160,8 @@ class CompileSession:
             self._baselines[phase].plan(steps)
         self._precision = precision
         for phase, tuning in self._tunings.items():
-            tuning.begin(device_of(self.module), expected_steps.get(phase, 0), self._choices)
+            store = self._choices if self._meetings.speaks else None
+            tuning.begin(device_of(self.module), expected_steps.get(phase, 0), store)
             self._configs[phase] = tuning.config
 
     def end(self, *, keep_compiled: bool = False) -> None:
@@ -142,7 +170,8 @@ class CompileSession:
         self._recorder.stop()
         self._timer.abandon()
         self._keep_artifacts()
-        self._keep_costs()
+        if self._meetings.speaks:
+            self._keep_costs()
         if self._warm_start is not None:
             for message in idle_cache_dir(self._warm_start, self._recorder):
                 self._warn("cache_dir", message, "nothing-to-keep")
@@ -202,7 +231,7 @@ class CompileSession:
     def expect(self, phase: Phase, steps: float) -> None:
         """Tell how many steps of a phase the run has, where that was not known when it began."""
         if (tuning := self._tunings.get(phase)) is not None:
-            tuning.expect(steps)
+            tuning.expect(min(self._meetings.gather(steps), default=steps))
 
     def step_begins(self, *, first: bool = False, measured: bool = True) -> None:
         """A batch begins.
@@ -213,6 +242,8 @@ class CompileSession:
         """
         if first:
             self._switch.suspect_weights()
+        if self._settings[self._phase] is not None:
+            self._meetings.step_begins()
         self._measured, self._first = measured, first
         if (tuning := self._tunings.get(self._phase)) is not None:
             self._configs[self._phase] = tuning.step_begins(measured=measured)
@@ -224,6 +255,10 @@ class CompileSession:
                 self._memory.start(self._phase, compiled=self._compiled, settings=self._candidate)
         if measured:
             self._timer.start(cuda=self._cuda)
+
+    def backward_begins(self) -> None:
+        """A backward pass is to follow, at whose end processes reduce their gradients."""
+        self._meetings.before_backward()
 
     def gradients_ready(self, *, kept: bool) -> None:
         """A backward pass is done.
@@ -242,19 +277,22 @@ class CompileSession:
             work: What was to be done in it; steps of equal work are compared.
         """
         compiles_before, traces_before = self._seen_before_step
+        disturbed = self._meetings.disturbed or self._recorder.compiles_seen != compiles_before
+        self._meetings.step_ends()
         tuning = self._tunings.get(self._phase)
         sample = self._timer.stop(
             self._phase,
             compiled=self._compiled,
             # A stage's first batch finds weights to be folded anew, and with frozen weights other code runs.
             work=work if tuning is None else (work, self._first, self._frozen),
-            disturbed=self._recorder.compiles_seen != compiles_before,
+            disturbed=disturbed,
             settings=self._candidate,
         )
         if self._cuda:
             self._memory.stop(traced=self._recorder.traces_seen != traces_before)
-        if self._baselines[self._phase].running and not self._compiled:
-            self._baselines[self._phase].step(sample=sample)
+        baseline = self._baselines[self._phase]
+        if baseline.running and not self._compiled and (samples := self._meetings.gather(sample)):
+            baseline.step(sample=all(samples))
         if tuning is not None:
             config = self._configs[self._phase]
             if tuning.winner is None and config is not None and config.uses_cudagraphs:
@@ -282,13 +320,24 @@ class CompileSession:
             self._warn((phase, "fold"), message, "nothing-is-folded")
         self._judge(phase)
         self._keep_artifacts()
+        self._of_ranks = self._meetings.gather_at_end_of_stage(self._own_figures())
 
     # ------------------------------------------------------------------------------------------ what was measured
 
     def report(self) -> CompileReport:
-        """What was measured so far."""
-        self._recorder.collect()
+        """What was measured so far; of several processes, by the slowest at the end of each stage."""
+        phases = {phase: with_slowest(of_phase, phase, self._of_ranks) for phase, of_phase in self._own().items()}
         phases = {
+            phase: replace(report, advice=self._advisor.advise(report, self._costs_made_for(phase)))
+            for phase, report in phases.items()
+        }
+        artifacts = self._warm_start.report() if self._warm_start else None
+        return CompileReport(train=phases["train"], infer=phases["infer"], artifacts=artifacts, before=self._before)
+
+    def _own(self) -> dict[Phase, PhaseReport]:
+        """What this process measured."""
+        self._recorder.collect()
+        return {
             phase: build_phase_report(
                 phase,
                 settings,
@@ -300,12 +349,9 @@ class CompileSession:
             )
             for phase, settings in self._settings.items()
         }
-        phases = {
-            phase: replace(report, advice=self._advisor.advise(report, self._costs_made_for(phase)))
-            for phase, report in phases.items()
-        }
-        artifacts = self._warm_start.report() if self._warm_start else None
-        return CompileReport(train=phases["train"], infer=phases["infer"], artifacts=artifacts, before=self._before)
+
+    def _own_figures(self) -> Figures:
+        return {phase: figures_of(report) for phase, report in self._own().items()} if self._meetings.size > 1 else {}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to know, as plain data: the report, the baseline's samples, and what was chosen."""
@@ -338,6 +384,14 @@ class CompileSession:
 
     # ------------------------------------------------------------------------------------------ what these call
 
+    def _compile_begins(self, owner: Owner) -> None:
+        self._meetings.compile_begins()
+        self._progress.compile_begins(owner)
+
+    def _compile_ends(self) -> None:
+        self._progress.compile_ends()
+        self._meetings.compile_ends()
+
     def _select(self, *, compiled: bool) -> None:
         self._compiled = compiled and self._configs[self._phase] is not None
         self._switch.select(self._phase, compiled=compiled, frozen=self._frozen)
@@ -367,6 +421,7 @@ class CompileSession:
                 work=work,
                 precision=self._precision,
                 device=device_of(self.module),
+                processes=self._meetings.size,
             )
         return self._made_for[phase, work]
 
@@ -408,10 +463,17 @@ class CompileSession:
             work=repr(work),
             precision=self._precision,
             device=device_of(self.module),
+            processes=self._meetings.size,
         )
 
     def _device_name(self) -> str:
-        return torch.cuda.get_device_name() if _on_cuda(self.module) else "cpu"
+        """What step times are compared on."""
+        name = torch.cuda.get_device_name() if _on_cuda(self.module) else "cpu"
+        return name if self._meetings.size == 1 else f"{self._meetings.size} x {name}"
+
+
+def _raise(message: str) -> None:
+    raise CompileError(message)
 
 
 def _on_cuda(module: nn.Module) -> bool:

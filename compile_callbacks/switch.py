@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks.autocast import ConfiguredAutocast
 from compile_callbacks.config import InductorConfig
-from compile_callbacks.events import CompileRecorder
+from compile_callbacks.events import CompileRecorder, Owner
+from compile_callbacks.meetings import Meetings
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.region import CompiledRegion, Isolation, RegionSettings
 from compile_callbacks.targets import Compiled, Target
@@ -56,6 +58,8 @@ class Dispatcher:
         """Call what is selected."""
         if torch.compiler.is_compiling():  # inside another target's trace, or an export: be part of its graph
             return self.eager(*args, **kwargs)
+        if _is_redirected(self.target.module):
+            return self.eager(*args, **kwargs)
         return self.selected(*args, **kwargs)
 
     def call(self, phase: Phase, *, compiled: bool = True, frozen: bool = False) -> Callable[..., Any]:
@@ -99,6 +103,7 @@ class PhaseSwitch:
         passes: Graph passes for both phases, before those of each config.
         recorder: Told of everything that happens while compiling.
         settings: What regions do beside compiling.
+        meetings: Where several processes wait for each other's compiles.
     """
 
     def __init__(
@@ -109,11 +114,13 @@ class PhaseSwitch:
         passes: Sequence[Any] = (),
         recorder: CompileRecorder,
         settings: RegionSettings | None = None,
+        meetings: Meetings | None = None,
     ) -> None:
         self.targets = tuple(targets)
         self._passes = tuple(passes)
         self._recorder = recorder
         self._settings = settings or RegionSettings()
+        self._meetings = meetings or Meetings()
         self._isolation = Isolation()
         self._dispatchers_of = [[Dispatcher(member) for member in target.members] for target in targets]
         self._made: dict[tuple[Phase, str | None], list[_Made]] = {}
@@ -200,6 +207,12 @@ class PhaseSwitch:
             for region in made.regions:
                 region.free_compiled()
 
+    def give_up(self, owner: Owner, reason: str) -> None:
+        """Leave a target eager, because the compiler failed on it in this process or in another."""
+        for region in self.regions(owner.phase):
+            if region.owner == owner:
+                region.give_up(reason)
+
     def belongs_to(self, session: Any) -> None:
         """Have the targets know who compiled them."""
         for dispatcher in self._dispatchers:
@@ -268,6 +281,7 @@ class PhaseSwitch:
                 passes=self._passes,
                 recorder=self._recorder,
                 isolation=self._isolation,
+                meetings=self._meetings,
                 settings=self._settings if name is None else self._settings.for_trial(),
                 frozen=frozen,
                 name=name,
@@ -304,6 +318,17 @@ def compiled_parts(module: nn.Module) -> list[str]:
     ]
 
 
+def _is_redirected(module: nn.Module) -> bool:
+    """Whether a call of the module is a step of its: Lightning has a wrapper around it, DDP for example, call the step.
+
+    It puts a function of its own in the place of ``forward`` for that call. Compiled, it would be the step as a whole.
+    """
+    forward = vars(module).get("forward")
+    # Not a method: those of Lightning's own demos are in its package too.
+    return isinstance(forward, types.FunctionType) and forward.__module__.partition(".")[0] in _LIGHTNING
+
+
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _ABSENT = object()
 
 

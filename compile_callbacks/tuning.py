@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -44,10 +45,35 @@ class Observed:
     graphs: int
     problem: tuple[Verdict, str] | None
 
+    @staticmethod
+    def of_all(observed: Sequence[Observed]) -> Observed:
+        """What was seen of a step that several processes took together: the slowest counts, and any problem."""
+        problems = [one.problem for one in observed]
+        return Observed(
+            sample=all(one.sample for one in observed),
+            seconds=max(one.seconds for one in observed),
+            compile_seconds=max(one.compile_seconds for one in observed),
+            graphs=min(one.graphs for one in observed),
+            problem=next((problem for problem in problems if problem is not None), None),
+        )
 
-def as_observed(what: _T) -> _T:
-    """What one process observes, which is all of them: see `PhaseTuning`."""
-    return what
+
+def slowest(read: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
+    """Of each kind of work the samples of the process that took longest for it.
+
+    Args:
+        read: The samples of each process, in milliseconds, by their work.
+    """
+    works = dict.fromkeys(work for samples in read for work in samples)
+    return {
+        work: max((samples[work] for samples in read if samples.get(work)), key=statistics.median, default=())
+        for work in works
+    }
+
+
+def alone(what: _T) -> Sequence[_T]:
+    """What one process knows, which is all of them: see `PhaseTuning`."""
+    return [what]
 
 
 class PhaseTuning:
@@ -63,9 +89,9 @@ class PhaseTuning:
         recorder: Knows what happened while compiling.
         timer: Knows how long steps took.
         say: Takes a line of text.
-        agree: What a process observes goes through this before anything is decided by it: an `Observed`, samples by
-            their work, or an earlier `Choice`. Where several processes train together, it has to give the same in
-            each, or they would run different candidates.
+        gather: Gives what each process knows, in the same order in all of them: an `Observed`, samples by their work,
+            an earlier `Choice`. What is decided is decided by all of it, or processes that train together would run
+            different candidates. Nothing, where not all processes are there: the step does not count then.
         clock: Seconds, rising.
     """
 
@@ -78,7 +104,7 @@ class PhaseTuning:
         recorder: CompileRecorder,
         timer: StepTimer,
         say: Callable[[str], None],
-        agree: Callable[[Any], Any] = as_observed,
+        gather: Callable[[Any], Sequence[Any]] = alone,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.phase = phase
@@ -87,7 +113,7 @@ class PhaseTuning:
         self._recorder = recorder
         self._timer = timer
         self._say = say
-        self._agree = agree
+        self._gather = gather
         self._clock = clock
         self._configs: dict[str, InductorConfig] = {}
         self._device = torch.device("cpu")
@@ -174,7 +200,8 @@ class PhaseTuning:
         assert tuner is not None
         if tuner.winner is not None or not measured:
             return
-        self._step_of_candidate(tuner, sample)
+        if not self._step_of_candidate(tuner, sample):
+            return
         if self._made_for is None:
             self._made_for = made_for()
             self._remember(tuner, self._made_for)
@@ -233,21 +260,23 @@ class PhaseTuning:
             self._switch.use(self.phase, self.config, settings)
         return self.config
 
-    def _step_of_candidate(self, tuner: Tuner, sample: bool) -> None:
+    def _step_of_candidate(self, tuner: Tuner, sample: bool) -> bool:
+        """What came of a step; whether all processes took it."""
         name = tuner.candidate
         self._recorder.collect()
         events = [e for e in self._recorder.events[self._events_before :] if e.phase == self.phase]
         now = self._clock()
-        observed: Observed = self._agree(
-            Observed(
-                sample=sample,
-                seconds=now - self._started + self._reading_seconds,
-                compile_seconds=sum(event.seconds or 0 for event in events if event.kind == "compile"),
-                graphs=sum(event.graphs for event in events),
-                problem=None if name == EAGER else _problem(events),
-            )
+        mine = Observed(
+            sample=sample,
+            seconds=now - self._started + self._reading_seconds,
+            compile_seconds=sum(event.seconds or 0 for event in events if event.kind == "compile"),
+            graphs=sum(event.graphs for event in events),
+            problem=None if name == EAGER else _problem(events),
         )
         self._reading_seconds = 0.0
+        if not (gathered := self._gather(mine)):
+            return False
+        observed = Observed.of_all(gathered)
         self._graphs[name] += observed.graphs
         over = tuner.step_ends(
             sample=observed.sample, seconds=observed.seconds, compile_seconds=observed.compile_seconds
@@ -258,13 +287,14 @@ class PhaseTuning:
             tuner.rule_out("failed", "nothing was compiled in its steps")
         elif over:
             read = self._timer.samples(self.phase, compiled=name != EAGER, settings=_settings(name))
-            tuner.block_ends(self._agree(read))
+            tuner.block_ends(slowest(self._gather(read)))
         self._reading_seconds = self._clock() - now
+        return True
 
     def _remember(self, tuner: Tuner, made_for: Mapping[str, str]) -> None:
         """Begin with what an earlier run chose under the same circumstances."""
         found = self._earlier.get(fingerprint(made_for)) or (self._store.load(made_for) if self._store else None)
-        choice: Choice | None = self._agree(found)
+        choice = next((of_process for of_process in self._gather(found) if of_process is not None), None)
         known = [self._as_choice(name) for name in (EAGER, *self._configs)]
         if choice is not None and choice in known:
             tuner.remember(choice.candidate)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from compile_callbacks.artifact_file import Artifact
 from compile_callbacks.artifacts import ArtifactError, ArtifactStore
 from compile_callbacks.artifacts_key import artifacts_key
 from compile_callbacks.libraries import loaded_libraries, probe_libraries, put_library
-from compile_callbacks.links import Entry, see
+from compile_callbacks.links import Entry
+from compile_callbacks.once import WarnOnce
 from compile_callbacks.phases import Phase
 from compile_callbacks.placement import device_of
-from compile_callbacks.region import CompileWarning
 from compile_callbacks.tune import Settings
 
 _LIBRARY = "library"
@@ -37,9 +36,16 @@ class WarmStart:
         folder: Where artifacts are kept.
         configs: The module's settings by phase.
         passes: Graph passes for both phases.
+        warn: Takes what there is to warn of; a subject, a message, and its entry in the docs.
     """
 
-    def __init__(self, folder: Path, configs: Mapping[Phase, Settings], passes: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        configs: Mapping[Phase, Settings],
+        passes: Sequence[Any] = (),
+        warn: Callable[[Hashable, str, Entry], object] | None = None,
+    ) -> None:
         self._store = ArtifactStore(folder)
         self._settings = dict(configs), tuple(passes)
         self._key: str | None = None
@@ -49,7 +55,7 @@ class WarmStart:
         self._libraries: set[str] = set()
         self._used: dict[Any, Artifact] = {}
         self._kept: set[Any] = set()
-        self._warned: set[str] = set()
+        self._warn_of = warn or WarnOnce()
 
     @property
     def idle(self) -> bool:
@@ -127,9 +133,7 @@ class WarmStart:
                 yield Artifact(_LIBRARY, name, path.read_bytes())
 
     def _warn(self, message: str, entry: Entry) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(see(message, entry), CompileWarning, stacklevel=2)
+        self._warn_of(("cache_dir", message), message, entry)
 
 
 def _writes(device: torch.device) -> bool:

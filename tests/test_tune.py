@@ -8,8 +8,9 @@ import importlib.metadata
 import json
 import math
 import pickle
-import re
-from dataclasses import dataclass, replace
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from compile_callbacks import (
 from compile_callbacks.choices_store import Choice, ChoicesStore, circumstances, fingerprint
 from compile_callbacks.events import CompileRecorder
 from compile_callbacks.markdown import to_markdown
+from compile_callbacks.switch import PhaseSwitch
 from compile_callbacks.timing import StepTimer
 from compile_callbacks.tune import as_settings, named
 from compile_callbacks.tuning import Observed, PhaseTuning
@@ -189,28 +191,6 @@ def test_a_mode_may_be_auto_a_tune_or_a_mapping_with_candidates():
     assert as_settings("eager", "train_mode") is None
     with pytest.raises(ValueError, match="train_mode='autoo' is unknown; did you mean 'auto'"):
         InductorCompile("autoo")
-
-
-@pytest.mark.parametrize(
-    ("modes", "stage", "said"),
-    [
-        (("auto", None), "fit", "train_mode='auto' with a world size of 2"),
-        ((None, Tune(["default"])), "fit", "infer_mode='tune(default)' with a world size of 2"),
-        (("auto", "auto"), "fit", "train_mode='auto' and infer_mode='auto' with"),
-        (("default", "auto"), "validate", "infer_mode='auto' with"),
-        (("auto", "default"), "test", None),
-        (("default", "default"), "fit", None),
-    ],
-)
-def test_several_processes_do_not_tune_apart(modes, stage, said):
-    ours, module = InductorCompile(*modes), seeded()
-    two = trainer(ours, strategy="ddp_spawn", devices=2)
-    if said is None:
-        ours.setup(two, module, stage)
-        return
-    with pytest.raises(ValueError, match=re.escape(said)):
-        ours.setup(two, module, stage)
-    ours.setup(trainer(ours), module, stage)
 
 
 def test_two_configs_that_read_alike_have_names_of_their_own():
@@ -383,15 +363,7 @@ def test_a_candidate_that_meets_the_odd_batch_first_runs_the_others_compiled_too
     assert ours.report.train.recompiles == 1  # the eighth step is a candidate's first, and its shape is compiled first
 
 
-@dataclass
-class Rank:
-    """One of several processes: what it sees, and the phase that it tunes."""
-
-    seen: list[str]
-    tuning: PhaseTuning
-
-
-def test_processes_that_agree_on_what_they_see_run_the_same_candidates():
+def test_processes_run_the_same_candidates_and_choose_by_the_slowest():
     class Switch:
         def use(self, phase, config, name=None):
             pass
@@ -399,42 +371,63 @@ def test_processes_that_agree_on_what_they_see_run_the_same_candidates():
         choose = drop = use
 
     class Timer(StepTimer):
-        def __init__(self, faster):
+        def __init__(self, ms):
             super().__init__()
-            self.ms = {None: 10.0, "default": 5.0, "aten": 6.0} | faster
+            self.ms = ms
 
         def samples(self, phase, *, compiled, settings=None):
             return {"w": (self.ms[settings],) * 20}
 
-    def agreed(what):
-        """What the first rank sees, which is asked first: a broadcast."""
-        if isinstance(what, Observed):
-            what = replace(what, graphs=1)
-        turns = len(said[rank])
-        said[rank].append(what)
-        return said[0][turns]
+    said, all_said = [None, None], threading.Barrier(2, timeout=60)
 
-    said = {0: [], 1: []}
-    ranks = []
-    for faster in ({}, {"aten": 1.0, "default": 20.0}):
+    def process(rank):
+        def gather(what):
+            said[rank] = replace(what, graphs=1) if isinstance(what, Observed) else what
+            all_said.wait()
+            told = list(said)
+            all_said.wait()
+            return told
+
         tuning = PhaseTuning(
             "train",
             Tune(["default", "aten"], steps=10),
             switch=Switch(),
             recorder=CompileRecorder(),
-            timer=Timer(faster),
+            timer=Timer([{None: 10.0, "default": 5.0, "aten": 6.0}, {None: 9.0, "default": 20.0, "aten": 1.0}][rank]),
             say=print,
-            agree=agreed,
+            gather=gather,
         )
         tuning.begin(torch.device("cpu"), math.inf)
-        ranks.append(Rank([], tuning))
-    while ranks[0].tuning.winner is None:
-        for rank, one in enumerate(ranks):
-            one.tuning.step_begins(measured=True)
-            one.seen.append(one.tuning.in_force)
-            one.tuning.step_ends(measured=True, sample=rank == 0, made_for=dict)
-    assert ranks[0].seen == ranks[1].seen
-    assert [one.tuning.winner for one in ranks] == ["default", "default"]
+        seen = []
+        while tuning.winner is None:
+            tuning.step_begins(measured=True)
+            seen.append(tuning.in_force)
+            tuning.step_ends(measured=True, sample=rank == 0 or len(seen) % 3 > 0, made_for=dict)
+        return seen, tuning.winner
+
+    with ThreadPoolExecutor(2) as processes:
+        (first, winner), second = processes.map(process, (0, 1))
+    assert second == (first, winner)
+    assert winner == "aten"
+    assert {None, "default", "aten"} == set(first)
+
+
+def test_a_step_that_not_all_processes_take_does_not_count():
+    tuning = PhaseTuning(
+        "infer",
+        Tune(["default"]),
+        switch=PhaseSwitch([], {}, recorder=(recorder := CompileRecorder())),
+        recorder=recorder,
+        timer=StepTimer(),
+        say=print,
+        gather=lambda what: (),
+    )
+    tuning.begin(torch.device("cpu"), math.inf)
+    for _ in range(40):
+        tuning.step_begins(measured=True)
+        tuning.step_ends(measured=True, sample=True, made_for=dict)
+    assert [trial.verdict for trial in tuning.trials()] == []
+    assert tuning.in_force is None
 
 
 # ------------------------------------------------------------------------------------------ the infer phase

@@ -1,0 +1,314 @@
+"""Run by each of two processes: cases of training together, one after another, and what each process saw of them.
+
+    LOCAL_RANK=0 MASTER_PORT=... python tests/rank_cases.py FOLDER CASE ... and the same with LOCAL_RANK=1
+
+Leaves ``FOLDER/CASE.RANK.json`` of what a case gave, and ``.err`` and ``.out`` of what it printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+import torch._inductor.graph
+from lightning.pytorch.strategies import DDPStrategy
+from models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from torch import nn
+from torch.utils.data import DataLoader
+from uncached import Uncached
+
+from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile, Tune
+from compile_callbacks.ranks import Ranks
+
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
+PATIENCE = float(os.environ.get("RANK_CASES_TIMEOUT", "6"))  # the timeout of collectives where a rank is slow
+SLOW = float(os.environ.get("RANK_CASES_SLOW", "10"))  # and how much longer one rank compiles
+FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
+
+
+# ------------------------------------------------------------------------------------------ what the cases use
+
+
+def new_group() -> None:
+    """A process group is to be made anew: each has a port and a timeout of its own."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+
+
+def fit(module: Classifier, *callbacks: pl.Callback, timeout: float = 300, ddp: Any = None, **settings: Any) -> Any:
+    """Train on both processes, in a process group of its own."""
+    new_group()
+    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=timeout), **(ddp or {}))
+    train = settings.pop("train", None) or loader(12)
+    path = settings.pop("ckpt_path", None)
+    ours = trainer(*callbacks, **({"strategy": strategy, "devices": 2, "num_sanity_val_steps": 0} | settings))
+    ours.fit(module, train, loader(8, seed=2), ckpt_path=path)
+    return ours
+
+
+def seen(module: Classifier) -> dict[str, Any]:
+    """What a module saw, and how it came out of it."""
+    state = {name: value.flatten()[:100].tolist() for name, value in module.state_dict().items()}
+    return {"losses": module.losses, "outputs": [out.tolist() for out in module.validation_outputs], "state": state}
+
+
+def told(ours: InductorCompile) -> dict[str, Any]:
+    report = ours.report.to_dict()
+    return {phase: {name: report[phase][name] for name in report[phase]} for phase in ("train", "infer")}
+
+
+def both(make: Any = Classifier, **settings: Any) -> dict[str, Any]:
+    """A run with the callback, and the same without."""
+    ours = InductorCompile(baseline_steps=settings.pop("baseline_steps", 0))
+    eager, compiled = seeded(make), seeded(make)
+    fit(eager, **settings)
+    fit(compiled, ours, **settings)
+    return {"eager": seen(eager), "compiled": seen(compiled), "report": told(ours)}
+
+
+class Branches(Classifier):
+    """Takes another branch on each process, and leaves weights unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(CLASSES, CLASSES)
+        self.never = nn.Linear(CLASSES, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = self.net(batch[0])
+        if self.global_rank == batch_idx % 2:
+            x = self.more(x)
+        loss = nn.functional.cross_entropy(x, batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+class Wide(Classifier):
+    """More weights than the first of DDP's buckets holds, which is of 1 MiB."""
+
+    def __init__(self) -> None:
+        width = 520
+        layers = [nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)]
+        super().__init__(nn.Sequential(*layers, nn.ReLU(), nn.Linear(width, CLASSES)))
+
+
+class Synced(Classifier):
+    """Waits for the other process between forward and backward, as a loss that is logged for all does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True, on_step=True)
+        return loss
+
+
+class Sleeps(GraphPass):
+    """Takes its time where it is told to; each time is another pass to torch's cache."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        time.sleep(self.__dict__.pop("left", self.seconds))
+        self.left = 0.0
+
+
+class Growing(torch.utils.data.Dataset):
+    """Batches of 4 for the first process, and from the third on of 5 for the second."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        size = 5 if RANK and index > 2 else 4
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(size, FEATURES, generator=generator), torch.zeros(size, dtype=torch.long)
+
+
+class Uneven(torch.utils.data.Dataset):
+    """A batch less for the second process."""
+
+    def __len__(self) -> int:
+        return 4 - RANK
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(4, FEATURES) * index, torch.zeros(4, dtype=torch.long)
+
+
+def compiler_fails_on_second() -> Any:
+    run = torch._inductor.graph.GraphLowering.run
+
+    def fail_on_second(self: Any, *args: Any) -> Any:
+        if RANK:
+            raise RuntimeError("this lowering is not there")
+        return run(self, *args)
+
+    return mock.patch.object(torch._inductor.graph.GraphLowering, "run", fail_on_second)
+
+
+# ------------------------------------------------------------------------------------------ the cases
+
+
+def plain() -> dict[str, Any]:
+    path = str(FOLDER / "two.ckpt")
+    ours = InductorCompile(baseline_steps=2)
+    eager, compiled = seeded(), seeded()
+    fit(eager, max_epochs=2)
+    done = fit(compiled, ours, max_epochs=2)
+    done.save_checkpoint(path)
+    return {"eager": seen(eager), "compiled": seen(compiled), "report": told(ours), "scalars": ours.report.scalars()}
+
+
+def find_unused_parameters() -> dict[str, Any]:
+    return both(Branches, ddp={"find_unused_parameters": True})
+
+
+def static_graph() -> dict[str, Any]:
+    return both(ddp={"static_graph": True})
+
+
+def accumulation() -> dict[str, Any]:
+    return both(Wide, accumulate_grad_batches=2, ddp={"gradient_as_bucket_view": True, "bucket_cap_mb": 1})
+
+
+def failure() -> dict[str, Any]:
+    ours = InductorCompile(baseline_steps=0, verify="off", passes=[Uncached()])
+    eager, compiled = seeded(), seeded()
+    fit(eager)
+    with compiler_fails_on_second():
+        fit(compiled, ours)
+    return {"eager": seen(eager), "compiled": seen(compiled), "report": told(ours)}
+
+
+def failure_raises() -> dict[str, Any]:
+    ours = InductorCompile(baseline_steps=0, verify="off", on_error="raise", passes=[Uncached()])
+    try:
+        with compiler_fails_on_second():
+            fit(seeded(), ours)
+    except CompileError as error:
+        return {"error": str(error)}
+    return {}
+
+
+def slow_compile() -> dict[str, Any]:
+    ours = InductorCompile(baseline_steps=0, verify="off", passes=[Sleeps(SLOW if RANK else 0)])
+    eager, compiled = seeded(Synced), seeded(Synced)
+    fit(eager)
+    began = time.monotonic()
+    fit(compiled, ours, timeout=PATIENCE)
+    return {
+        "eager": seen(eager),
+        "compiled": seen(compiled),
+        "report": told(ours),
+        "seconds": time.monotonic() - began,
+    }
+
+
+def slow_recompile() -> dict[str, Any]:
+    class SleepsLater(Uncached):
+        def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+            if any(node.meta["val"].shape[:1] == (5,) for node in graph.nodes if node.op == "placeholder"):
+                time.sleep(SLOW)
+
+    ours = InductorCompile({"dynamic": False}, None, baseline_steps=0, verify="off", passes=[SleepsLater()])
+    eager, compiled = seeded(), seeded()
+    settings = {"train": DataLoader(Growing(), batch_size=None), "use_distributed_sampler": False}
+    fit(eager, **settings)
+    fit(compiled, ours, timeout=PATIENCE, **settings)
+    return {"eager": seen(eager), "compiled": seen(compiled), "report": told(ours)}
+
+
+def uneven_validation() -> dict[str, Any]:
+    ours = InductorCompile(None, Tune(["default"], steps=5), verify="off")
+    module = seeded()
+    new_group()
+    strategy = DDPStrategy(process_group_backend="gloo")
+    both = trainer(ours, strategy=strategy, devices=2, use_distributed_sampler=False, max_epochs=8)
+    both.fit(module, loader(2), DataLoader(Uneven(), batch_size=None))
+    return {"report": told(ours), "validated": len(module.validation_outputs)}
+
+
+def tuned() -> dict[str, Any]:
+    ours = InductorCompile(Tune(["default", "aten"], steps=10), None, cache_dir=FOLDER / "cache", verify="off")
+    module = seeded()
+    fit(module, ours, train=loader(260))
+    return {"report": told(ours), "compiled": seen(module)}
+
+
+def resumed_from_one() -> dict[str, Any]:
+    ours = InductorCompile(baseline_steps=2)
+    module = seeded()
+    done = fit(module, ours, max_epochs=2, ckpt_path=str(FOLDER / "one.ckpt"))
+    return {"report": told(ours), "compiled": seen(module), "epoch": done.current_epoch}
+
+
+def waiting() -> dict[str, Any]:
+    """Meetings by themselves: some that one process leaves out, a wait for a compile, and one in vain."""
+    new_group()
+    torch.distributed.init_process_group("gloo", rank=RANK, world_size=2, timeout=timedelta(seconds=2))
+    told: list[float] = []
+    ranks = Ranks("here", on_wait=told.append)
+    heard, elsewhere = [], None
+    if RANK == 0:
+        heard += ranks.meet().news
+        heard += ranks.meet("of zero").news
+        elsewhere = ranks.meet(value=RANK).values
+    heard += ranks.meet_before_backward("of one" if RANK else None).news
+    values = ranks.meet(value=RANK).values
+    if RANK == 1:
+        with ranks.compiling():
+            time.sleep(4)
+    ranks.meet_at_end_of_stage()
+    waited = told[-1] if told else 0
+    if RANK == 1:
+        time.sleep(5)
+    began = time.monotonic()
+    ranks.meet()
+    return {
+        "follows": ranks.follows,
+        "elsewhere": elsewhere,
+        "heard": heard,
+        "values": values,
+        "waited": waited,
+        "in_vain": time.monotonic() - began,
+        "current": ranks.current,
+    }
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for case in sys.argv[2:]:
+        torch._dynamo.reset()
+        with (
+            (FOLDER / f"{case}.{RANK}.out").open("w") as out,
+            (FOLDER / f"{case}.{RANK}.err").open("w") as err,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            began = time.monotonic()
+            try:
+                result = globals()[case]()
+            except BaseException:
+                result = {"raised": traceback.format_exc()}
+        result["warnings"] = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
+        result["wall_seconds"], result["cpu_seconds"] = time.monotonic() - began, sum(os.times()[:4])
+        (FOLDER / f"{case}.{RANK}.json").write_text(json.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

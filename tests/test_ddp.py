@@ -1,0 +1,234 @@
+"""Two processes that train together under DDP: the same results as without the callback, and nobody waits in vain."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from against_eager import FLOAT32
+from models import Classifier, loader, seeded, trainer
+
+from compile_callbacks import InductorCompile
+
+HERE = Path(__file__).parent
+CASES = [
+    "waiting",
+    "plain",
+    "find_unused_parameters",
+    "static_graph",
+    "accumulation",
+    "failure",
+    "failure_raises",
+    "slow_compile",
+    "slow_recompile",
+    "uneven_validation",
+    "tuned",
+    "resumed_from_one",
+]
+
+
+class Pair:
+    """What each of two processes saw of each case."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, case: str) -> list[dict]:
+        of_ranks = [json.loads((self.folder / f"{case}.{rank}.json").read_text()) for rank in (0, 1)]
+        for rank, result in enumerate(of_ranks):
+            assert "raised" not in result, f"rank {rank}: {result['raised']}"
+        return of_ranks
+
+    def printed(self, case: str, rank: int) -> str:
+        return (self.folder / f"{case}.{rank}.out").read_text() + (self.folder / f"{case}.{rank}.err").read_text()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """All cases, run by one pair of processes: to start one takes longer than most cases do."""
+    folder = tmp_path_factory.mktemp("ranks")
+    one = trainer(InductorCompile(baseline_steps=2), max_epochs=1)
+    one.fit(seeded(), loader(12), loader(4, seed=2))
+    one.save_checkpoint(folder / "one.ckpt")
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(20000 + os.getpid() % 10000),
+        "NODE_RANK": "0",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, str(HERE / "rank_cases.py"), str(folder), *CASES]
+    processes = [subprocess.Popen(command, env={**environment, "LOCAL_RANK": str(rank)}, cwd=folder) for rank in (0, 1)]
+    try:
+        assert [process.wait(timeout=280) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    return Pair(folder)
+
+
+def assert_equal(result: dict) -> None:
+    """Losses, validation outputs and weights of a run with the callback are those of the run without."""
+    compiled, eager = result["compiled"], result["eager"]
+    assert len(eager["losses"]) > 1
+    assert eager["losses"][0] != eager["losses"][-1]
+    torch.testing.assert_close(compiled["losses"], eager["losses"], **FLOAT32)
+    for ours, theirs in zip(compiled["outputs"], eager["outputs"], strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), **FLOAT32)
+    assert list(compiled["state"]) == list(eager["state"])
+    for name, value in eager["state"].items():
+        torch.testing.assert_close(torch.tensor(compiled["state"][name]), torch.tensor(value), **FLOAT32)
+
+
+def events(result: dict, phase: str, kind: str) -> list[str]:
+    return [event["reason"] for event in result["report"][phase]["events"] if event["kind"] == kind]
+
+
+# ------------------------------------------------------------------------------------------ the same results
+
+
+@pytest.mark.parametrize("case", ["plain", "find_unused_parameters", "static_graph", "accumulation"])
+def test_a_run_of_two_processes_equals_the_same_run_without_the_callback(pair, case):
+    of_ranks = pair(case)
+    for result in of_ranks:
+        assert_equal(result)
+        train, infer = result["report"]["train"], result["report"]["infer"]
+        assert train["graphs"] >= 1
+        assert infer["graphs"] == 1  # not split: no gradient is reduced
+        assert [train["fallbacks"], infer["fallbacks"]] == [0, 0]
+        assert [train["graph_breaks"], infer["graph_breaks"]] == [0, 0]
+        assert result["warnings"] == []
+    states = [result["compiled"]["state"] for result in of_ranks]
+    assert states[0]["net.0.weight"] == states[1]["net.0.weight"]
+    assert of_ranks[0]["compiled"]["losses"] != of_ranks[1]["compiled"]["losses"]  # each has data of its own
+
+
+def test_graphs_are_split_at_ddps_buckets(pair):
+    assert pair("plain")[0]["report"]["train"]["graphs"] == 1  # one bucket holds all of a tiny model
+    assert pair("accumulation")[0]["report"]["train"]["graphs"] > 1
+
+
+def test_what_one_process_compiled_the_other_finds_in_the_cache(pair):
+    first, second = (result["report"]["train"] for result in pair("static_graph"))
+    assert second["cache_hits"] == second["graphs"]
+    assert first["graphs"] == second["graphs"]
+    assert second["cache_misses"] == 0
+
+
+# ------------------------------------------------------------------------------------------ reports
+
+
+def test_the_report_is_that_of_the_slowest_and_the_first_process_alone_shows_it(pair):
+    first, second = pair("plain")
+    for phase in ("train", "infer"):
+        mine, others = first["report"][phase], second["report"][phase]
+        assert mine["processes"] == 2
+        for name in ("compile_seconds", "eager_step_ms", "compiled_step_ms", "speedup", "slowest_rank"):
+            assert mine[name] == others[name]
+            assert mine[name] is not None
+    assert "compile seconds" in pair.printed("plain", 0)
+    assert "2 processes" in pair.printed("plain", 0)
+    assert "compile" not in pair.printed("plain", 1).replace("torch.compile", "")
+    assert first["scalars"]["compile/train/seconds"] == first["report"]["train"]["compile_seconds"]
+
+
+def test_compile_seconds_are_those_of_the_slowest_process(pair):
+    first, second = pair("slow_compile")
+    assert first["report"]["train"]["compile_seconds"] > 10
+    assert first["report"]["train"]["compile_seconds"] == second["report"]["train"]["compile_seconds"]
+
+
+# ------------------------------------------------------------------------------------------ all together
+
+
+def test_processes_meet_where_meetings_do_not_match_and_do_not_wait_for_ever(pair):
+    first, second = pair("waiting")
+    assert [first["follows"], second["follows"]] == [False, True]
+    assert first["elsewhere"] is None  # the other process was at another place
+    assert first["heard"] == second["heard"] == [[1, "of one"], [0, "of zero"]]
+    assert first["values"] == second["values"] == [0, 1]
+    assert first["waited"] > 2  # the timeout of the process group: the other compiled
+    assert second["waited"] == 0
+    assert 2 < first["in_vain"] < 5  # the other did not
+    assert not first["current"]
+
+
+@pytest.mark.parametrize("case", ["slow_compile", "slow_recompile"])
+def test_a_compile_that_takes_longer_than_the_timeout_of_collectives_ends_well(pair, case):
+    for result in pair(case):
+        assert_equal(result)
+        assert result["report"]["train"]["fallbacks"] == 0
+        assert result["warnings"] == []
+    assert pair(case)[1]["report"]["train"]["recompiles"] == (case == "slow_recompile")
+
+
+def test_a_failure_in_one_process_has_all_fall_back(pair):
+    first, second = pair("failure")
+    for result in (first, second):
+        assert_equal(result)
+    for phase in ("train", "infer"):
+        assert [reason[:8] for reason in events(first, phase, "fallback")] == ["rank 1: "] * len(
+            events(second, phase, "fallback")
+        )
+        assert "this lowering is not there" in events(first, phase, "fallback")[0]
+    assert any("in the train phase, in every process: rank 1: " in message for message in first["warnings"])
+    assert second["warnings"] == []
+
+
+def test_a_failure_in_one_process_ends_the_run_of_all_where_that_is_asked_for(pair):
+    first, second = pair("failure_raises")
+    assert "this lowering is not there" in second["error"]
+    assert first["error"] == f"rank 1: {second['error']}"
+
+
+def test_processes_with_unequal_batches_wait_for_nobody(pair):
+    first, second = pair("uneven_validation")
+    assert first["validated"] > second["validated"]
+    assert first["report"]["infer"]["trials"] == second["report"]["infer"]["trials"]
+    assert first["report"]["infer"]["trials"][0]["samples"] > 0
+
+
+def test_processes_choose_the_same_candidate(pair):
+    first, second = pair("tuned")
+    trials = first["report"]["train"]["trials"]
+    assert [trial["verdict"] for trial in trials].count("chosen") == 1
+    assert all(trial["samples"] >= 5 for trial in trials)
+    assert trials == second["report"]["train"]["trials"]
+    torch.testing.assert_close(
+        first["compiled"]["state"]["net.0.weight"], second["compiled"]["state"]["net.0.weight"], **FLOAT32
+    )
+    assert len(list((pair.folder / "cache" / "choices").iterdir())) == 1
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+
+
+def test_a_checkpoint_of_two_processes_goes_on_in_one(pair):
+    path = pair.folder / "two.ckpt"
+    assert set(torch.load(path, weights_only=False)["state_dict"]) == set(Classifier().state_dict())
+    module = seeded()
+    ours = InductorCompile(baseline_steps=2)
+    one = trainer(ours, max_epochs=3)
+    one.fit(module, loader(12), loader(4, seed=2), ckpt_path=path, weights_only=False)
+    assert one.current_epoch == 3
+    assert len(module.losses) == 12
+    assert ours.report.before.train.processes == 2
+    assert ours.report.train.restored == ()  # step times of two processes are not compared with those of one
+    assert ours.report.train.eager_step_ms is not None
+    plain = seeded()
+    trainer(max_epochs=3).fit(plain, loader(12), loader(4, seed=2), ckpt_path=path, weights_only=False)
+    torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()), **FLOAT32)
+
+
+def test_a_checkpoint_of_one_process_goes_on_in_two(pair):
+    for result in pair("resumed_from_one"):
+        assert result["epoch"] == 2
+        assert len(result["compiled"]["losses"]) == 6  # of twelve batches, for one epoch
+        assert result["report"]["train"]["restored"] == []
+        assert result["report"]["train"]["graphs"] == 1
+        assert result["warnings"] == []
