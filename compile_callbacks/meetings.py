@@ -10,7 +10,6 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks.events import Owner
-from compile_callbacks.links import see
 from compile_callbacks.progress import LINE_SECONDS
 from compile_callbacks.ranks import Heard, Ranks
 
@@ -186,7 +185,7 @@ class Meetings:
         except RuntimeError as error:  # gloo finds no network interface, for example
             if self.speaks:
                 message = f"processes do not wait for each other's compiles: {type(error).__name__}: {error}"
-                self.on_warning("meetings", see(message, "processes-do-not-meet"))
+                self.on_warning("meetings", message)
             return None
 
     def _meet(self) -> None:

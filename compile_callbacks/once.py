@@ -20,13 +20,13 @@ class WarnOnce:
         self._said: set[Hashable] = set()
         self._elsewhere = elsewhere
 
-    def __call__(self, subject: Hashable, message: str, entry: Entry | None = None) -> bool:
+    def __call__(self, subject: Hashable, message: str, entry: Entry) -> bool:
         """Warn, unless that has been done for this subject.
 
         Args:
             subject: What the warning is about; hashable.
             message: What it says.
-            entry: The anchor of its entry in the docs; ``None`` where the message ends with a link to it.
+            entry: The anchor of its entry in the docs, for a message that does not end with a link.
 
         Returns:
             Whether it was said now.
@@ -34,7 +34,6 @@ class WarnOnce:
         if subject in self._said:
             return False
         self._said.add(subject)
-        message = message if entry is None else see(message, entry)
-        if not self._elsewhere(subject, message):
-            warnings.warn(message, CompileWarning, stacklevel=4)
+        if not self._elsewhere(subject, see(message, entry)):
+            warnings.warn(see(message, entry), CompileWarning, stacklevel=4)
         return True

@@ -204,8 +204,8 @@ class CompiledRegion:
         if self._meetings.speaks and not self._settings.on_trial:
             target, phase = self.owner[:2]
             message = f"target {target!r} runs eagerly in the {phase} phase, in every process: {in_one_line(reason)}"
-            message = see(f"{message} (the whole of it: callback.report.{phase}.events)", "the-compiler-failed")
-            warnings.warn(message, CompileWarning, stacklevel=2)
+            message += f" (the whole of it: callback.report.{phase}.events)"
+            warnings.warn(see(message, "the-compiler-failed"), CompileWarning, stacklevel=2)
 
     def _run(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
         if self._gave_up:
@@ -381,9 +381,8 @@ class CompiledRegion:
         self._warn(message, "differs-from-eager")
 
     def _warn(self, message: str, entry: Entry) -> None:
-        message = see(message, entry)
-        if not self._meetings.warn_elsewhere((self.owner, message), message):
-            warnings.warn(message, CompileWarning, stacklevel=3)
+        if not self._meetings.warn_elsewhere((self.owner, message), see(message, entry)):
+            warnings.warn(see(message, entry), CompileWarning, stacklevel=3)
 
     def _fails(self, reason: str) -> None:
         """The other processes are to run the target eagerly, too."""

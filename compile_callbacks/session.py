@@ -96,7 +96,8 @@ class CompileSession:
             meetings=self._meetings,
         )
         self._meetings.on_failure = self._switch.give_up
-        self._meetings.on_warning = self._warn
+        # What comes from other processes ends with a link already.
+        self._meetings.on_warning = functools.partial(self._warn, entry="processes-do-not-meet")
         self._meetings.on_fatal = _raise
         # A phase that is tuned measures eager steps among those of its candidates.
         self._baselines = {phase: Baseline(baseline_steps if config else 0) for phase, config in self._configs.items()}
