@@ -27,6 +27,7 @@ from compile_callbacks.idle import (
     limits_reached,
     why_uncompiled,
 )
+from compile_callbacks.links import see
 from compile_callbacks.meetings import Meetings
 from compile_callbacks.memory import PeakMemory
 from compile_callbacks.once import WarnOnce
@@ -474,7 +475,7 @@ class CompileSession:
 
 
 def _raise(message: str) -> None:
-    raise CompileError(message)
+    raise CompileError(see(message, "the-compiler-failed"))
 
 
 def _on_cuda(module: nn.Module) -> bool:
