@@ -20,8 +20,9 @@ from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSe
 from compile_callbacks.report import CompileReport
 from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes
+from compile_callbacks.sharding import why_refused
 from compile_callbacks.switch import compiled_parts
-from compile_callbacks.targets import Target, check_names, find_targets
+from compile_callbacks.targets import check_names, find_targets, whole_call
 from compile_callbacks.tune import Settings, Tune, as_settings
 from compile_callbacks.verify import VERIFY, Verify
 
@@ -49,7 +50,8 @@ def compile_phases(
         target: A module, or a function, which is wrapped. Left out, the call makes a decorator.
         train_mode: As `InductorCompile` takes it, but for ``"auto"`` and `Tune`: no steps are measured here.
         infer_mode: The same, for calls with grad disabled.
-        targets: Names of the parts of a module that are compiled; ``None``: the module as a whole.
+        targets: Names of the parts of a module that are compiled; ``None``: the module as a whole, or each
+            part that FSDP shards by itself.
         passes: Graph passes for both phases.
         on_error: As `InductorCompile` takes it.
         verify: As `InductorCompile` takes it.
@@ -110,7 +112,9 @@ def compile_phases(
             )
     module = target if isinstance(target, nn.Module) else _Function(target)
     names = check_names(targets)
-    found = find_targets(module, names, nn.Module) if names else [Target("forward", module)]
+    found = find_targets(module, names, nn.Module) if names else whole_call(module)
+    if refused := why_refused(module, configs):
+        raise ValueError(refused)
     if _session_of(module) is not None or {part.name for part in found} & set(compiled_parts(module)):
         raise ValueError(
             f"target={type(module).__name__} is compiled by this library already; undo that first: restore(), or "

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.phases import Phase
+from compile_callbacks.sharding import MOVING_WEIGHTS
 from compile_callbacks.warm_start import WarmStart
 
 
@@ -14,6 +15,12 @@ def idle_cudagraphs(phase: Phase, config: InductorConfig | None, *, cuda: bool) 
     """Say that CUDA graphs are asked for where they cannot be had."""
     if config is not None and config.uses_cudagraphs and not cuda:
         yield f"{phase}_mode={config.describe()!r} asks for CUDA graphs, and the module is not on a GPU"
+
+
+def idle_freezing(phase: Phase, config: InductorConfig | None, *, sharded: bool) -> Iterator[str]:
+    """Say that weights are to be baked in that are not there to be."""
+    if phase == "infer" and config is not None and config.freezes and sharded:
+        yield f"infer_mode={config.describe()!r} asks for freezing, and of the module {MOVING_WEIGHTS}"
 
 
 def idle_folding(phase: Phase, config: InductorConfig | None, recorder: CompileRecorder) -> Iterator[str]:

@@ -22,6 +22,7 @@ from compile_callbacks.folding.settings import FoldSettings
 from compile_callbacks.passes import GraphPassError, PassRun, pass_hook, pass_name, pass_options
 from compile_callbacks.phases import Phase
 from compile_callbacks.shapes import NewShapes, ShapePolicy, shapes, signature
+from compile_callbacks.sharding import MOVING_WEIGHTS
 from compile_callbacks.snapshot import Snapshot
 from compile_callbacks.targets import Target
 from compile_callbacks.verify import Comparison, Verify, call_and_compare, compare_with_eager
@@ -328,7 +329,7 @@ class CompiledRegion:
         module that has hooks, whose removal they notice.
         """
         self._hooks_seen = _torch.hooks_registered()
-        if not self._guards_hooks and _torch.has_call_hooks(self.target.module):
+        if not self._guards_hooks and self.target.has_hooks:
             self._guards_hooks = True
             self._compile()
 
@@ -403,6 +404,9 @@ class CompiledRegion:
             yield _torch.compile_inner
         elif self._config.resolved_options(self._device).get("cpp_wrapper"):
             self._not_folded("cpp_wrapper: Inductor tunes its kernels with the inputs of the graph as a whole")
+            yield _torch.compile_inner
+        elif self.target.sharded:
+            self._not_folded(MOVING_WEIGHTS)
             yield _torch.compile_inner
         elif _torch.has_tensor_subclasses(self.target.module):
             self._not_folded("its weights are tensor subclasses, as shards are: what holds their memory may change")

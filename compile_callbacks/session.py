@@ -15,13 +15,21 @@ from compile_callbacks.choices_store import Choice, ChoicesStore, circumstances
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.cudagraphs import LastingGradients
 from compile_callbacks.events import CompileRecorder, Owner
-from compile_callbacks.idle import idle_cache_dir, idle_cudagraphs, idle_folding, limits_reached, why_uncompiled
+from compile_callbacks.idle import (
+    idle_cache_dir,
+    idle_cudagraphs,
+    idle_folding,
+    idle_freezing,
+    limits_reached,
+    why_uncompiled,
+)
 from compile_callbacks.memory import PeakMemory
 from compile_callbacks.once import WarnOnce
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.progress import CompileProgress
 from compile_callbacks.region import RegionSettings
 from compile_callbacks.report import CompileReport, build_phase_report
+from compile_callbacks.sharding import is_sharded
 from compile_callbacks.switch import PhaseSwitch
 from compile_callbacks.targets import Target
 from compile_callbacks.timing import StepTimer
@@ -107,7 +115,7 @@ class CompileSession:
         """
         self._running = True
         self._cuda = _on_cuda(self.module)
-        self._warn_of_idle_cudagraphs()
+        self._warn_of_idle_settings()
         if self._warm_start is not None:
             self._warm_start.begin(self.module)
         self._recorder.listen()
@@ -331,12 +339,16 @@ class CompileSession:
         """Whether something happened to a candidate that is not chosen, and is told of in the report alone."""
         return owner.phase in self._tunings and owner.settings != self._tunings[owner.phase].winner
 
-    def _warn_of_idle_cudagraphs(self) -> None:
+    def _warn_of_idle_settings(self) -> None:
         for phase, config in self._configs.items():
             for reason in idle_cudagraphs(phase, config, cuda=self._cuda):
                 if self._warn((phase, "cudagraphs"), f"{reason}: they have no effect"):
                     for target in self._target_names:
                         self._recorder.add("cudagraph_skip", Owner(target, phase), reason=reason)
+            for reason in idle_freezing(phase, config, sharded=is_sharded(self.module)):
+                if self._warn((phase, "freezing"), f"{reason}: it has no effect"):
+                    for target in self._target_names:
+                        self._recorder.add("fold", Owner(target, phase), reason=reason)
 
     def _judge(self, phase: Phase) -> None:
         tuning = self._tunings.get(phase)

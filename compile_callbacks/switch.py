@@ -262,7 +262,7 @@ class PhaseSwitch:
                 name=name,
             )
 
-        freezes = config.freezes and phase == "infer"
+        freezes = config.freezes and phase == "infer" and not target.sharded
         sets_autocast = config.autocast_enabled is not None
         return _Made(
             region(frozen=False),
@@ -286,7 +286,7 @@ def compiled_parts(module: nn.Module) -> list[str]:
         module: The module to look at.
     """
     return [
-        (f"{path}.{slot}" if slot != _CALL_SLOT else path).removeprefix(".") or "forward"
+        (f"{path}.{slot}" if slot not in (_CALL_SLOT, "forward") else path).removeprefix(".") or "forward"
         for path, part in module.named_modules()
         for slot, value in vars(part).items()
         if isinstance(value, Dispatcher)

@@ -11,6 +11,7 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
+from compile_callbacks.sharding import innermost_units, is_fsdp2_unit, is_sharded, wrapped_by_fsdp1
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: what is called is what they hold
 
@@ -22,7 +23,8 @@ class Target:
     Attributes:
         name: What reports call it: its dotted name in the root module, ``"forward"`` for the root's own.
         module: The module that is called.
-        method: ``None`` for the module's call; else the method that is compiled instead.
+        method: ``None`` for the module's call; else the method that is compiled instead. ``"forward"`` is what the
+            module computes between its own hooks.
     """
 
     name: str
@@ -37,11 +39,21 @@ class Target:
         call: Callable[..., Any] = getattr(type(self.module), self.method).__get__(self.module)
         return call
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks run in what is compiled."""
+        return _torch.has_call_hooks(self.module, own=self.method is None)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered from shards for each call, and freed after it."""
+        return is_sharded(self.module)
+
     def why_not_twice(self) -> str | None:
         """Why the target is not to be called more often than the user calls it: what it does beside computing."""
-        if self.method is not None:
+        if self.method not in (None, "forward"):
             return f"{self.method} may log and count, which a second call would do again"
-        if _torch.has_call_hooks(self.module):
+        if self.has_hooks:
             return "it has hooks, which a second call would run again"
         return None
 
@@ -75,7 +87,8 @@ def find_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Mod
         root: The module to look in, a LightningModule for example.
         names: Dotted names of submodules or methods, or globs of submodule names; ``"forward"`` is the root's
             own call. ``None``: the root's ``forward`` if its class overrides that of ``base``, and each direct
-            child that holds parameters (for a list or dict of modules, its members).
+            child that holds parameters (for a list or dict of modules, its members). Of what FSDP shards in parts,
+            each part that holds no other one; see `compile_callbacks.sharding`.
         base: The class whose ``forward`` does not count as one.
 
     Raises:
@@ -111,9 +124,22 @@ def adopt_compiled(root: nn.Module) -> list[str]:
     return adopted
 
 
+def whole_call(root: nn.Module) -> list[Target]:
+    """A module's own call as targets: one, or the parts that FSDP shards it in."""
+    return [_target(name or "forward", module) for name, module in innermost_units(root)] or [Target("forward", root)]
+
+
+def _target(name: str, module: nn.Module) -> Target:
+    """A module's call, without what FSDP does around it: torch traces none of that, and ends the graph there."""
+    if (wrapped := wrapped_by_fsdp1(module)) is not None:
+        return Target(name, wrapped)
+    return Target(name, module, "forward" if is_fsdp2_unit(module) else None)
+
+
 def _chosen(root: nn.Module, base: type[nn.Module]) -> Iterator[Target]:
-    if type(root).forward is not base.forward:
-        yield Target("forward", root)
+    units = innermost_units(root)
+    if type(root).forward is not base.forward and all(module is root for _, module in units):
+        yield _target("forward", root)
     yield from _children(root, "")
 
 
@@ -121,7 +147,9 @@ def _children(parent: nn.Module, prefix: str) -> Iterator[Target]:
     for name, child in parent.named_children():
         if next(child.parameters(), None) is None:
             continue
-        if isinstance(child, _CONTAINERS):
+        if units := innermost_units(child):
+            yield from (_target(f"{prefix}{name}.{path}".rstrip("."), unit) for path, unit in units)
+        elif isinstance(child, _CONTAINERS):
             yield from _children(child, f"{prefix}{name}.")
         elif type(child).forward is not nn.Module.forward:
             yield Target(prefix + name, child)
@@ -129,15 +157,15 @@ def _children(parent: nn.Module, prefix: str) -> Iterator[Target]:
 
 def _matching(root: nn.Module, name: str) -> Iterator[Target]:
     if name == "forward":
-        yield Target("forward", root)
+        yield _target("forward", root)
         return
     modules = {path: module for path, module in root.named_modules(remove_duplicate=False) if path}
     if matches := [path for path in modules if fnmatch.fnmatchcase(path, name)]:
-        yield from (Target(path, modules[path]) for path in matches)
+        yield from (_target(path, modules[path]) for path in matches)
         return
     owner_path, _, method = name.rpartition(".")
     owner = modules.get(owner_path) if owner_path else root
     if owner is not None and callable(getattr(type(owner), method, None)):
-        yield Target(name, owner, None if method == "forward" else method)
+        yield _target(name, owner) if method == "forward" else Target(name, owner, method)
         return
     raise ValueError(unknown("targets", name, ["forward", *modules]))

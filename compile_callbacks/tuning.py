@@ -16,6 +16,7 @@ from compile_callbacks.choices_store import Choice, ChoicesStore, fingerprint
 from compile_callbacks.config import EAGER, InductorConfig
 from compile_callbacks.events import CompileEvent, CompileRecorder
 from compile_callbacks.phases import Phase
+from compile_callbacks.sharding import MOVING_WEIGHTS
 from compile_callbacks.switch import PhaseSwitch
 from compile_callbacks.timing import WARMUP_STEPS, StepTimer
 from compile_callbacks.trial import BLOCK_SAMPLES, Known, Trial, Verdict
@@ -117,7 +118,10 @@ class PhaseTuning:
         if self._tuner is None:
             self._device = device
             self._configs = named(self.tune.configs or auto_candidates(device, self.phase))
-            idle = [name for name, c in self._configs.items() if c.uses_cudagraphs and device.type != "cuda"]
+            no_cudagraphs = "" if device.type == "cuda" else "the module is not on a GPU"
+            if any(target.sharded for target in self._switch.targets):
+                no_cudagraphs = MOVING_WEIGHTS
+            idle = [name for name, c in self._configs.items() if c.uses_cudagraphs and no_cudagraphs]
             self._tuner = Tuner(
                 self._configs,
                 rule=self.tune.rule,
@@ -127,7 +131,7 @@ class PhaseTuning:
                 latency_budget_ms=self.tune.latency_budget_ms,
                 why_not=self._why_not,
                 least_steps=_LEAST_STEPS if self.tune.candidates == AUTO else 0,
-                skip=dict.fromkeys(idle, "it asks for CUDA graphs, and the module is not on a GPU"),
+                skip=dict.fromkeys(idle, f"it asks for CUDA graphs, and {no_cudagraphs}"),
             )
         self._plan(self._tuner, steps_left)
         self._use(self._tuner.winner or EAGER)
