@@ -22,7 +22,7 @@ from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes
 from compile_callbacks.sharding import why_refused
 from compile_callbacks.switch import compiled_parts
-from compile_callbacks.targets import check_names, find_targets, whole_call
+from compile_callbacks.targets import call_of, check_names, find_targets
 from compile_callbacks.tune import Settings, Tune, as_settings
 from compile_callbacks.verify import VERIFY, Verify
 
@@ -112,7 +112,7 @@ def compile_phases(
             )
     module = target if isinstance(target, nn.Module) else _Function(target)
     names = check_names(targets)
-    found = find_targets(module, names, nn.Module) if names else whole_call(module)
+    found = find_targets(module, names, nn.Module) if names else call_of("forward", module)
     if refused := why_refused(module, configs):
         raise ValueError(refused)
     if _session_of(module) is not None or {part.name for part in found} & set(compiled_parts(module)):

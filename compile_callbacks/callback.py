@@ -46,8 +46,8 @@ class InductorCompile(Callback):
         infer_mode: Settings for sanity check, validation, test and predict; the same choices.
         targets: What to compile: dotted names of submodules or methods (``"net"``, ``"training_step"``), or
             globs (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None`` takes that
-            if the module overrides it, and each direct child that holds parameters; of what FSDP shards, each part
-            that is sharded by itself.
+            if the module overrides it, and each direct child that holds parameters. What FSDP shards in parts is
+            compiled part by part.
         passes: Custom graph passes for both phases, see `GraphPass`.
         baseline_steps: Steps that each phase runs eagerly first, to measure what the speedup is compared
             with, after two to warm up; never more than half of the steps to come. 0: no baseline, no speedup.

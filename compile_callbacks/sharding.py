@@ -13,14 +13,13 @@ from typing import Any
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks._torch import is_fsdp2_unit, is_sharded
+from compile_callbacks._torch import is_sharded
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.phases import Phase
 
 __all__ = [
     "MOVING_WEIGHTS",
     "innermost_units",
-    "is_fsdp2_unit",
     "is_sharded",
     "why_refused",
     "why_strategy_refused",
@@ -32,8 +31,10 @@ MOVING_WEIGHTS = "its weights are sharded: they are gathered for each call, at a
 
 
 def innermost_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that FSDP gathers weights for and that hold no other such, by their dotted names in ``root``."""
-    units = {name: part for name, part in root.named_modules() if is_fsdp2_unit(part) or _torch.is_fsdp1_unit(part)}
+    """The modules that FSDP gathers weights for and that hold no other such; their dotted names, ``""`` for ``root``."""
+    units = {
+        name: part for name, part in root.named_modules() if _torch.is_fsdp2_unit(part) or _torch.is_fsdp1_unit(part)
+    }
     return [
         (_without_wrappers(name), unit)
         for name, unit in units.items()

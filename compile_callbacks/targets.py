@@ -11,7 +11,7 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
-from compile_callbacks.sharding import innermost_units, is_fsdp2_unit, is_sharded, wrapped_by_fsdp1
+from compile_callbacks.sharding import innermost_units, is_sharded, wrapped_by_fsdp1
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: what is called is what they hold
 
@@ -87,8 +87,8 @@ def find_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Mod
         root: The module to look in, a LightningModule for example.
         names: Dotted names of submodules or methods, or globs of submodule names; ``"forward"`` is the root's
             own call. ``None``: the root's ``forward`` if its class overrides that of ``base``, and each direct
-            child that holds parameters (for a list or dict of modules, its members). Of what FSDP shards in parts,
-            each part that holds no other one; see `compile_callbacks.sharding`.
+            child that holds parameters (for a list or dict of modules, its members). What FSDP shards in parts means
+            each of its parts that holds no other.
         base: The class whose ``forward`` does not count as one.
 
     Raises:
@@ -124,22 +124,23 @@ def adopt_compiled(root: nn.Module) -> list[str]:
     return adopted
 
 
-def whole_call(root: nn.Module) -> list[Target]:
-    """A module's own call as targets: one, or the parts that FSDP shards it in."""
-    return [_target(name or "forward", module) for name, module in innermost_units(root)] or [Target("forward", root)]
+def call_of(name: str, module: nn.Module) -> list[Target]:
+    """A module's call as targets: one, or where FSDP shards it in parts, each that holds no other.
 
-
-def _target(name: str, module: nn.Module) -> Target:
-    """A module's call, without what FSDP does around it: torch traces none of that, and ends the graph there."""
-    if (wrapped := wrapped_by_fsdp1(module)) is not None:
-        return Target(name, wrapped)
-    return Target(name, module, "forward" if is_fsdp2_unit(module) else None)
+    It is without what FSDP does around it: torch traces none of that, and ends the graph there.
+    """
+    prefix = "" if name == "forward" else f"{name}."
+    return [
+        Target(f"{prefix}{path}".rstrip(".") or name, wrapped)
+        if (wrapped := wrapped_by_fsdp1(unit)) is not None
+        else Target(f"{prefix}{path}".rstrip(".") or name, unit, "forward")
+        for path, unit in innermost_units(module)
+    ] or [Target(name, module)]
 
 
 def _chosen(root: nn.Module, base: type[nn.Module]) -> Iterator[Target]:
-    units = innermost_units(root)
-    if type(root).forward is not base.forward and all(module is root for _, module in units):
-        yield _target("forward", root)
+    if type(root).forward is not base.forward:
+        yield from call_of("forward", root)
     yield from _children(root, "")
 
 
@@ -147,25 +148,23 @@ def _children(parent: nn.Module, prefix: str) -> Iterator[Target]:
     for name, child in parent.named_children():
         if next(child.parameters(), None) is None:
             continue
-        if units := innermost_units(child):
-            yield from (_target(f"{prefix}{name}.{path}".rstrip("."), unit) for path, unit in units)
-        elif isinstance(child, _CONTAINERS):
+        if isinstance(child, _CONTAINERS):
             yield from _children(child, f"{prefix}{name}.")
         elif type(child).forward is not nn.Module.forward:
-            yield Target(prefix + name, child)
+            yield from call_of(prefix + name, child)
 
 
 def _matching(root: nn.Module, name: str) -> Iterator[Target]:
     if name == "forward":
-        yield _target("forward", root)
+        yield from call_of("forward", root)
         return
     modules = {path: module for path, module in root.named_modules(remove_duplicate=False) if path}
     if matches := [path for path in modules if fnmatch.fnmatchcase(path, name)]:
-        yield from (_target(path, modules[path]) for path in matches)
+        yield from (target for path in matches for target in call_of(path, modules[path]))
         return
     owner_path, _, method = name.rpartition(".")
     owner = modules.get(owner_path) if owner_path else root
     if owner is not None and callable(getattr(type(owner), method, None)):
-        yield _target(name, owner) if method == "forward" else Target(name, owner, method)
+        yield from call_of(name, owner) if method == "forward" else [Target(name, owner, method)]
         return
     raise ValueError(unknown("targets", name, ["forward", *modules]))
