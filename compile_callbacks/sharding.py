@@ -19,6 +19,7 @@ from compile_callbacks.phases import Phase
 
 __all__ = [
     "MOVING_WEIGHTS",
+    "check_whole",
     "innermost_units",
     "is_sharded",
     "why_refused",
@@ -31,7 +32,11 @@ MOVING_WEIGHTS = "its weights are sharded: they are gathered for each call, at a
 
 
 def innermost_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that FSDP gathers weights for and that hold no other such; their dotted names, ``""`` for ``root``."""
+    """The modules that FSDP gathers weights for and that hold no other such.
+
+    Returns:
+        Their dotted names in ``root``, ``""`` for itself, and the modules.
+    """
     units = {
         name: part for name, part in root.named_modules() if _torch.is_fsdp2_unit(part) or _torch.is_fsdp1_unit(part)
     }
@@ -70,6 +75,19 @@ def why_refused(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
                 f"were, and of the module {MOVING_WEIGHTS}. Give 'default' or 'max-autotune-no-cudagraphs'"
             )
     return None
+
+
+def check_whole(module: nn.Module) -> None:
+    """Refuse a module of which each process holds a part.
+
+    Raises:
+        ValueError: Its weights are sharded.
+    """
+    if is_sharded(module):
+        raise ValueError(
+            "module's weights are sharded by FSDP, and this takes a module that one process holds whole: load a "
+            "checkpoint into one that was built alike"
+        )
 
 
 def why_strategy_refused(strategy: object) -> str | None:

@@ -165,6 +165,6 @@ def _matching(root: nn.Module, name: str) -> Iterator[Target]:
     owner_path, _, method = name.rpartition(".")
     owner = modules.get(owner_path) if owner_path else root
     if owner is not None and callable(getattr(type(owner), method, None)):
-        yield from call_of(name, owner) if method == "forward" else [Target(name, owner, method)]
+        yield from call_of(owner_path, owner) if method == "forward" else [Target(name, owner, method)]
         return
     raise ValueError(unknown("targets", name, ["forward", *modules]))

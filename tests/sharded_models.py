@@ -67,6 +67,13 @@ class Whole(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class WholeForward(Whole):
+    """Has a ``forward`` of its own, which its steps do not call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
 class Sharded(Whole):
     """`Whole` with each block sharded, and the rest around them, or the net as one."""
 
@@ -98,15 +105,16 @@ def loader(devices: int) -> DataLoader:
 def two_devices(*callbacks: pl.Callback, full: bool = True, **settings: Any) -> pl.Trainer:
     """A trainer of two processes; ``full``, whether checkpoints are one file."""
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=not full)
-    return _trainer(callbacks, devices=2, strategy=strategy, **settings)
+    return quiet(callbacks, devices=2, strategy=strategy, **settings)
 
 
 def one_device(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
-    return _trainer(callbacks, devices=1, **settings)
+    return quiet(callbacks, devices=1, **settings)
 
 
-def _trainer(callbacks: Any, **settings: Any) -> pl.Trainer:
-    quiet: dict[str, Any] = {
+def quiet(callbacks: Any, **settings: Any) -> pl.Trainer:
+    """A trainer on the CPU without frills."""
+    frills: dict[str, Any] = {
         "accelerator": "cpu",
         "max_epochs": 1,
         "logger": False,
@@ -115,4 +123,4 @@ def _trainer(callbacks: Any, **settings: Any) -> pl.Trainer:
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
     }
-    return pl.Trainer(callbacks=list(callbacks), **(quiet | settings))
+    return pl.Trainer(callbacks=list(callbacks), **(frills | settings))
