@@ -244,7 +244,10 @@ def without_a_trainer() -> Any:
 
 
 class OnCPU(FSDPStrategy):
-    """Lightning asks for a GPU where the strategy is of its own class, which it need not."""
+    """Lightning asks for a GPU where the strategy is of its own class, and names its index."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
 
 @case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,7 +10,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 WIDTH, CLASSES, BLOCKS, SAMPLES, BATCH = 8, 3, 3, 24, 6  # BATCH: of all devices together
 
@@ -99,7 +100,10 @@ def data() -> TensorDataset:
 
 def loader(devices: int) -> DataLoader:
     """A batch of all devices together is the same samples for any number of devices."""
-    return DataLoader(data(), BATCH // devices)
+    sampler = None
+    if devices > 1:  # Lightning's own would shuffle
+        sampler = DistributedSampler(data(), devices, int(os.environ["LOCAL_RANK"]), shuffle=False)
+    return DataLoader(data(), BATCH // devices, sampler=sampler)
 
 
 def two_devices(*callbacks: pl.Callback, full: bool = True, **settings: Any) -> pl.Trainer:
