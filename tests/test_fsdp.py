@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from sharded_models import BLOCKS, WIDTH, Blocks, Whole, data, loader, one_device
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -186,9 +186,11 @@ def test_two_devices_resume(seen, case):
         assert_close(rank)
 
 
-def test_a_checkpoint_of_two_devices_loads_into_one_eager_module(seen, folder, tmp_path):
+def test_a_checkpoint_of_two_devices_loads_into_one_eager_module(seen, folder, tmp_path, monkeypatch):
     seen("fits"), seen("saves_in_parts")
-    dcp_to_torch_save(folder / "parts.ckpt", tmp_path / "whole.pt")
+    tool = "lightning.fabric.utilities.consolidate_checkpoint"
+    monkeypatch.setattr(sys, "argv", [tool, str(folder / "parts.ckpt"), "--output_file", str(tmp_path / "whole.pt")])
+    runpy.run_module(tool, run_name="__main__")
     whole = torch.load(folder / "full.ckpt", weights_only=False)["state_dict"]
     from_parts = torch.load(tmp_path / "whole.pt", weights_only=False)["state_dict"]
     for state in (whole, from_parts):
