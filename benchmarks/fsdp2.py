@@ -4,10 +4,11 @@
     python benchmarks/fsdp2.py --tiny --device cpu            # two processes on the CPU, to see that it works
 
 The blocks are written as Hugging Face's Llama writes them: RMS norms in float32, rotary embeddings, attention by
-`scaled_dot_product_attention`, a gated MLP. Each block is sharded (`fully_shard`), then the rest; weights are gathered
-in bfloat16 and gradients reduced in float32. Ways run one after another, each a `Trainer.fit` from the same seed on the
-same batches, eager first and last. A step is from one batch's start to the next one's, synchronised; losses of the two
-eager fits show how far rounding alone goes.
+`scaled_dot_product_attention`, a gated MLP; depth and width are those of Qwen2.5-1.5B. Each block is sharded
+(`fully_shard`), then the rest; weights are gathered in bfloat16 and gradients reduced in float32. Ways run one after
+another, each a `Trainer.fit` from the same seed on the same batches, eager first and last. A step is from one batch's
+start to the next one's, synchronised; losses are the first process's, and those of the two eager fits show how far
+rounding alone goes.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ EAGER = "eager"
 
 @dataclass(frozen=True)
 class Size:
-    layers: int = 24
-    width: int = 1792
-    heads: int = 14
-    hidden: int = 4864
+    layers: int = 28
+    width: int = 1536
+    heads: int = 12
+    hidden: int = 5120
     vocabulary: int = 32000
     sequence: int = 2048
     batch: int = 4  # sequences a process
@@ -124,7 +125,7 @@ class Model(pl.LightningModule):
 
     def configure_model(self) -> None:
         torch.manual_seed(0)  # the same weights in each process, and in each way
-        with torch.device(self.device):
+        with self.trainer.strategy.root_device:
             self.net = Transformer(self.size)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for part in (*self.net.layers, self.net):
@@ -201,7 +202,7 @@ def run(way: str, size: Size, steps: int, device: str) -> dict[str, Any]:
         enable_model_summary=False,
     )
     data = Counting(size, steps * size.batch * PROCESSES)
-    sampler = DistributedSampler(data, PROCESSES, trainer.global_rank, shuffle=False)
+    sampler = DistributedSampler(data, PROCESSES, trainer.local_rank, shuffle=False)
     started = time.perf_counter()
     trainer.fit(module, DataLoader(data, size.batch, sampler=sampler))
     step_ms = highest(statistics.median(clock.step_ms), module.device)
@@ -258,13 +259,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of no use, to see that it works")
     parser.add_argument("--modes", nargs="+", default=["default"], help="train modes of InductorCompile")
     parser.add_argument("--steps", type=int, default=40, help=f"of each way, {WARMUP_STEPS} of them not timed")
-    parser.add_argument("--batch", type=int, help="sequences a process; default 4")
-    parser.add_argument("--layers", type=int, help="default 24")
+    for name, value in vars(Size()).items():
+        parser.add_argument(f"--{name}", type=int, help=f"default {value}")
     parser.add_argument("--json", type=Path, help="where to write the figures; after each way")
     arguments = parser.parse_args()
     if arguments.steps < WARMUP_STEPS + 2:
         parser.error(f"--steps must be {WARMUP_STEPS + 2} or more")
-    given = {name: getattr(arguments, name) for name in ("batch", "layers") if getattr(arguments, name) is not None}
+    given = {name: getattr(arguments, name) for name in vars(Size()) if getattr(arguments, name) is not None}
     size = Size(**{**vars(TINY if arguments.tiny else Size()), **given})
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     rows: list[dict[str, Any]] = []

@@ -154,6 +154,13 @@ def accumulates_and_clips() -> Any:
     return apart(fit(compiler(), **settings), fit(**settings))
 
 
+@case
+def checkpoints_activations() -> Any:
+    module, ours = Sharded(), compiler()
+    module.net.checkpoints = True
+    return {"apart": apart(fit(ours, module=module), eager(1)), "report": counts(ours)}
+
+
 class Thaws(pl.Callback):
     """The first block is frozen at first."""
 

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 WIDTH, CLASSES, BLOCKS, SAMPLES, BATCH = 8, 3, 3, 24, 6  # BATCH: of all devices together
@@ -36,11 +37,12 @@ class Blocks(nn.Module):
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, CLASSES)
+        self.checkpoints = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
         return self.head(x)
 
 

@@ -125,6 +125,12 @@ def test_sharded_training_equals_eager(seen, case):
         assert_close(rank)
 
 
+def test_activation_checkpoints_of_sharded_blocks(seen):
+    for rank in seen("checkpoints_activations"):
+        assert_close(rank["apart"])
+        assert_compiled(rank["report"]["train"], PARTS)
+
+
 def test_sharded_weights_in_lower_precision(seen):
     for rank in seen("lower_precision"):
         assert rank["apart"]["losses"] < 0.02
