@@ -65,6 +65,7 @@ __all__ = [
     "graph_breaks",
     "has_call_hooks",
     "has_cutlass",
+    "has_flat_weights",
     "has_tensor_subclasses",
     "has_triton",
     "has_triton_tma",
@@ -72,6 +73,9 @@ __all__ = [
     "inference_flag_of_caller",
     "is_decomposed",
     "is_dynamo_wrapper",
+    "is_fsdp1_unit",
+    "is_fsdp2_unit",
+    "is_sharded",
     "load_foreign_package",
     "load_package",
     "load_program",
@@ -274,12 +278,51 @@ def hooks_registered() -> int:
     return torch.utils.hooks.RemovableHandle.next_id
 
 
-def has_call_hooks(module: torch.nn.Module) -> bool:
-    """Whether forward or backward hooks are registered on a module or within it."""
+def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
+    """Whether forward or backward hooks are registered on a module or within it.
+
+    Args:
+        module: The module.
+        own: Whether those on the module itself count.
+    """
     return any(
         part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
         for part in module.modules()
+        if own or part is not module
     )
+
+
+# ---------------------------------------------------------------------------------------------- sharded modules
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether weights of a module are gathered from shards for a call and freed after it.
+
+    Both FSDPs mark each module that they manage for Dynamo, by this attribute (torch 2.11 to 2.15). The weights
+    themselves do not tell: while a call runs they are ordinary tensors.
+    """
+    return any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules())
+
+
+def has_flat_weights(module: torch.nn.Module) -> bool:
+    """Whether FSDP1 put weights together without ``use_orig_params=True``, for which Dynamo has no support."""
+    return any(
+        part._is_fsdp_managed_module and not part._fsdp_use_orig_params
+        for part in module.modules()
+        if hasattr(part, "_fsdp_use_orig_params")
+    )
+
+
+def is_fsdp2_unit(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on a module: its own hooks gather and free the weights."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded by what was not imported
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def is_fsdp1_unit(module: torch.nn.Module) -> bool:
+    """Whether a module is FSDP1's wrapper, whose ``module`` is what it gathers the weights for."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
 def compile_graph(

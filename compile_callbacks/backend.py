@@ -23,6 +23,7 @@ from compile_callbacks.report import CompileReport, uncompiled_report
 from compile_callbacks.samples import Sample, as_samples
 from compile_callbacks.saved_backend import SavedBackend
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes
+from compile_callbacks.sharding import check_whole
 from compile_callbacks.switch import compiled_parts
 
 
@@ -341,6 +342,7 @@ def _check_module(module: object) -> None:
         raise TypeError(f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}")
     if is_dynamo_wrapper(module):
         raise ValueError("module is what torch.compile returned; give the module that it was given")
+    check_whole(module)
     if compiled := compiled_parts(module):
         message = (
             f"module is compiled by this library already, at {', '.join(map(repr, compiled))}; undo that first: "

@@ -21,8 +21,9 @@ from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSe
 from compile_callbacks.report import CompileReport
 from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes
+from compile_callbacks.sharding import why_refused
 from compile_callbacks.switch import compiled_parts
-from compile_callbacks.targets import Compiled, Target, check_names, find_targets, scope_of
+from compile_callbacks.targets import Compiled, call_of, check_names, find_targets, scope_of
 from compile_callbacks.tune import Settings, Tune, as_settings
 from compile_callbacks.verify import VERIFY, Verify
 
@@ -52,7 +53,8 @@ def compile_phases(
         train_mode: As `InductorCompile` takes it, but for ``"auto"`` and `Tune`: no steps are measured here.
         infer_mode: The same, for calls with grad disabled.
         targets: Names of the parts of a module that are compiled, or ``"repeated"`` for repeated blocks that share one
-            graph, as `InductorCompile` takes them; ``None``: the module as a whole.
+            graph, as `InductorCompile` takes them; ``None``: the module as a whole, or each part that FSDP shards by
+            itself.
         passes: Graph passes for both phases.
         on_error: As `InductorCompile` takes it.
         verify: As `InductorCompile` takes it.
@@ -111,7 +113,9 @@ def compile_phases(
             warnings.warn(see(message, "freezing-has-no-effect"), CompileWarning, stacklevel=3)
     module = target if isinstance(target, nn.Module) else _Function(target)
     names = check_names(targets)
-    found: Sequence[Compiled] = find_targets(module, names, nn.Module) if names else [Target("forward", module)]
+    found: Sequence[Compiled] = find_targets(module, names, nn.Module) if names else call_of("forward", module)
+    if refused := why_refused(module, configs):
+        raise ValueError(see(refused, "sharded-weights"))
     parts = {member.name for part in found for member in part.members}
     if _session_of(module) is not None or parts & set(compiled_parts(module)):
         message = (

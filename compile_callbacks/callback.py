@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
@@ -24,6 +25,7 @@ from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSe
 from compile_callbacks.report import CompileReport, uncompiled_report
 from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes, signature
+from compile_callbacks.sharding import why_refused, why_strategy_refused
 from compile_callbacks.stages import expected_steps, validation_batches
 from compile_callbacks.targets import adopt_compiled, check_names, find_targets, scope_of
 from compile_callbacks.terminal import print_report, say
@@ -48,8 +50,9 @@ class InductorCompile(Callback):
         infer_mode: Settings for sanity check, validation, test and predict; the same choices.
         targets: What to compile: dotted names of submodules or methods (``"net"``, ``"training_step"``), or
             globs (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None`` takes that
-            if the module overrides it, and each direct child that holds parameters. ``"repeated"``: blocks that are
-            repeated, such as a transformer's layers, which share one graph; what is between them stays eager.
+            if the module overrides it, and each direct child that holds parameters; what FSDP shards in parts is
+            compiled part by part. ``"repeated"``: blocks that are repeated, such as a transformer's layers, which share
+            one graph; what is between them stays eager.
         passes: Custom graph passes for both phases, see `GraphPass`.
         baseline_steps: Steps that each phase runs eagerly first, to measure what the speedup is compared
             with, after two to warm up; never more than half of the steps to come. 0: no baseline, no speedup.
@@ -69,6 +72,7 @@ class InductorCompile(Callback):
     Raises:
         ValueError: A value that is none of the choices. Targets are looked up when the trainer starts.
         TypeError: A value of the wrong type.
+        MisconfigurationException: When the trainer starts: under DeepSpeed, or CUDA graphs of sharded weights.
 
     Example::
 
@@ -139,6 +143,8 @@ class InductorCompile(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if refused := why_strategy_refused(trainer.strategy):
+            raise MisconfigurationException(see(refused, "sharded-weights"))
         self._key_matcher = KeyMatcher(pl_module)
         self._adopt(pl_module)
         join_hparams(trainer.loggers, lambda: self.report)
@@ -319,6 +325,8 @@ class InductorCompile(Callback):
                 session.end()
                 session.free_compiled()
             self._adopt(pl_module)  # what configure_model made came after setup
+            if refused := why_refused(pl_module, self.configs):
+                raise MisconfigurationException(see(refused, "sharded-weights"))
             targets = find_targets(pl_module, self.targets, LightningModule)
             session = self._session = CompileSession(
                 pl_module,

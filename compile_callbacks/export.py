@@ -28,6 +28,7 @@ from compile_callbacks.package_files import check_path, check_writable
 from compile_callbacks.package_options import package_options
 from compile_callbacks.passes import GraphPassError, pass_options
 from compile_callbacks.region import CompileWarning
+from compile_callbacks.sharding import check_whole
 from compile_callbacks.targets import Target
 from compile_callbacks.verify import Comparison, compare_with_eager
 from compile_callbacks.whole_files import appears_whole
@@ -74,7 +75,8 @@ def export(
         ExportError: The module cannot be exported or compiled, or what came of it differs from eager; the reason, and
             the line of it where torch knows that.
         TypeError: An argument of the wrong type, or inputs that ``forward`` does not take.
-        ValueError: An unknown format or setting, another ending than ``.pt2``, or ``dynamic_batch`` without a batch.
+        ValueError: An unknown format or setting, another ending than ``.pt2``, ``dynamic_batch`` without a batch, or
+            weights that are sharded.
         OSError: The path cannot be written. This is found out before anything is compiled.
 
     Example::
@@ -271,6 +273,7 @@ def check_settings(config: Mode, dynamic_batch: object) -> InductorConfig:
 def _check_inputs(module: object, example_inputs: object, example_kwargs: object) -> dict[str, Any]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}")
+    check_whole(module)
     if not isinstance(example_inputs, tuple):
         hint = "; one tensor is (tensor,)" if isinstance(example_inputs, torch.Tensor) else ""
         raise TypeError(

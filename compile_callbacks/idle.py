@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.events import CompileRecorder, Owner
 from compile_callbacks.phases import Phase
+from compile_callbacks.sharding import MOVING_WEIGHTS
 from compile_callbacks.warm_start import WarmStart
 
 
@@ -16,13 +17,13 @@ def idle_cudagraphs(phase: Phase, config: InductorConfig | None, *, cuda: bool) 
         yield f"{phase}_mode={config.describe()!r} asks for CUDA graphs, and the module is not on a GPU"
 
 
-def idle_freezing(phase: Phase, config: InductorConfig | None) -> Iterator[str]:
-    """Say that weights were to be baked into graphs that several modules share."""
-    if config is not None and config.freezes and phase == "infer":
-        yield (
-            f"{phase}_mode={config.describe()!r} asks for freezing, which has no effect: repeated blocks share a "
-            "graph, and each has weights of its own"
-        )
+def idle_freezing(phase: Phase, config: InductorConfig | None, *, shared: bool, sharded: bool) -> Iterator[str]:
+    """Say that weights were to be baked in that are shards, or into graphs that several modules share."""
+    if phase != "infer" or config is None or not config.freezes or not (shared or sharded):
+        return
+    own = "repeated blocks share a graph, and each has weights of its own"
+    why = f"of the module {MOVING_WEIGHTS}" if sharded else own
+    yield f"{phase}_mode={config.describe()!r} asks for freezing, which has no effect: {why}"
 
 
 def differing_blocks(owner: Owner, recorder: CompileRecorder) -> str:

@@ -37,6 +37,7 @@ Entry = Literal[
     "processes-do-not-meet",
     "recompile-limit",
     "repeated-blocks-differ",
+    "sharded-weights",
     "slower-than-eager",
     "the-compiler-failed",
 ]

@@ -26,6 +26,7 @@ from compile_callbacks.meetings import Meetings
 from compile_callbacks.passes import GraphPassError, PassRun, pass_hook, pass_name, pass_options
 from compile_callbacks.phases import Phase
 from compile_callbacks.shapes import NewShapes, ShapePolicy, shapes, signature
+from compile_callbacks.sharding import MOVING_WEIGHTS
 from compile_callbacks.snapshot import Snapshot
 from compile_callbacks.targets import Compiled, Target
 from compile_callbacks.verify import Comparison, Verify, call_and_compare, compare_with_eager
@@ -421,7 +422,7 @@ class CompiledRegion:
         module that has hooks, whose removal they notice.
         """
         self._hooks_seen = _torch.hooks_registered()
-        if not self._guards_hooks and any(_torch.has_call_hooks(member.module) for member in self._members):
+        if not self._guards_hooks and any(member.has_hooks for member in self._members):
             self._guards_hooks = True
             self._compile()
 
@@ -501,6 +502,9 @@ class CompiledRegion:
             yield _torch.compile_inner
         elif len(self._members) > 1:
             self._not_folded("repeated blocks share a graph, and each has weights of its own")
+            yield _torch.compile_inner
+        elif self._members[0].sharded:
+            self._not_folded(MOVING_WEIGHTS)
             yield _torch.compile_inner
         elif _torch.has_tensor_subclasses(self._members[0].module):
             self._not_folded("its weights are tensor subclasses, as shards are: what holds their memory may change")

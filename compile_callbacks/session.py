@@ -17,7 +17,7 @@ from compile_callbacks.choices_store import Choice, ChoicesStore, circumstances
 from compile_callbacks.config import InductorConfig
 from compile_callbacks.costs_store import CostsStore
 from compile_callbacks.cudagraphs import LastingGradients
-from compile_callbacks.events import CompileRecorder, Owner
+from compile_callbacks.events import CompileRecorder, EventKind, Owner
 from compile_callbacks.idle import (
     differing_blocks,
     idle_cache_dir,
@@ -36,6 +36,7 @@ from compile_callbacks.placement import device_of
 from compile_callbacks.progress import CompileProgress
 from compile_callbacks.region import CompileError, RegionSettings
 from compile_callbacks.report import CompileReport, PhaseReport, build_phase_report
+from compile_callbacks.sharding import is_sharded
 from compile_callbacks.slowest import Figures, figures_of, with_slowest
 from compile_callbacks.switch import PhaseSwitch
 from compile_callbacks.targets import Compiled, Scope
@@ -438,15 +439,18 @@ class CompileSession:
         return owner.phase in self._tunings and owner.settings != self._tunings[owner.phase].winner
 
     def _warn_of_idle_settings(self) -> None:
+        shared, sharded = self._switch.shares_graphs, is_sharded(self.module)
         for phase, config in self._configs.items():
-            if self._switch.shares_graphs:
-                for message in idle_freezing(phase, config):
-                    self._warn((phase, "freezing"), message, "freezing-has-no-effect")
+            for message in idle_freezing(phase, config, shared=shared, sharded=sharded):
+                if self._warn((phase, "freezing"), message, "freezing-has-no-effect"):
+                    self._note("fold", phase, message)
             for reason in idle_cudagraphs(phase, config, cuda=self._cuda):
-                message = f"{reason}: they have no effect"
-                if self._warn((phase, "cudagraphs"), message, "cuda-graphs-without-a-gpu"):
-                    for target in self._target_names:
-                        self._recorder.add("cudagraph_skip", Owner(target, phase), reason=reason)
+                if self._warn((phase, "cudagraphs"), f"{reason}: they have no effect", "cuda-graphs-without-a-gpu"):
+                    self._note("cudagraph_skip", phase, reason)
+
+    def _note(self, kind: EventKind, phase: Phase, reason: str) -> None:
+        for target in self._target_names:
+            self._recorder.add(kind, Owner(target, phase), reason=reason)
 
     def _judge(self, phase: Phase) -> None:
         tuning = self._tunings.get(phase)

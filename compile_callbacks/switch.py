@@ -287,7 +287,7 @@ class PhaseSwitch:
                 name=name,
             )
 
-        freezes = config.freezes and phase == "infer" and len(target.members) == 1
+        freezes = config.freezes and phase == "infer" and len(target.members) == 1 and not target.members[0].sharded
         autocasts = target.members if config.autocast_enabled is not None else ()
         return _Made(
             region(frozen=False),
@@ -311,7 +311,7 @@ def compiled_parts(module: nn.Module) -> list[str]:
         module: The module to look at.
     """
     return [
-        (f"{path}.{slot}" if slot != _CALL_SLOT else path).removeprefix(".") or "forward"
+        (f"{path}.{slot}" if slot not in (_CALL_SLOT, "forward") else path).removeprefix(".") or "forward"
         for path, part in module.named_modules()
         for slot, value in vars(part).items()
         if isinstance(value, Dispatcher)

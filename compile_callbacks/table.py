@@ -43,6 +43,22 @@ def _shortened(text: str, widest: int) -> str:
 _NOTHING = "-"
 
 
+def _listed(names: Sequence[str]) -> str:
+    """Names in a line; those of neighbours in a list as one: ``layers.0..23``."""
+    runs: list[tuple[str, int, int]] = []
+    for name in names:
+        stem, _, number = name.rpartition(".")
+        if not number.isdecimal():
+            runs.append((name, 0, -1))
+        elif runs and runs[-1][0] == stem and runs[-1][2] + 1 == int(number):
+            runs[-1] = stem, runs[-1][1], int(number)
+        else:
+            runs.append((stem, int(number), int(number)))
+    return ", ".join(
+        stem if last < 0 else f"{stem}.{first}" + (f"..{last}" if last > first else "") for stem, first, last in runs
+    )
+
+
 def _number(value: float | None, form: str, unit: str = "") -> str:
     if value is None:
         return _NOTHING
@@ -63,7 +79,7 @@ def _trial(report: PhaseReport, candidate: str) -> str:
 
 _ROWS: tuple[tuple[str, Callable[[PhaseReport], str]], ...] = (
     ("mode", lambda p: p.mode),
-    ("targets", lambda p: ", ".join(p.targets) or _NOTHING),
+    ("targets", lambda p: _listed(p.targets) or _NOTHING),
     ("compile seconds", lambda p: _number(p.compile_seconds, ".1f")),
     ("graphs", lambda p: str(p.graphs)),
     ("graph breaks", lambda p: str(p.graph_breaks)),

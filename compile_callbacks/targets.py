@@ -13,6 +13,7 @@ from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
 from compile_callbacks.links import checks_settings
 from compile_callbacks.repeated import find_repetitions
+from compile_callbacks.sharding import innermost_units, is_sharded, wrapped_by_fsdp1
 
 Repeated = Literal["repeated"]
 REPEATED: Repeated = "repeated"
@@ -28,7 +29,8 @@ class Target:
     Attributes:
         name: What reports call it: its dotted name in the root module, ``"forward"`` for the root's own.
         module: The module that is called.
-        method: ``None`` for the module's call; else the method that is compiled instead.
+        method: ``None`` for the module's call; else the method that is compiled instead. ``"forward"`` is what the
+            module computes between its own hooks.
     """
 
     name: str
@@ -56,11 +58,21 @@ class Target:
         """The target in a report, in which so many graphs were compiled of it."""
         return self.name
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks run in what is compiled."""
+        return _torch.has_call_hooks(self.module, own=self.method is None)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered from shards for each call, and freed after it."""
+        return is_sharded(self.module)
+
     def why_not_twice(self) -> str | None:
         """Why the target is not to be called more often than the user calls it: what it does beside computing."""
-        if self.method is not None:
+        if self.method not in (None, "forward"):
             return f"{self.method} may log and count, which a second call would do again"
-        if _torch.has_call_hooks(self.module):
+        if self.has_hooks:
             return "it has hooks, which a second call would run again"
         return None
 
@@ -134,8 +146,8 @@ def find_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Mod
         root: The module to look in, a LightningModule for example.
         names: Dotted names of submodules or methods, or globs of submodule names; ``"forward"`` is the root's
             own call. ``None``: the root's ``forward`` if its class overrides that of ``base``, and each direct
-            child that holds parameters (for a list or dict of modules, its members). ``"repeated"``: blocks that are
-            repeated, see `find_repetitions`.
+            child that holds parameters (for a list or dict of modules, its members); what FSDP shards in parts means
+            each of its parts that holds no other. ``"repeated"``: blocks that are repeated, see `find_repetitions`.
         base: The class whose ``forward`` does not count as one.
 
     Raises:
@@ -194,9 +206,23 @@ def _repeated(root: nn.Module) -> list[RepeatedBlocks]:
     )
 
 
+def call_of(name: str, module: nn.Module) -> list[Target]:
+    """A module's call as targets: one, or where FSDP shards it in parts, each that holds no other.
+
+    It is without what FSDP does around it: torch traces none of that, and ends the graph there.
+    """
+    prefix = "" if name == "forward" else f"{name}."
+    return [
+        Target(f"{prefix}{path}".rstrip(".") or name, wrapped)
+        if (wrapped := wrapped_by_fsdp1(unit)) is not None
+        else Target(f"{prefix}{path}".rstrip(".") or name, unit, "forward")
+        for path, unit in innermost_units(module)
+    ] or [Target(name, module)]
+
+
 def _chosen(root: nn.Module, base: type[nn.Module]) -> Iterator[Target]:
     if type(root).forward is not base.forward:
-        yield Target("forward", root)
+        yield from call_of("forward", root)
     yield from _children(root, "")
 
 
@@ -207,20 +233,20 @@ def _children(parent: nn.Module, prefix: str) -> Iterator[Target]:
         if isinstance(child, _CONTAINERS):
             yield from _children(child, f"{prefix}{name}.")
         elif type(child).forward is not nn.Module.forward:
-            yield Target(prefix + name, child)
+            yield from call_of(prefix + name, child)
 
 
 def _matching(root: nn.Module, name: str) -> Iterator[Target]:
     if name == "forward":
-        yield Target("forward", root)
+        yield from call_of("forward", root)
         return
     modules = {path: module for path, module in root.named_modules(remove_duplicate=False) if path}
     if matches := [path for path in modules if fnmatch.fnmatchcase(path, name)]:
-        yield from (Target(path, modules[path]) for path in matches)
+        yield from (target for path in matches for target in call_of(path, modules[path]))
         return
     owner_path, _, method = name.rpartition(".")
     owner = modules.get(owner_path) if owner_path else root
     if owner is not None and callable(getattr(type(owner), method, None)):
-        yield Target(name, owner, None if method == "forward" else method)
+        yield from call_of(owner_path, owner) if method == "forward" else [Target(name, owner, method)]
         return
     raise ValueError(unknown("targets", name, ["forward", *modules]))

@@ -17,6 +17,7 @@ from compile_callbacks.choices_store import Choice, ChoicesStore, fingerprint
 from compile_callbacks.config import EAGER, InductorConfig
 from compile_callbacks.events import CompileEvent, CompileRecorder
 from compile_callbacks.phases import Phase
+from compile_callbacks.sharding import MOVING_WEIGHTS
 from compile_callbacks.switch import PhaseSwitch
 from compile_callbacks.timing import WARMUP_STEPS, StepTimer
 from compile_callbacks.trial import BLOCK_SAMPLES, Known, Trial, Verdict
@@ -143,8 +144,12 @@ class PhaseTuning:
         if self._tuner is None:
             self._device = device
             shared = self._switch.shares_graphs
+            sharded = any(member.sharded for target in self._switch.targets for member in target.members)
             self._configs = named(self.tune.configs or auto_candidates(device, self.phase, freezes=not shared))
-            idle = [name for name, c in self._configs.items() if c.uses_cudagraphs and device.type != "cuda"]
+            no_cudagraphs = "" if device.type == "cuda" else "the module is not on a GPU"
+            if sharded:
+                no_cudagraphs = MOVING_WEIGHTS
+            idle = [name for name, c in self._configs.items() if c.uses_cudagraphs and no_cudagraphs]
             frozen = [name for name, c in self._configs.items() if shared and c.freezes and self.phase == "infer"]
             self._tuner = Tuner(
                 self._configs,
@@ -157,7 +162,7 @@ class PhaseTuning:
                 least_steps=_LEAST_STEPS if self.tune.candidates == AUTO else 0,
                 skip={
                     **dict.fromkeys(frozen, "it asks for freezing, and repeated blocks share a graph without weights"),
-                    **dict.fromkeys(idle, "it asks for CUDA graphs, and the module is not on a GPU"),
+                    **dict.fromkeys(idle, f"it asks for CUDA graphs, and {no_cudagraphs}"),
                 },
             )
         self._plan(self._tuner, steps_left)

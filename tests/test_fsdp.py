@@ -1,0 +1,301 @@
+"""Sharded weights: the same results as eager in two processes, checkpoints for any number, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from against_eager import FLOAT32
+from filelock import FileLock
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from sharded_models import BLOCKS, WIDTH, Blocks, Whole, data, loader, one_device
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from compile_callbacks import InductorBackend, InductorCompile, Tune, compile_phases, export, report_of, restore
+from compile_callbacks.sharding import MOVING_WEIGHTS
+from compile_callbacks.targets import find_targets
+
+HERE = Path(__file__).parent
+PARTS = [f"net.layers.{index}" for index in range(BLOCKS)]
+BFLOAT16 = {"rtol": 0.02, "atol": 0.01}
+
+
+# ------------------------------------------------------------------------------------------ two processes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, worker_id):
+    """What two processes left of all cases, run once; to start them takes longer than most cases do."""
+    alone = worker_id == "master"
+    base = tmp_path_factory.getbasetemp() if alone else tmp_path_factory.getbasetemp().parent
+    folder = base / "fsdp"
+    with FileLock(base / "fsdp.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            _run_pair(folder)
+    return folder
+
+
+def _run_pair(folder: Path) -> None:
+    module, trainer = Whole(), one_device(InductorCompile(baseline_steps=0))
+    trainer.fit(module, loader(1), loader(1))
+    trainer.save_checkpoint(folder / "one.ckpt")
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(20000 + os.getpid() % 10000),
+        "NODE_RANK": "0",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, str(HERE / "fsdp_ranks.py"), str(folder)]
+    processes = []
+    for rank in ("0", "1"):
+        with (folder / f"printed{rank}").open("w") as printed:
+            given = {"env": {**environment, "LOCAL_RANK": rank}, "cwd": folder, "stdout": printed, "stderr": printed}
+            processes.append(subprocess.Popen(command, **given))
+    try:
+        for process in processes:
+            process.wait(timeout=280)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.fixture
+def seen(folder):
+    """What both ranks saw of a case."""
+
+    def of_case(name: str) -> list[dict]:
+        both = []
+        for rank in (0, 1):
+            left = folder / f"rank{rank}.json"
+            assert left.exists(), (folder / f"printed{rank}").read_text()[-3000:]
+            cases = json.loads(left.read_text())
+            assert name in cases, next(reversed(cases.values()))
+            if isinstance(cases[name], dict):
+                assert "error" not in cases[name], cases[name]["error"]
+            both.append(cases[name])
+        return both
+
+    return of_case
+
+
+def assert_close(apart: dict[str, float]) -> None:
+    assert apart["losses"] < 1e-5
+    assert apart["weights"] < 1e-5
+    assert apart["moved"] > 1e-3  # of all weights the one that moved least
+
+
+def assert_compiled(phase: dict, targets: list[str]) -> None:
+    assert phase["targets"] == targets
+    assert phase["graphs"] == len(targets)
+    assert [phase["graph_breaks"], phase["recompiles"], phase["fallbacks"]] == [0, 0, 0]
+    assert phase["verified"] == "equal"
+
+
+def test_sharded_blocks_compile_one_by_one_and_train_as_eager_ones(seen):
+    for rank in seen("fits"):
+        assert_close(rank["apart"])
+        assert_compiled(rank["report"]["train"], PARTS)
+        assert_compiled(rank["report"]["infer"], PARTS)
+        assert rank["left"] == []
+
+
+def test_weights_sharded_as_one_compile_as_one(seen):
+    for rank in seen("sharded_as_one"):
+        assert_close(rank["apart"])
+        assert_compiled(rank["report"]["train"], ["net"])
+
+
+@pytest.mark.parametrize("case", ["accumulates_and_clips", "thaws"])
+def test_sharded_training_equals_eager(seen, case):
+    for rank in seen(case):
+        assert_close(rank)
+
+
+def test_activation_checkpoints_of_sharded_blocks(seen):
+    for rank in seen("checkpoints_activations"):
+        assert_close(rank["apart"])
+        assert_compiled(rank["report"]["train"], PARTS)
+
+
+def test_sharded_weights_in_lower_precision(seen):
+    for rank in seen("lower_precision"):
+        assert rank["apart"]["losses"] < 0.02
+        assert_compiled(rank["report"]["train"], PARTS)
+
+
+def test_a_compiler_that_fails_on_one_rank_ends_well(seen):
+    ranks = seen("one_rank_fails")
+    for rank in ranks:
+        assert_close(rank["apart"])
+    assert ranks[1]["report"]["train"]["fallbacks"] >= 1
+
+
+def test_sharded_weights_are_not_baked_in(seen):
+    for rank in seen("predicts_without_baking_in"):
+        assert rank["apart"] < 1e-5
+        assert rank["apart_moved"] < 1e-5
+        assert rank["moved"] > 0.1
+        assert len(rank["warned"]) == 1
+        assert "freezing" in rank["warned"][0]
+        assert MOVING_WEIGHTS in rank["warned"][0]
+        reasons = {event.get("reason") for event in rank["report"]["infer"]["events"] if event["kind"] == "fold"}
+        assert MOVING_WEIGHTS in reasons  # folding
+        assert rank["report"]["infer"]["folded_mb"] is None
+
+
+def test_cuda_graphs_of_sharded_weights_are_refused(seen):
+    for message in seen("refuses_cudagraphs"):
+        assert "infer_mode='max-autotune'" in message
+        assert "max-autotune-no-cudagraphs" in message
+
+
+@pytest.mark.parametrize("case", ["without_a_trainer", "fsdp1"])
+def test_sharded_modules_compile_without_a_trainer(seen, case):
+    for rank in seen(case):
+        torch.testing.assert_close(rank["losses"], rank["eager"], **FLOAT32)
+        targets = [name.removeprefix("net.") for name in PARTS]
+        assert_compiled(rank["report"]["train"], targets)
+        assert_compiled(rank["report"]["infer"], targets)
+
+
+def test_fsdp1_compiles_in_a_trainer(seen):
+    for rank in seen("fsdp1_in_a_trainer"):
+        torch.testing.assert_close(rank["losses"], rank["eager"], **FLOAT32)
+        assert_compiled(rank["report"]["train"], PARTS)
+
+
+def test_fsdp1_without_original_parameters_is_refused(seen):
+    for rank in seen("fsdp1"):
+        assert "use_orig_params=False" in rank["refused"]
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+
+
+@pytest.mark.parametrize("case", ["resumes_what_two_devices_saved", "resumes_what_one_device_saved"])
+def test_two_devices_resume(seen, case):
+    for rank in seen(case):
+        assert_close(rank)
+
+
+def test_a_checkpoint_of_two_devices_loads_into_one_eager_module(seen, folder, tmp_path, monkeypatch):
+    seen("fits"), seen("saves_in_parts")
+    tool = "lightning.fabric.utilities.consolidate_checkpoint"
+    monkeypatch.setattr(sys, "argv", [tool, str(folder / "parts.ckpt"), "--output_file", str(tmp_path / "whole.pt")])
+    runpy.run_module(tool, run_name="__main__")
+    whole = torch.load(folder / "full.ckpt", weights_only=False)["state_dict"]
+    from_parts = torch.load(tmp_path / "whole.pt", weights_only=False)["state_dict"]
+    for state in (whole, from_parts):
+        module = Whole()
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        assert list(state) == list(before)
+        module.load_state_dict(state)
+        assert not any(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def test_one_device_resumes_what_two_saved(seen, folder):
+    seen("fits")
+    resumed, straight = Whole(), Whole()
+    one_device(InductorCompile(baseline_steps=0), max_epochs=3).fit(
+        resumed, loader(1), loader(1), ckpt_path=folder / "full.ckpt", weights_only=False
+    )
+    one_device(max_epochs=3).fit(straight, loader(1), loader(1))
+    assert len(resumed.losses) == len(loader(1))
+    torch.testing.assert_close(resumed.losses, straight.losses[-len(resumed.losses) :], **FLOAT32)
+    torch.testing.assert_close(resumed.state_dict(), straight.state_dict(), rtol=1e-3, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------ one process
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of one device: weights are sharded in one part."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class Stack(LightningModule):
+    """A LightningModule whose own call holds sharded parts, beside a part that is not sharded."""
+
+    def __init__(self, mesh) -> None:
+        super().__init__()
+        self.net, self.teacher = Blocks(), nn.Linear(WIDTH, WIDTH)
+        for layer in self.net.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.teacher(x))
+
+
+def test_targets_of_a_sharded_module_are_its_innermost_parts(mesh):
+    root = Stack(mesh)
+
+    def found(names):
+        return [(target.name, target.method) for target in find_targets(root, names, LightningModule)]
+
+    parts = [(name, "forward") for name in PARTS]
+    assert found(None) == [*parts, ("teacher", None)]
+    assert found(["net"]) == found(["forward"]) == found(["net.forward"]) == parts
+    assert found(["net.layers.?"]) == parts
+    assert found(["net.layers.1"]) == [("net.layers.1", "forward")]
+    assert found(["net.head", "net.layers.1.inner"]) == [("net.head", None), ("net.layers.1.inner", None)]
+    sharded = {target.name: target.sharded for target in find_targets(root, ["net.head", "teacher"], LightningModule)}
+    assert sharded == {"net.head": True, "teacher": False}
+
+
+def test_a_part_of_sharded_weights_is_not_folded_either(mesh):
+    root = Stack(mesh)
+    x = data().tensors[0]
+    with torch.no_grad():
+        expected = root(x)
+    report = compile_phases(root, infer_mode={"fold_weights": True}, targets=["net.head"])
+    with torch.no_grad():
+        torch.testing.assert_close(root(x), expected, **FLOAT32)
+    with pytest.warns(match="fold_weights=True has no effect"):
+        infer = report_of(report).infer
+    assert [event["reason"] for event in infer.events if event["kind"] == "fold"] == [MOVING_WEIGHTS]
+    restore(root)
+
+
+def test_settings_that_need_weights_in_one_place_are_refused(mesh):
+    root = Stack(mesh)
+    with pytest.raises(ValueError, match="train_mode='reduce-overhead' records CUDA graphs"):
+        compile_phases(root, train_mode="reduce-overhead")
+    with pytest.raises(ValueError, match="weights are sharded by FSDP"):
+        InductorBackend("default").build(root, [data().tensors[0]])
+    with pytest.raises(ValueError, match="weights are sharded by FSDP"):
+        export(root, (data().tensors[0],), "unused.pt2")
+
+
+def test_a_tune_leaves_out_cuda_graphs_of_sharded_weights(mesh):
+    class Trained(Whole):
+        def configure_model(self):
+            fully_shard(self.net, mesh=mesh)
+
+    ours = InductorCompile(Tune(["reduce-overhead"]), None)
+    one_device(ours).fit(Trained(), loader(1))
+    reasons = {trial["candidate"]: trial["reason"] for trial in ours.report.train.to_dict()["trials"]}
+    assert MOVING_WEIGHTS in reasons["reduce-overhead"]
+
+
+def test_deepspeed_is_refused():
+    strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
+    with pytest.raises(MisconfigurationException, match="DeepSpeed"):
+        InductorCompile().setup(mock.Mock(strategy=strategy, world_size=1), Whole(), "fit")
