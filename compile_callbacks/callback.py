@@ -45,7 +45,7 @@ class InductorCompile(Callback):
         targets: What to compile: dotted names of submodules or methods (``"net"``, ``"training_step"``), or
             globs (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None`` takes that
             if the module overrides it, and each direct child that holds parameters.
-        passes: Custom graph passes for both phases, see `GraphPass`.
+        passes: Custom graph passes for both phases, see `GraphPass`; in YAML by import path, or by ``class_path``.
         baseline_steps: Steps that each phase runs eagerly first, to measure what the speedup is compared
             with, after two to warm up; never more than half of the steps to come. 0: no baseline, no speedup.
         on_error: What a failure of the compiler does: ``"eager"`` warns, counts it, and runs the work eagerly;
