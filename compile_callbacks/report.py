@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compile_callbacks.config import EAGER
 from compile_callbacks.events import CompileEvent, CompileRecorder, EventKind
@@ -15,6 +15,9 @@ from compile_callbacks.table import labels_and_cells, plain_table
 from compile_callbacks.timing import StepTimer, median_ms, spread_ms
 from compile_callbacks.trial import Trial
 from compile_callbacks.tune import Settings, Tune
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,7 @@ class PhaseReport:
             ``hook``, and either the fields of `PassRun` or, where the graph came out of torch's cache as the pass had
             left it, ``from_cache``.
         trials: What came of each candidate of a `Tune`, eager first, a mapping of the fields of `Trial` for each.
+        series: Step times in the order of the run, see `StepTimer.series`.
         restored: Names of the figures that come from the run that this one resumes.
         events: What is behind the counts, in order.
     """
@@ -85,6 +89,7 @@ class PhaseReport:
     skipped_passes: int = 0
     passes: tuple[dict[str, Any], ...] = ()
     trials: tuple[dict[str, Any], ...] = ()
+    series: tuple[dict[str, Any], ...] = ()
     restored: tuple[str, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
 
@@ -165,6 +170,20 @@ class CompileReport:
     def scalars(self) -> dict[str, float]:
         """What was measured in both phases, under the names that loggers get."""
         return {name: value for phase in PHASES for name, value in self.phase(phase).scalars(phase).items()}
+
+    def plot(self) -> Figure:
+        """Step times over the steps of the run as a matplotlib figure, a panel for each phase.
+
+        Eager and compiled steps have a colour each, steps in which something compiled are marked, and the legend has
+        the medians and the step at which compiling has paid for itself. ``figure.savefig("steps.png")`` writes it.
+
+        Raises:
+            ImportError: matplotlib is not installed; ``pip install 'compile-callbacks[plot]'`` brings it.
+            ValueError: No step was timed yet.
+        """
+        from compile_callbacks.report_plot import plot_report  # matplotlib, for those alone who draw
+
+        return plot_report(self)
 
     def __str__(self) -> str:
         """A table of plain text, a row for each figure and a column for each phase."""
@@ -251,6 +270,7 @@ def build_phase_report(
             for owner, run in recorder.pass_runs
             if owner.phase == phase and (of_tune is None or owner.settings == of_tune)
         ),
+        series=timer.series(phase),
         restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
         events=tuple(event.to_dict() for event in recorder.events if event.phase == phase),
     )
