@@ -67,7 +67,7 @@ def _draw(axes: Axes, phase: Phase, report: PhaseReport) -> None:
         label = f"eager, median {report.eager_step_ms:.3g} ms,\nof the run before this one"
         handles.append(axes.axhline(report.eager_step_ms, color=_EAGER, lw=1.4, ls="--", label=label))
     if compiling := [step for part in report.series if part["kind"] == "compiling" for step in part["steps"]]:
-        handles.append(_mark_compiles(axes, compiling, report))
+        handles.append(_mark_compiles(axes, compiling))
     if report.break_even_steps is not None:
         handles.append(_mark_break_even(axes, report, last))
     axes.set_title(_title(phase, report), loc="left", fontsize=10)
@@ -98,9 +98,8 @@ def _draw_steps(
     return axes.plot(ends, (middle, middle), color=color, lw=1.6, ls=style, zorder=4, label=label)[0]
 
 
-def _mark_compiles(axes: Axes, steps: Sequence[int], report: PhaseReport) -> Any:
-    seconds = "" if report.compile_seconds is None else f", {report.compile_seconds:.3g} s"
-    label = f"{len(steps)} {'step that compiles' if len(steps) == 1 else 'steps that compile'}{seconds}"
+def _mark_compiles(axes: Axes, steps: Sequence[int]) -> Any:
+    label = f"{len(steps)} {'step that compiles' if len(steps) == 1 else 'steps that compile'}"
     return axes.vlines(
         steps, 0, 1, transform=axes.get_xaxis_transform(), color=_COMPILING, lw=1.1, alpha=0.8, zorder=1, label=label
     )
@@ -132,8 +131,10 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 def _title(phase: Phase, report: PhaseReport) -> str:
-    speedup = "" if report.speedup is None else f", {report.speedup:.2f}x"
-    return f"{phase}: {_shortened(report.mode, 70)}{speedup}"
+    # The sanity check compiles too, and is no step of the run.
+    seconds = "" if report.compile_seconds is None else f", compiled in {report.compile_seconds:.3g} s"
+    speedup = "" if report.speedup is None else f", {report.speedup:.2f}x as fast as eager"
+    return f"{phase}: {_shortened(report.mode, 50)}{seconds}{speedup}"
 
 
 def _shortened(text: str, longest: int = 26) -> str:

@@ -21,10 +21,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from compile_callbacks import InductorCompile
+from compile_callbacks.tensorboard import PLOT_TAG
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -154,6 +156,13 @@ def take_pictures(logdir: Path) -> None:
         keep("hparams")
 
 
+def keep_steps(logdir: Path) -> None:
+    """Keep the picture of step times that the first run left in its log."""
+    log = EventAccumulator(str(logdir / MODES[0]))
+    log.Reload()
+    (IMAGES / "steps.png").write_bytes(log.Images(PLOT_TAG)[-1].encoded_image_string)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Fit if need be, and take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -163,10 +172,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.fit:
         fit(args.fit, args.logdir)
     elif args.logdir:
+        keep_steps(args.logdir)
         take_pictures(args.logdir)
     else:
         with tempfile.TemporaryDirectory() as folder:
             fit_all(Path(folder, "runs"))
+            keep_steps(Path(folder, "runs"))
             take_pictures(Path(folder, "runs"))
 
 

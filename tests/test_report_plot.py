@@ -102,11 +102,11 @@ def test_plot_has_medians_compiles_and_break_even():
     timer = timed(*RUN)
     figures = {"eager_step_ms": 10.0, "compiled_step_ms": 4.0, "speedup": 2.5, "compile_seconds": 4.9}
     [(title, legend)] = texts(report_of(timer, break_even_steps=30.0, **figures).plot())
-    assert title == "train: default, 2.50x"
+    assert title == "train: default, compiled in 4.9 s, 2.50x as fast as eager"
     assert legend == [
         "eager, median 10 ms",
         "compiled, median 4 ms",
-        "2 steps that compile, 4.9 s",
+        "2 steps that compile",
         "break-even at step 43",
     ]
     [axes] = report_of(timer, break_even_steps=30.0, **figures).plot().axes
