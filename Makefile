@@ -1,6 +1,7 @@
 # make demo: train a ResNet on real images, with the report of what compiling cost and gained
 # make test: the test suite
 # make lint: ruff and mypy
+# make dist: sdist and wheel in dist/, the wheel looked at and imported
 #
 # Each works alone, from a fresh clone: the first one makes the environment .venv here.
 
@@ -11,7 +12,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint dist clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/resnet_digits.py --min-accuracy 0.95 $(ARGS)
@@ -23,6 +24,13 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# uv builds the wheel from the sdist, so that both are tried.
+dist: $(INSTALLED)
+	rm -rf dist build
+	$(BIN)/uv build --quiet --python $(BIN)/python
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target build/wheel dist/*.whl
+	$(BIN)/python .ci/check_dist.py dist build/wheel
 
 # Logs and checkpoints of the examples, in runs, stay.
 clean:
