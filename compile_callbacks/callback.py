@@ -53,7 +53,7 @@ class InductorCompile(Callback):
             if the module overrides it, and each direct child that holds parameters; what FSDP shards in parts is
             compiled part by part. ``"repeated"``: blocks that are repeated, such as a transformer's layers, which share
             one graph; what is between them stays eager.
-        passes: Custom graph passes for both phases, see `GraphPass`.
+        passes: Custom graph passes for both phases, see `GraphPass`; in YAML by import path, or by ``class_path``.
         baseline_steps: Steps that each phase runs eagerly first, to measure what the speedup is compared
             with, after two to warm up; never more than half of the steps to come. 0: no baseline, no speedup.
         on_error: What a failure of the compiler does: ``"eager"`` warns, counts it, and runs the work eagerly;

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 _SHOWN = 12  # more names than this are no help in one message
 
@@ -39,3 +40,17 @@ def unknown(argument: str, value: object, choices: Iterable[str]) -> str:
     listed = ", ".join(repr(name) for name in names[:_SHOWN])
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{argument}={value!r} is unknown;{hint} Choices: {listed}{more}."
+
+
+@contextlib.contextmanager
+def part_of(argument: str) -> Iterator[None]:
+    """Have an error about a part of an argument begin with the argument's name.
+
+    Raises:
+        ValueError: One that was raised inside.
+        TypeError: One that was raised inside.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{argument}: {error}") from error

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch, templates
-from compile_callbacks.choices import unknown
+from compile_callbacks.choices import part_of, unknown
 from compile_callbacks.links import checks_settings
 from compile_callbacks.passes import HOOK_OPTIONS, GraphPass, as_passes, pass_hook, pass_identity, pass_name
 from compile_callbacks.phases import Phase
-from compile_callbacks.references import reference_to, resolve
+from compile_callbacks.references import class_and_arguments, reference_to
 from compile_callbacks.whole_files import appears_whole
 
 EAGER = "eager"
@@ -49,7 +49,8 @@ class InductorConfig:
         dynamic: ``True`` compiles for changing shapes at once, ``False`` compiles anew for each shape, ``None``
             for changing shapes after the first change.
         passes: Custom graph passes, run in this order: `GraphPass` objects, or objects of torch's own pass
-            classes (those run at ``"post_grad_post"``).
+            classes (those run at ``"post_grad_post"``); as data ``"module:name"``, or a mapping of ``class_path`` and
+            ``init_args``.
         fold_weights: Whether what inference graphs compute from weights alone is computed once for each version of
             the weights, and not on each call (docs/fold_weights.md). ``None``: in the infer phase, and not in train,
             where only modules without gradients have inference graphs.
@@ -236,10 +237,7 @@ class InductorConfig:
         for name in data:
             if name not in known:
                 raise ValueError(unknown("field", name, known))
-        passes = data.get("passes", ())
-        if not isinstance(passes, (list, tuple)):
-            raise TypeError(f"passes={passes!r} must be a list of 'module:name', not {type(passes).__name__}")
-        return cls(**{**data, "passes": tuple(resolve(p) if isinstance(p, str) else p for p in passes)})
+        return cls(**data)
 
     def to_json(self, path: str | Path) -> None:
         """Write the settings to a file, which is replaced as a whole or not at all.
@@ -287,9 +285,9 @@ class InductorConfig:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-Mode = str | InductorConfig | Mapping[str, Any] | None
-"""What a phase's settings may be given as. The class comes before the mapping, which LightningCLI would take YAML's
-``class_path`` for."""
+Mode = str | Mapping[str, Any] | InductorConfig | None
+"""What a phase's settings may be given as. The mapping comes before the class: LightningCLI then hands over what stands
+in YAML as it stands there, and what is wrong with it is told by us, with the argument's name."""
 
 
 @checks_settings
@@ -305,6 +303,8 @@ def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> Induc
         ValueError: An unknown mode or field.
         TypeError: A value that is no mode, mapping or config.
     """
+    if isinstance(value, Mapping) and "class_path" in value:
+        _, value = class_and_arguments(value, argument, (InductorConfig,))
     if value is None or value == EAGER:
         return None
     if isinstance(value, InductorConfig):
@@ -320,7 +320,8 @@ def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> Induc
             if name not in known:
                 as_option = f" Inductor's options go into {argument}={{'options': {{...}}}}."
                 raise ValueError(unknown(f"{argument} field", name, known) + as_option)
-        return InductorConfig.from_dict(value)
+        with part_of(argument):
+            return InductorConfig.from_dict(value)
     raise TypeError(
         f"{argument}={value!r} must be a mode, a mapping of InductorConfig's fields, an InductorConfig or None, "
         f"not {type(value).__name__}"

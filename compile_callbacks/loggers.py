@@ -84,8 +84,8 @@ def log_summary(
 ) -> None:
     """Give every logger that has a place for it the whole report.
 
-    TensorBoard gets a layout of charts, the report in the text tab, and an entry under HPARAMS; Weights & Biases a
-    table; MLflow a file; Comet a text.
+    TensorBoard gets a layout of charts, the report in the text tab, step times as an image, and an entry under HPARAMS;
+    Weights & Biases a table; MLflow a file; Comet a text.
 
     Args:
         loggers: The trainer's loggers.
@@ -127,6 +127,7 @@ def _summarize(logger: Logger, report: CompileReport, step: int) -> None:
     if _tensorboard().is_writer(experiment):
         _tensorboard().add_layout(experiment)
         _tensorboard().add_report(experiment, report, step)
+        _tensorboard().add_plot(experiment, report, step)
     elif callable(log_table := getattr(logger, "log_table", None)):  # WandbLogger
         rows = labels_and_cells([report.phase(phase) for phase in PHASES])
         log_table("compile_report", columns=["figure", *PHASES], data=[list(row) for row in rows], step=step)

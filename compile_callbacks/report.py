@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compile_callbacks.config import EAGER
 from compile_callbacks.events import CompileEvent, CompileRecorder, EventKind
@@ -17,6 +17,9 @@ from compile_callbacks.targets import Compiled
 from compile_callbacks.timing import StepTimer, median_ms, spread_ms
 from compile_callbacks.trial import Trial
 from compile_callbacks.tune import Settings, Tune
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,7 @@ class PhaseReport:
         processes: How many processes ran the phase together. Of more than one, ``compile_seconds`` and what is said of
             step times are those of the slowest process; memory and counts are those of the first.
         slowest_rank: The process whose step times these are; ``None`` where there was one, or none was measured.
+        series: Step times in the order of the run, see `StepTimer.series`.
         restored: Names of the figures that come from the run that this one resumes.
         advice: What the figures, and those of earlier runs with the same ``cache_dir``, say about other settings.
         events: What is behind the counts, in order.
@@ -93,6 +97,7 @@ class PhaseReport:
     trials: tuple[dict[str, Any], ...] = ()
     processes: int = 1
     slowest_rank: int | None = None
+    series: tuple[dict[str, Any], ...] = ()
     restored: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
@@ -174,6 +179,20 @@ class CompileReport:
     def scalars(self) -> dict[str, float]:
         """What was measured in both phases, under the names that loggers get."""
         return {name: value for phase in PHASES for name, value in self.phase(phase).scalars(phase).items()}
+
+    def plot(self) -> Figure:
+        """Step times over the steps of the run as a matplotlib figure, a panel for each phase.
+
+        Eager and compiled steps have a colour each, steps in which something compiled are marked, and the legend has
+        the medians and the step at which compiling has paid for itself. ``figure.savefig("steps.png")`` writes it.
+
+        Raises:
+            ImportError: matplotlib is not installed; ``pip install 'compile-callbacks[plot]'`` brings it.
+            ValueError: No step was timed yet.
+        """
+        from compile_callbacks.report_plot import plot_report  # matplotlib, for those alone who draw
+
+        return plot_report(self)
 
     def __str__(self) -> str:
         """A table of plain text, a row for each figure and a column for each phase."""
@@ -266,6 +285,7 @@ def build_phase_report(
             for owner, run in recorder.pass_runs
             if owner.phase == phase and (of_tune is None or owner.settings == of_tune)
         ),
+        series=timer.series(phase),
         restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
         events=tuple(event.to_dict() for event in recorder.events if event.phase == phase),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from compile_callbacks.markdown import to_markdown
 from compile_callbacks.pass_library.record_graphs import RecordedGraph
 from compile_callbacks.phases import PHASES
 from compile_callbacks.report import CompileReport
+from compile_callbacks.report_plot import png_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 TEXT_TAG = "compile_report"
 DATA_TAG = "compile_report/data"
 """The report as JSON, for programs: TensorBoard has no tab for it and shows nothing."""
+PLOT_TAG = "compile_report/steps"
 
 _LAYOUT_TAG = "custom_scalars__config__"
 _CHARTS = {
@@ -110,6 +113,16 @@ def add_report(writer: SummaryWriter, report: CompileReport, step: int) -> None:
     data = json.dumps({"report": report.to_dict(), "environment": ran_on})
     writer.add_text(TEXT_TAG, to_markdown(report, ran_on), step)
     _write(writer, _tensor(DATA_TAG, "compile_callbacks", data.encode(), shape=(1,)), step=step)
+
+
+def add_plot(writer: SummaryWriter, report: CompileReport, step: int) -> None:
+    """Write step times over the steps of the run for the images tab, where matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None or not any(report.phase(phase).series for phase in PHASES):
+        return
+    figure = report.plot()
+    width, height = figure.canvas.get_width_height()
+    image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png_of(figure))
+    _write(writer, Summary(value=[Summary.Value(tag=PLOT_TAG, image=image)]), step=step)
 
 
 def add_graphs(writer: SummaryWriter, graphs: Iterable[RecordedGraph], step: int) -> None:

@@ -7,10 +7,12 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from compile_callbacks.phases import Phase
+from compile_callbacks.series import StepSeries
 
 WARMUP_STEPS = 2
 """Steps left out after the way of running changes or anything compiles: allocators, cuDNN and CUDA graphs settle
@@ -38,6 +40,9 @@ class StepTimes:
     restored: bool = False
     work: str | None = None
 
+
+StepKind = Literal["eager", "compiled", "compiling"]
+"""How a step ran; ``"compiling"``: something was compiled in it, for these or other settings."""
 
 _Way = tuple[Phase, bool, str | None]  # a phase, whether it is compiled, and with which of several settings
 
@@ -109,6 +114,7 @@ class StepTimer:
         self._samples: dict[_Way, dict[Hashable, _Samples]] = defaultdict(dict)
         self._settled: Counter[_Way] = Counter()
         self._restored: dict[Phase, dict[str, tuple[float, ...]]] = {}
+        self._series: dict[Phase, dict[tuple[StepKind, str | None], StepSeries]] = defaultdict(dict)
         self._running: _Span | None = None
 
     def start(self, *, cuda: bool) -> None:
@@ -141,6 +147,7 @@ class StepTimer:
         span.stop()
         key = phase, compiled, settings
         self._steps[key] += 1
+        self._keep_order(phase, "compiling" if disturbed else "compiled" if compiled else "eager", settings, span)
         if disturbed:
             self._settled[key] = 0
             return False
@@ -159,6 +166,18 @@ class StepTimer:
     def compiled_steps(self, phase: Phase, settings: str | None = None) -> int:
         """All compiled steps of a phase, samples or not."""
         return self._steps[phase, True, settings]
+
+    def series(self, phase: Phase) -> tuple[dict[str, Any], ...]:
+        """The steps of a phase in order, a mapping for each way in which they ran; waits for the GPU.
+
+        Each has ``kind`` (see `StepKind`), ``settings`` (the candidate, where the phase has had several), ``steps``
+        (their numbers in the phase, from 1) and ``ms``; of many steps an even choice, see `StepSeries`.
+        """
+        found = []
+        for (kind, settings), series in self._series[phase].items():
+            steps, milliseconds = zip(*series.read(), strict=True)
+            found.append({"kind": kind, "settings": settings, "steps": list(steps), "ms": list(milliseconds)})
+        return tuple(found)
 
     def times(self, phase: Phase, settings: str | None = None) -> StepTimes:
         """The samples of a phase, of the work that most eager and compiled steps share.
@@ -180,6 +199,10 @@ class StepTimer:
             return StepTimes(eager[work], (), work=work)
         work = _longest(earlier) if earlier else None
         return StepTimes(earlier[work], (), restored=True, work=work) if work is not None else StepTimes()
+
+    def _keep_order(self, phase: Phase, kind: StepKind, settings: str | None, span: _Span) -> None:
+        number = sum(steps for (of_phase, _, _), steps in self._steps.items() if of_phase == phase)
+        self._series[phase].setdefault((kind, settings), StepSeries()).add(number, span)
 
     def baseline(self, phase: Phase) -> dict[str, tuple[float, ...]]:
         """The eager samples of a phase by the ``repr`` of their work, those of an earlier run among them."""

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, get_args
 
-from compile_callbacks.choices import check_choice, unknown
+from compile_callbacks.choices import check_choice, part_of, unknown
 from compile_callbacks.config import InductorConfig, as_config
 from compile_callbacks.config import Mode as OneMode
 from compile_callbacks.links import checks_settings
+from compile_callbacks.references import class_and_arguments
 
 Rule = Literal["throughput", "latency", "first", "latency_budget"]
 """By what measurements choose."""
@@ -157,9 +158,8 @@ class Tune:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
-Mode = str | InductorConfig | Tune | Mapping[str, Any] | None
-"""What a phase's settings may be given as where a Trainer's steps are measured. The classes come before the mapping,
-which LightningCLI would take YAML's ``class_path`` for."""
+Mode = str | Mapping[str, Any] | InductorConfig | Tune | None
+"""What a phase's settings may be given as where a Trainer's steps are measured; in this order as in `config.Mode`."""
 
 
 def named(configs: Sequence[InductorConfig]) -> dict[str, InductorConfig]:
@@ -190,8 +190,14 @@ def as_settings(value: object, argument: str) -> Settings:
         return value
     if value == AUTO:
         return Tune(AUTO)
+    if isinstance(value, Mapping) and "class_path" in value:
+        kind, given = class_and_arguments(value, argument, (InductorConfig, Tune))
+        if issubclass(kind, Tune):
+            with part_of(argument):
+                return Tune.from_dict(given)
     if isinstance(value, Mapping) and "candidates" in value:
-        return Tune.from_dict(value)
+        with part_of(argument):
+            return Tune.from_dict(value)
     return as_config(value, argument, also=(AUTO,))
 
 

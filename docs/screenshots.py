@@ -1,4 +1,4 @@
-"""Make the pictures in docs/images: of TensorBoard, of the table in a terminal, and of the documentation site.
+"""Make the pictures in docs/images: of step times, TensorBoard, the table in a terminal, and the documentation site.
 
 Two short fits of what the page "Start here" trains; then a headless Chromium looks at their logs, at the table, and at
 the site. Needs Chromium with chromedriver, selenium, and scikit-learn for its handwritten digits.
@@ -26,11 +26,13 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.console import rich_table
 from compile_callbacks.run_reports import find_runs
+from compile_callbacks.tensorboard import PLOT_TAG
 from compile_callbacks.terminal import REPORT_TITLE, report_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +42,7 @@ import browser  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 MODES = ("default", "max-autotune-no-cudagraphs")
-PICTURES = ("tensorboard", "terminal", "site")
+PICTURES = ("steps", "tensorboard", "terminal", "site")
 SITE_PAGES = ("index", "how_it_works")
 
 
@@ -109,6 +111,13 @@ def show_tensorboard(logdir: Path) -> None:
         keep("hparams")
 
 
+def keep_steps(logdir: Path) -> None:
+    """Keep the picture of step times that the first run left in its log."""
+    log = EventAccumulator(str(logdir / MODES[0]))
+    log.Reload()
+    (IMAGES / "steps.png").write_bytes(log.Images(PLOT_TAG)[-1].encoded_image_string)
+
+
 def show_terminal(logdir: Path) -> None:
     """Draw the table that a terminal shows at the end of a run."""
     (run,) = find_runs(logdir / MODES[0], [])
@@ -158,6 +167,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         logdir = args.logdir or Path(folder, "runs")
         if args.logdir is None and set(args.only) - {"site"}:
             fit_all(logdir)
+        if "steps" in args.only:
+            keep_steps(logdir)
         if "tensorboard" in args.only:
             show_tensorboard(logdir)
         if "terminal" in args.only:

@@ -7,17 +7,18 @@ import contextvars
 import functools
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks.choices import unknown
+from compile_callbacks.choices import part_of, unknown
 from compile_callbacks.links import checks_settings
 from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS, is_inference_graph
 from compile_callbacks.passes.identity import identity_of_call
 from compile_callbacks.phases import Phase
+from compile_callbacks.references import class_and_arguments, resolve
 
 _current_phase: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("phase", default=None)
 
@@ -183,16 +184,18 @@ def graph_pass(
 
 @checks_settings
 def as_passes(value: object, argument: str) -> tuple[Any, ...]:
-    """The passes of an argument, checked.
+    """The passes of an argument, checked; those that are given as data are made.
 
     Raises:
         TypeError: Not a list or tuple of passes.
+        ValueError: Data that name what cannot be imported.
     """
     if isinstance(value, (GraphPass, *_torch.TORCH_PASS_TYPES)):
         return (value,)
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{argument}={value!r} must be a list of graph passes, not {type(value).__name__}")
-    for graph_pass_ in value:
+    passes = tuple(_from_data(item, f"{argument}[{i}]") for i, item in enumerate(value))
+    for graph_pass_ in passes:
         if isinstance(graph_pass_, (GraphPass, *_torch.TORCH_PASS_TYPES)):
             continue
         if isinstance(graph_pass_, type) and issubclass(graph_pass_, (GraphPass, *_torch.TORCH_PASS_TYPES)):
@@ -202,7 +205,19 @@ def as_passes(value: object, argument: str) -> tuple[Any, ...]:
         else:
             advice = "a GraphPass, a function wrapped with graph_pass, or an object of torch's CustomGraphPass"
         raise TypeError(f"{argument} holds {graph_pass_!r}, which is no graph pass; give {advice}")
-    return tuple(value)
+    return passes
+
+
+def _from_data(value: object, argument: str) -> Any:
+    """A pass that stands in a file of settings: by ``"module:name"``, or by ``class_path`` and ``init_args``."""
+    if isinstance(value, str):
+        with part_of(argument):
+            return resolve(value)
+    if isinstance(value, Mapping) and "class_path" in value:
+        kind, arguments = class_and_arguments(value, argument, (GraphPass, *_torch.TORCH_PASS_TYPES))
+        with part_of(argument):
+            return kind(**arguments)
+    return value
 
 
 def pass_name(graph_pass: Any) -> str:

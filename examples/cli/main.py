@@ -1,0 +1,84 @@
+"""LightningCLI builds `InductorCompile` from YAML: the settings of the compiler live in a file, like all others.
+
+    python examples/cli/main.py fit --config examples/cli/config.yaml
+
+What `config.yaml` leaves out can be given at the command line, and `--print_config` shows all of it:
+
+    python examples/cli/main.py fit --config examples/cli/config.yaml --trainer.max_epochs 2 --print_config
+    python examples/cli/main.py fit --trainer.callbacks.help compile_callbacks.InductorCompile
+"""
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.cli import LightningCLI
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+from compile_callbacks import graph_pass
+
+
+@graph_pass
+def count_nodes(graph, is_inference):
+    """The smallest graph pass there is; `config.yaml` names it by its import path."""
+    print(f"compiling {'an inference' if is_inference else 'a training'} graph of {len(graph.nodes)} nodes")
+
+
+class Digits(pl.LightningDataModule):
+    """Scikit-learn's handwritten digits: 1,797 images of 8x8 pixels.
+
+    Args:
+        batch_size: Images in a batch.
+    """
+
+    def __init__(self, batch_size: int = 64):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def setup(self, stage: str):
+        images, labels = load_digits(return_X_y=True)
+        digits = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
+        sizes = [len(digits) - 256, 256]
+        self.train, self.val = random_split(digits, sizes, torch.Generator().manual_seed(0))
+
+    def train_dataloader(self):
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.val, self.batch_size)
+
+
+class Classifier(pl.LightningModule):
+    """Two linear layers.
+
+    Args:
+        width: Features between them.
+        lr: Learning rate of Adam.
+    """
+
+    def __init__(self, width: int = 128, lr: float = 3e-3):
+        super().__init__()
+        self.lr = lr
+        self.net = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        correct = self.net(batch[0]).argmax(dim=1) == batch[1]
+        self.log("val_accuracy", correct.float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), self.lr)
+
+
+class CheckedCLI(LightningCLI):
+    def after_fit(self):
+        accuracy = float(self.trainer.callback_metrics["val_accuracy"])
+        print(f"validation accuracy  {accuracy:.4f}")
+        if accuracy < 0.85:
+            raise SystemExit("the classifier did not learn")
+
+
+if __name__ == "__main__":
+    CheckedCLI(Classifier, Digits)

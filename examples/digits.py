@@ -1,0 +1,71 @@
+"""What the short examples share: scikit-learn's handwritten digits, a small classifier of them, and a Trainer."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+# The data are tensors in memory: a worker process would only cost time.
+warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+
+class DigitClassifier(pl.LightningModule):
+    """A body that is trained, and a linear head."""
+
+    def __init__(self, lr: float = 3e-3) -> None:
+        super().__init__()
+        self.lr = lr
+        self.backbone = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU())
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (N, 10) of images (N, 64)."""
+        return self.head(self.backbone(images))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("accuracy", (self(batch[0]).argmax(dim=1) == batch[1]).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], self.lr)
+
+
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """The digits, 1,536 to train with and 256 to validate with, the same in every run."""
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(images / 16).float()[order], torch.tensor(labels)[order]
+    return TensorDataset(x[:1536], y[:1536]), TensorDataset(x[1536:1792], y[1536:1792])
+
+
+def loaders(batch_size: int = 64) -> tuple[DataLoader, DataLoader]:
+    """Whole batches alone, so that there is one shape to compile for."""
+    train, val = digits()
+    return DataLoader(train, batch_size, shuffle=True), DataLoader(val, batch_size)
+
+
+def make_trainer(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
+    """A Trainer that writes nothing unless it is told to."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+        "devices": 1,
+    }
+    return pl.Trainer(callbacks=list(callbacks), **(quiet | settings))
+
+
+def check(fact: bool, what: str) -> None:
+    """End the example with an error where it did not do what it shows."""
+    print(f"{'yes' if fact else 'NO'}: {what}")
+    if not fact:
+        raise SystemExit(1)
