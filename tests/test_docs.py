@@ -169,7 +169,12 @@ def test_commands_name_files_targets_and_options_that_there_are(capsys):
                 known = help_of(arguments[0], capsys)
                 assert all(option in known for option in options), (page, command)
         elif program == "pip":
-            assert arguments == ["install", "."], (page, command)
+            what, _, extra = arguments[1].partition("[")
+            assert (arguments[0], what) == ("install", "."), (page, command)
+            assert not extra or f"\n{extra.removesuffix(']')} = [" in (ROOT / "pyproject.toml").read_text(), (
+                page,
+                command,
+            )
         else:
             assert program in installed, (page, command)
     assert seen == {"make", "python", "compile-callbacks", "pip", "tensorboard"}
