@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from against_eager import FLOAT32
 from models import Classifier, loader, seeded, trainer
 
-from compile_callbacks import InductorCompile
+from compile_callbacks import InductorCompile, PhaseReport
+from compile_callbacks.slowest import figures_of, with_slowest
 
 HERE = Path(__file__).parent
 CASES = [
@@ -143,6 +145,20 @@ def test_compile_seconds_are_those_of_the_slowest_process(pair):
     assert first["report"]["train"]["compile_seconds"] == second["report"]["train"]["compile_seconds"]
 
 
+def test_step_times_are_all_of_the_slowest_process_and_pay_for_the_longest_compile():
+    of_ranks = [
+        figures_of(PhaseReport(compile_seconds=9.0, eager_step_ms=4.0, compiled_step_ms=2.0, speedup=2.0, samples=7)),
+        figures_of(PhaseReport(compile_seconds=1.0, eager_step_ms=5.0, compiled_step_ms=3.0, speedup=1.7, samples=5)),
+        figures_of(PhaseReport(eager_step_ms=8.0)),
+    ]
+    mine = PhaseReport(compile_seconds=9.0, graphs=2)
+    slowest = with_slowest(mine, "train", [{"train": figures} for figures in of_ranks])
+    assert (slowest.compile_seconds, slowest.processes, slowest.slowest_rank, slowest.graphs) == (9.0, 3, 1, 2)
+    assert (slowest.eager_step_ms, slowest.compiled_step_ms, slowest.speedup, slowest.samples) == (5.0, 3.0, 1.7, 5)
+    assert slowest.break_even_steps == 4500
+    assert with_slowest(mine, "train", []) is mine
+
+
 # ------------------------------------------------------------------------------------------ all together
 
 
@@ -220,6 +236,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(pair):
     assert ours.report.before.train.processes == 2
     assert ours.report.train.restored == ()  # step times of two processes are not compared with those of one
     assert ours.report.train.eager_step_ms is not None
+    assert pickle.loads(pickle.dumps(ours)).configs == ours.configs  # a later run may spawn processes
     plain = seeded()
     trainer(max_epochs=3).fit(plain, loader(12), loader(4, seed=2), ckpt_path=path, weights_only=False)
     torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()), **FLOAT32)
