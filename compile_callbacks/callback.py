@@ -65,7 +65,8 @@ class InductorCompile(Callback):
             unless a compiled graph fits (a shape that keeps coming back is compiled after all); ``"raise"``.
         cache_dir: A folder in which compile artifacts are kept across runs and machines: made where it is not there,
             and loaded from only where nobody else can write to it (docs/warm_start.md). What was chosen among
-            candidates is kept in ``choices`` below it, and checked in a few steps by the next run. ``None`` keeps none.
+            candidates is kept in ``choices`` below it, and checked in a few steps by the next run; what compiling cost
+            and steps took, in ``costs``. ``None`` keeps none.
         keep_compiled: Leave the module compiled after the trainer is done. Calls then choose the phase by
             whether grad is enabled.
 
