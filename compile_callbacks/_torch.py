@@ -41,6 +41,7 @@ __all__ = [
     "add_node",
     "after_optimizer_steps",
     "aside_of_main_graph",
+    "beside_activation_checkpoints",
     "build_cpp",
     "bundled_cache",
     "cache_folder",
@@ -290,6 +291,22 @@ def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
         for part in module.modules()
         if own or part is not module
     )
+
+
+@contextlib.contextmanager
+def beside_activation_checkpoints() -> Iterator[None]:
+    """What runs within is no part of an activation checkpoint that it is called in, which counts what is saved.
+
+    The innermost hooks on saved tensors are the ones that count. They are set only where there are any, which no public
+    function tells: where torch has them disabled, setting some is an error.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same) if hooks else contextlib.nullcontext():
+        yield
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 # ---------------------------------------------------------------------------------------------- sharded modules

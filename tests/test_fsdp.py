@@ -211,7 +211,7 @@ def test_one_device_resumes_what_two_saved(seen, folder):
     seen("fits")
     resumed, straight = Whole(), Whole()
     one_device(InductorCompile(baseline_steps=0), max_epochs=3).fit(
-        resumed, loader(1), loader(1), ckpt_path=folder / "full.ckpt", weights_only=False
+        resumed, loader(1), loader(1), ckpt_path=folder / "full.ckpt"
     )
     one_device(max_epochs=3).fit(straight, loader(1), loader(1))
     assert len(resumed.losses) == len(loader(1))

@@ -8,8 +8,17 @@ import pytest
 import torch
 from models import FEATURES, Classifier, loader, mlp, seeded, trainer
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile
+from compile_callbacks import (
+    CompileError,
+    CompileWarning,
+    GraphPass,
+    InductorCompile,
+    compile_phases,
+    report_of,
+    restore,
+)
 from compile_callbacks.verify import call_and_compare, compare_with_eager, tolerance
 
 
@@ -182,3 +191,13 @@ def test_a_target_that_changes_its_input_in_place_does_so_once():
         losses(InductorCompile(targets=["net.1"], baseline_steps=0), make=make), losses(make=make)
     )
     torch.testing.assert_close(losses(InductorCompile(baseline_steps=0), make=make), losses(make=make))
+
+
+def test_a_target_in_an_activation_checkpoint_is_compared():
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(2, 4, requires_grad=True)
+    expected = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).sum(), x)
+    compile_phases(block, verify="raise")
+    torch.testing.assert_close(torch.autograd.grad(checkpoint(block, x, use_reentrant=False).sum(), x), expected)
+    assert report_of(block).train.verified == "equal"
+    restore(block)
