@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -84,15 +84,6 @@ class Ranks:
     def current(self) -> bool:
         """Whether the process group is still the one that this was made for, and nobody was lost."""
         return self._group is not None and distributed.is_initialized() and distributed.group.WORLD is self._world
-
-    @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """The others are to wait for this rank for as long as it takes."""
-        self.compile_begins()
-        try:
-            yield
-        finally:
-            self.compile_ends()
 
     def compile_begins(self) -> None:
         """This rank compiles: it is waited for until `compile_ends`."""

@@ -273,8 +273,9 @@ def waiting() -> dict[str, Any]:
     heard += ranks.meet_before_backward("of one" if RANK else None).news
     values = ranks.meet(value=RANK).values
     if RANK == 1:
-        with ranks.compiling():
-            time.sleep(4)
+        ranks.compile_begins()
+        time.sleep(4)
+        ranks.compile_ends()
     ranks.meet_at_end_of_stage()
     waited = told[-1] if told else 0
     if RANK == 1:
