@@ -211,13 +211,15 @@ def call_of(name: str, module: nn.Module) -> list[Target]:
 
     It is without what FSDP does around it: torch traces none of that, and ends the graph there.
     """
-    prefix = "" if name == "forward" else f"{name}."
-    return [
-        Target(f"{prefix}{path}".rstrip(".") or name, wrapped)
-        if (wrapped := wrapped_by_fsdp1(unit)) is not None
-        else Target(f"{prefix}{path}".rstrip(".") or name, unit, "forward")
-        for path, unit in innermost_units(module)
-    ] or [Target(name, module)]
+    if not (units := innermost_units(module)):
+        return [Target(name, module)]
+    called = "" if name == "forward" else name.removesuffix(".forward")
+    targets = []
+    for path, unit in units:
+        unit_name = ".".join(part for part in (called, path) if part) or name
+        wrapped = wrapped_by_fsdp1(unit)
+        targets.append(Target(unit_name, unit, "forward") if wrapped is None else Target(unit_name, wrapped))
+    return targets
 
 
 def _chosen(root: nn.Module, base: type[nn.Module]) -> Iterator[Target]:
@@ -247,6 +249,6 @@ def _matching(root: nn.Module, name: str) -> Iterator[Target]:
     owner_path, _, method = name.rpartition(".")
     owner = modules.get(owner_path) if owner_path else root
     if owner is not None and callable(getattr(type(owner), method, None)):
-        yield from call_of(owner_path, owner) if method == "forward" else [Target(name, owner, method)]
+        yield from call_of(name, owner) if method == "forward" else [Target(name, owner, method)]
         return
     raise ValueError(unknown("targets", name, ["forward", *modules]))
