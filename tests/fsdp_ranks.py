@@ -60,8 +60,8 @@ def eager(epochs: int) -> Whole:
     return fit(max_epochs=epochs)
 
 
-def compiler(*args: Any, **kwargs: Any) -> InductorCompile:
-    return InductorCompile(*args, **({"baseline_steps": 0} | kwargs))
+def compiler(train: Any = "default", infer: Any = None, **settings: Any) -> InductorCompile:
+    return InductorCompile(train, infer, **({"baseline_steps": 0} | settings))
 
 
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -93,7 +93,7 @@ def counts(ours: InductorCompile) -> dict[str, Any]:
 
 @case
 def fits() -> Any:
-    ours = compiler()
+    ours = compiler("default", "default")
     compiled = fit(ours, max_epochs=2, save="full.ckpt")
     left = [name for part in compiled.modules() for name in vars(part) if name in ("forward", "_compiled_call_impl")]
     set_ = [part for part in compiled.modules() if getattr(part, "_compiled_call_impl", None) is not None]
