@@ -15,7 +15,8 @@ from lightning.pytorch import LightningDataModule
 from models import CLASSES, FEATURES, Classifier, loader
 
 import compile_callbacks
-from compile_callbacks import cli, lifecycle, templates
+from compile_callbacks import PhaseReport, cli, lifecycle, templates
+from compile_callbacks.table import labels_and_cells
 from compile_callbacks.testing import check_pass
 
 ROOT = Path(__file__).parent.parent
@@ -182,6 +183,20 @@ def test_commands_name_files_targets_and_options_that_there_are(capsys):
 
 # ------------------------------------------------------------------------------------------ tables, data and links
 
+# A row without a figure is left out of a table: this has one for each.
+EVERY_FIGURE = PhaseReport(
+    break_even_steps=1.0,
+    seconds_saved=1.0,
+    eager_peak_memory_mb=1.0,
+    peak_memory_mb=1.0,
+    folded_mb=1.0,
+    weight_refreshes=1,
+    verified="equal",
+    max_abs_error=0.0,
+    skipped_passes=1,
+)
+
+
 
 def test_the_page_of_settings_names_every_template():
     rows = {
@@ -202,6 +217,22 @@ def test_the_page_of_backends_has_the_table_of_states():
 def test_the_reference_has_every_public_name():
     listed = re.findall(r"^::: ([\w.]+)$", PAGES["api.md"].read_text(), re.MULTILINE)
     assert set(compile_callbacks.__all__) <= {name.rpartition(".")[2] for name in listed}
+
+
+def test_the_page_of_the_report_explains_every_row():
+    labels = [label for label, *_ in labels_and_cells([EVERY_FIGURE])]
+    rows = [line.split("|")[1] for line in PAGES["report.md"].read_text().splitlines() if line.startswith("| ")]
+    explained = {label.strip() for row in rows for label in row.split(",")}
+    assert "skipped passes" in labels
+    assert set(labels) <= explained
+
+
+@pytest.mark.parametrize("command", ["doctor", "modes", "bench", "report"])
+def test_the_page_of_the_commands_names_every_option(command, capsys):
+    (section,) = re.findall(rf"^## {command}\b.*?(?=^## |\Z)", PAGES["cli.md"].read_text(), re.DOTALL | re.MULTILINE)
+    options = set(re.findall(r"--[a-z-]+", help_of(command, capsys))) - {"--help"}
+    assert options
+    assert options <= set(re.findall(r"--[a-z-]+", section))
 
 
 def test_yaml_in_the_docs_is_yaml():
