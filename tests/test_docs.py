@@ -227,6 +227,12 @@ def test_the_page_of_the_report_explains_every_row():
     assert set(labels) <= explained
 
 
+def test_the_page_of_benchmarks_names_every_script():
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    assert len(scripts) > 1
+    assert {script for script in scripts if f"| `{script}` |" not in PAGES["benchmarks.md"].read_text()} == set()
+
+
 @pytest.mark.parametrize("command", ["doctor", "modes", "bench", "report"])
 def test_the_page_of_the_commands_names_every_option(command, capsys):
     (section,) = re.findall(rf"^## {command}\b.*?(?=^## |\Z)", PAGES["cli.md"].read_text(), re.DOTALL | re.MULTILINE)
