@@ -241,6 +241,11 @@ def test_the_page_of_the_commands_names_every_option(command, capsys):
     assert options <= set(re.findall(r"--[a-z-]+", section))
 
 
+def test_pages_show_every_picture_that_is_kept():
+    shown = {Path(link).name for path in PAGES.values() for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", path.read_text())}
+    assert shown == {path.name for path in (DOCS / "images").iterdir()}
+
+
 def test_yaml_in_the_docs_is_yaml():
     found = [block["code"] for page in PAGES for block in blocks(page, "yaml")]
     assert found
