@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -142,6 +143,12 @@ def commands():
         yield from ((page, " ".join(command.split())) for command in inline)
 
 
+def script_and_its_neighbours(script):
+    """A script and the files beside it that it imports, which may add options of its parser."""
+    imported = re.findall(r"^(?:from|import) (\w+)", script.read_text(), re.MULTILINE)
+    return [script, *(file for name in imported if (file := script.with_name(f"{name}.py")).is_file())]
+
+
 def help_of(command, capsys):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
@@ -160,10 +167,12 @@ def test_commands_name_files_targets_and_options_that_there_are(capsys):
         options = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
         if program == "make":
             assert {argument for argument in arguments if "=" not in argument} <= set(targets), (page, command)
+        elif program == "python" and arguments[0] == "-m":
+            assert importlib.util.find_spec(arguments[1]), (page, command)
         elif program == "python":
             script = ROOT / arguments[0]
             assert script.is_file(), (page, command)
-            known = script.read_text()
+            known = "".join(file.read_text() for file in script_and_its_neighbours(script))
             assert all(f'"{option}"' in known for option in options), (page, command)
         elif program == "compile-callbacks":
             if arguments[0] != "COMMAND":
@@ -195,7 +204,6 @@ EVERY_FIGURE = PhaseReport(
     max_abs_error=0.0,
     skipped_passes=1,
 )
-
 
 
 def test_the_page_of_settings_names_every_template():
@@ -242,7 +250,9 @@ def test_the_page_of_the_commands_names_every_option(command, capsys):
 
 
 def test_pages_show_every_picture_that_is_kept():
-    shown = {Path(link).name for path in PAGES.values() for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", path.read_text())}
+    shown = {
+        Path(link).name for path in PAGES.values() for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", path.read_text())
+    }
     assert shown == {path.name for path in (DOCS / "images").iterdir()}
 
 
