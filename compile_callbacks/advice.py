@@ -13,6 +13,10 @@ from compile_callbacks.targets import REPEATED, RepeatedBlocks, Scope, repeated_
 LONG_COMPILE_SECONDS = 20.0
 """What compiling the whole model takes at least for its repeated blocks to be pointed out."""
 
+SPARED_PART = 0.5
+"""How much of the model, by its weights, a shared graph must spare compiling for the blocks to be pointed out: a ResNet
+has pairs of equal blocks too, and would compile nearly all of them still."""
+
 _NAMES: dict[Scope, str] = {"whole": "the whole model", "repeated": "repeated blocks"}
 _ARGUMENTS: dict[Scope, str] = {"whole": "targets=None", "repeated": f"targets={REPEATED!r}"}
 
@@ -50,7 +54,8 @@ class Advisor:
         if report.compile_seconds is None or report.compile_seconds <= LONG_COMPILE_SECONDS:
             return ()
         if self._blocks is None:
-            self._blocks = repeated_blocks(self._module)
+            blocks = repeated_blocks(self._module)
+            self._blocks = blocks if spared_part(self._module, blocks) >= SPARED_PART else []
         return tuple(blocks_to_share(report.compile_seconds, self._blocks))
 
     def keep(self, report: PhaseReport, made_for: Mapping[str, str] | None) -> str | None:
@@ -101,13 +106,19 @@ def not_compared(*, cache_dir: bool) -> Iterator[str]:
     )
 
 
+def spared_part(module: nn.Module, blocks: Sequence[RepeatedBlocks]) -> float:
+    """The part of a model's weights in blocks that another one's graph would serve."""
+    spared = {weight for found in blocks for block in found.members[1:] for weight in block.module.parameters()}
+    return sum(w.numel() for w in spared) / max(sum(w.numel() for w in module.parameters()), 1)
+
+
 def blocks_to_share(compile_seconds: float, blocks: Sequence[RepeatedBlocks]) -> Iterator[str]:
     """That a model which took long to compile has repeated blocks."""
     if blocks:
         most = max(blocks, key=lambda found: found.count)
         yield (
             f"compiling took {compile_seconds:.1f} s, and {most.name!r} are {most.count} blocks of one structure: "
-            f"{_ARGUMENTS['repeated']} compiles one graph for all of them"
+            f"{_ARGUMENTS['repeated']} compiles one graph for all of them, whose steps may be slower"
         )
 
 

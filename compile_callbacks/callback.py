@@ -60,7 +60,7 @@ class InductorCompile(Callback):
             ``"raise"`` ends the run with a `CompileError`.
         verify: Compare the first batch of each phase with eager, outputs and in training gradients, and on a
             difference that rounding does not explain: ``"warn"``; ``"eager"``, warn and leave the target eager;
-            ``"raise"``, end the run. ``"off"``: do not compare. See `compare_with_eager` for the tolerance.
+            ``"raise"``, end the run. ``"off"``: do not compare. The tolerance is in docs/correctness.md.
         new_shapes: What an input of a shape not seen before does: ``"recompile"``; ``"eager"``, run eagerly
             unless a compiled graph fits (a shape that keeps coming back is compiled after all); ``"raise"``.
         cache_dir: A folder in which compile artifacts are kept across runs and machines: made where it is not there,

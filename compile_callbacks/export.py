@@ -66,7 +66,7 @@ def export(
         format: ``"aoti"``: compiled by AOTInductor, for this kind of device. ``"export"``: the program that
             ``torch.export`` makes, which any device runs, or compiles.
         verify: Whether what ``"aoti"`` compiles is compared with the program that it was compiled from, on the example
-            inputs; see `compare_with_eager` for the tolerance. On a GPU it is loaded for that beside the module.
+            inputs; the tolerance is in docs/correctness.md. On a GPU it is loaded for that beside the module.
 
     Returns:
         The path.

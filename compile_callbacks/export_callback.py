@@ -57,7 +57,7 @@ class AOTInductorExport(Callback):
     - of a mapping, the entries that it names as parameters, by name; all of it as one argument, where it names none.
 
     The package computes in the trainer's precision, or under the autocast that ``config`` sets. A package that differs
-    from eager by more than rounding explains (see `compare_with_eager`) does not replace an older one. A failure is a
+    from eager by more than rounding explains (docs/correctness.md) does not replace an older one. A failure is a
     warning and is in ``report``, never an error of the run. Under several processes rank zero exports while the others
     go on.
 

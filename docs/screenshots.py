@@ -43,7 +43,7 @@ import browser  # noqa: E402
 IMAGES = ROOT / "docs" / "images"
 MODES = ("default", "max-autotune-no-cudagraphs")
 PICTURES = ("steps", "tensorboard", "terminal", "site")
-SITE_PAGES = ("index", "how_it_works")
+SITE_PAGES = ("how_it_works",)
 
 
 def start_page() -> dict[str, Any]:
@@ -103,8 +103,6 @@ def show_tensorboard(logdir: Path) -> None:
         for legend in browser.visible(driver, ".toggle-matches-button")[:1]:
             legend.click()
         keep("custom-scalars")
-        show("scalars&tagFilter=step%2F", some("path.line", 8), 1440, 1240)
-        keep("scalars")
         show("text", some("td", 20), 1200, 880)
         keep("text")
         show("hparams", some("vaadin-grid-cell-content", 10), 1720, 640)

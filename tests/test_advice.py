@@ -7,11 +7,14 @@ import json
 import pytest
 from models import loader, trainer
 from test_regional import stacked
+from torch import nn
 
 from compile_callbacks import CompileReport, InductorCompile, PhaseReport, advice
 from compile_callbacks.costs_store import Cost, CostsStore
 from compile_callbacks.markdown import to_markdown
+from compile_callbacks.targets import repeated_blocks
 
+SIZES = [[4, 4, 4], [4, 4, 12]]  # of the layers in each block of two networks
 MADE_FOR = {"architecture": "a", "work": "w"}
 REGIONAL = Cost(compile_seconds=7.2, cold=True, step_ms=34.1, samples=10)
 WHOLE = Cost(compile_seconds=23.6, cold=True, step_ms=17.9, samples=10)
@@ -52,6 +55,20 @@ def test_a_long_compile_of_a_model_with_repeated_blocks_points_them_out(monkeypa
     monkeypatch.setattr(advice, "LONG_COMPILE_SECONDS", 0.0)
     (line,) = run(None).train.advice
     assert "'net.layers.*' are 3 blocks of one structure: targets='repeated' compiles one graph" in line
+
+
+def test_blocks_that_are_a_small_part_of_the_model_are_not_pointed_out(monkeypatch):
+    monkeypatch.setattr(advice, "LONG_COMPILE_SECONDS", 0.0)
+    most, few = (nn.Sequential(*(nn.Sequential(nn.Linear(n, n), nn.ReLU()) for n in sizes)) for sizes in SIZES)
+    assert [advice.spared_part(net, repeated_blocks(net)) for net in (most, few)] == [
+        2 / 3,
+        pytest.approx(0.1, abs=0.01),
+    ]
+    took = PhaseReport(mode="default", compile_seconds=1.0)
+    said = [advice.Advisor(net, "whole", None).advise(took, None) for net in (most, few)]
+    assert len(said[0]) == 1
+    assert "steps may be slower" in said[0][0]
+    assert said[1] == ()
 
 
 def test_what_is_ahead_and_when():

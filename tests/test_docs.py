@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -15,7 +16,8 @@ from lightning.pytorch import LightningDataModule
 from models import CLASSES, FEATURES, Classifier, loader
 
 import compile_callbacks
-from compile_callbacks import cli, lifecycle, templates
+from compile_callbacks import PhaseReport, cli, lifecycle, templates
+from compile_callbacks.table import labels_and_cells
 from compile_callbacks.testing import check_pass
 
 ROOT = Path(__file__).parent.parent
@@ -141,6 +143,12 @@ def commands():
         yield from ((page, " ".join(command.split())) for command in inline)
 
 
+def script_and_its_neighbours(script):
+    """A script and the files beside it that it imports, which may add options of its parser."""
+    imported = re.findall(r"^(?:from|import) (\w+)", script.read_text(), re.MULTILINE)
+    return [script, *(file for name in imported if (file := script.with_name(f"{name}.py")).is_file())]
+
+
 def help_of(command, capsys):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
@@ -159,10 +167,12 @@ def test_commands_name_files_targets_and_options_that_there_are(capsys):
         options = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
         if program == "make":
             assert {argument for argument in arguments if "=" not in argument} <= set(targets), (page, command)
+        elif program == "python" and arguments[0] == "-m":
+            assert importlib.util.find_spec(arguments[1]), (page, command)
         elif program == "python":
             script = ROOT / arguments[0]
             assert script.is_file(), (page, command)
-            known = script.read_text()
+            known = "".join(file.read_text() for file in script_and_its_neighbours(script))
             assert all(f'"{option}"' in known for option in options), (page, command)
         elif program == "compile-callbacks":
             if arguments[0] != "COMMAND":
@@ -181,6 +191,19 @@ def test_commands_name_files_targets_and_options_that_there_are(capsys):
 
 
 # ------------------------------------------------------------------------------------------ tables, data and links
+
+# A row without a figure is left out of a table: this has one for each.
+EVERY_FIGURE = PhaseReport(
+    break_even_steps=1.0,
+    seconds_saved=1.0,
+    eager_peak_memory_mb=1.0,
+    peak_memory_mb=1.0,
+    folded_mb=1.0,
+    weight_refreshes=1,
+    verified="equal",
+    max_abs_error=0.0,
+    skipped_passes=1,
+)
 
 
 def test_the_page_of_settings_names_every_template():
@@ -202,6 +225,35 @@ def test_the_page_of_backends_has_the_table_of_states():
 def test_the_reference_has_every_public_name():
     listed = re.findall(r"^::: ([\w.]+)$", PAGES["api.md"].read_text(), re.MULTILINE)
     assert set(compile_callbacks.__all__) <= {name.rpartition(".")[2] for name in listed}
+
+
+def test_the_page_of_the_report_explains_every_row():
+    labels = [label for label, *_ in labels_and_cells([EVERY_FIGURE])]
+    rows = [line.split("|")[1] for line in PAGES["report.md"].read_text().splitlines() if line.startswith("| ")]
+    explained = {label.strip() for row in rows for label in row.split(",")}
+    assert "skipped passes" in labels
+    assert set(labels) <= explained
+
+
+def test_the_page_of_benchmarks_names_every_script():
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    assert len(scripts) > 1
+    assert {script for script in scripts if f"| `{script}` |" not in PAGES["benchmarks.md"].read_text()} == set()
+
+
+@pytest.mark.parametrize("command", ["doctor", "modes", "bench", "report"])
+def test_the_page_of_the_commands_names_every_option(command, capsys):
+    (section,) = re.findall(rf"^## {command}\b.*?(?=^## |\Z)", PAGES["cli.md"].read_text(), re.DOTALL | re.MULTILINE)
+    options = set(re.findall(r"--[a-z-]+", help_of(command, capsys))) - {"--help"}
+    assert options
+    assert options <= set(re.findall(r"--[a-z-]+", section))
+
+
+def test_pages_show_every_picture_that_is_kept():
+    shown = {
+        Path(link).name for path in PAGES.values() for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", path.read_text())
+    }
+    assert shown == {path.name for path in (DOCS / "images").iterdir()}
 
 
 def test_yaml_in_the_docs_is_yaml():

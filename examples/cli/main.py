@@ -1,5 +1,7 @@
 """LightningCLI builds `InductorCompile` from YAML: the settings of the compiler live in a file, like all others.
 
+What it teaches: modes, mappings of `InductorConfig`'s fields, and passes by their import path are plain YAML.
+
     python examples/cli/main.py fit --config examples/cli/config.yaml
 
 What `config.yaml` leaves out can be given at the command line, and `--print_config` shows all of it:
