@@ -182,9 +182,9 @@ class CompiledRegion:
             return member.eager(*args, **kwargs)
         self.ran = True
         try:
-            if self._meetings.is_first(self.owner):
+            if self._meetings.is_first(self.owner, member.name):
                 call = functools.partial(self._run, member, *args, **kwargs)
-                return self._meetings.first_call(self.owner, call, cached=self._is_cached())
+                return self._meetings.first_call(self.owner, member.name, call, cached=self._is_cached())
             return self._run(member, *args, **kwargs)
         except CompileError as error:
             self._meetings.end_run(str(error))

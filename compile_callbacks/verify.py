@@ -144,9 +144,7 @@ class _Run:
 
 
 def _run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> _Run:
-    # Within a checkpoint of the user's, which counts what is saved: hooks of our own take the place of its.
-    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-        outputs = [leaf for leaf in _torch.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+    outputs = [leaf for leaf in _torch.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
     copies = [output.detach().clone() for output in outputs]
     differentiable = [output for output in outputs if output.requires_grad]
     if not differentiable or not torch.is_grad_enabled():
@@ -160,10 +158,6 @@ def _run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) ->
     gradients = torch.autograd.grad(differentiable, weights, ramps, allow_unused=True) if weights else ()
     norms = [torch.zeros(()) if g is None else torch.linalg.vector_norm(g.float()) for g in gradients]
     return _Run(copies, [float(norm) for norm in norms])
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _compare(expected: _Run, actual: _Run, allowed: float) -> Comparison:
