@@ -92,6 +92,7 @@ __all__ = [
     "put_into_cache",
     "quiet_export",
     "raised_while_compiling",
+    "recompile_limit",
     "recorded_artifacts",
     "resolve_options",
     "restored",
@@ -253,6 +254,13 @@ def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any
             return compiled(*args, **kwargs)
 
     return call
+
+
+def recompile_limit() -> int:
+    """How many graphs torch compiles of the code of one function."""
+    from torch._dynamo import config
+
+    return int(config.recompile_limit)
 
 
 def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from compile_callbacks.session import CompileSession
 from compile_callbacks.shapes import NEW_SHAPES, NewShapes
 from compile_callbacks.sharding import why_refused
 from compile_callbacks.switch import compiled_parts
-from compile_callbacks.targets import Compiled, call_of, check_names, find_targets, scope_of
+from compile_callbacks.targets import check_names, find_targets, scope_of
 from compile_callbacks.tune import Settings, Tune, as_settings
 from compile_callbacks.verify import VERIFY, Verify
 
@@ -113,7 +113,7 @@ def compile_phases(
             warnings.warn(see(message, "freezing-has-no-effect"), CompileWarning, stacklevel=3)
     module = target if isinstance(target, nn.Module) else _Function(target)
     names = check_names(targets)
-    found: Sequence[Compiled] = find_targets(module, names, nn.Module) if names else call_of("forward", module)
+    found = find_targets(module, names or ("forward",), nn.Module)
     if refused := why_refused(module, configs):
         raise ValueError(see(refused, "sharded-weights"))
     parts = {member.name for part in found for member in part.members}

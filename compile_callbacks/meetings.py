@@ -67,8 +67,8 @@ class Meetings:
         self._say = say
         self._said_at_seconds = 0.0
         self._news = News()
-        self._met: set[Owner] = set()
-        self._ever_met: set[Owner] = set()
+        self._met: set[Hashable] = set()
+        self._ever_met: set[Hashable] = set()
 
     # ------------------------------------------------------------------------------------------ a run
 
@@ -121,29 +121,36 @@ class Meetings:
 
     # ------------------------------------------------------------------------------------------ a call of a target
 
-    def is_first(self, owner: Owner) -> bool:
-        """Whether a call in a step is the first of its target in this stage."""
-        return self.in_step and owner not in self._met
+    def is_first(self, owner: Owner, name: str) -> bool:
+        """Whether a call in a step is the first of its target in this stage.
 
-    def first_call(self, owner: Owner, call: Callable[[], _T], *, cached: bool) -> _T:
+        Args:
+            owner: What is compiled.
+            name: The target: of repeated blocks the one that is called, which may have to be compiled by itself.
+        """
+        return self.in_step and (owner, name) not in self._met
+
+    def first_call(self, owner: Owner, name: str, call: Callable[[], _T], *, cached: bool) -> _T:
         """Call a target for the first time in a stage, and meet.
 
         Where ranks share a cache, the first of them compiles before the others, which find it there.
 
         Args:
-            owner: The target.
+            owner: What is compiled.
+            name: The target.
             call: The call.
             cached: Whether what is compiled in it will be in torch's cache on disk.
         """
         assert self._ranks is not None
-        self._met.add(owner)
-        in_turn = cached and self._ranks.any_follows and owner not in self._ever_met
-        self._ever_met.add(owner)
+        met, turn = (owner, name), f"{name} {owner}"
+        self._met.add(met)
+        in_turn = cached and self._ranks.any_follows and met not in self._ever_met
+        self._ever_met.add(met)
         if in_turn and self._ranks.follows:
-            self._meet()
+            self._ranks.await_turn(turn)
         result = call()
         if in_turn and not self._ranks.follows:
-            self._meet()
+            self._ranks.turn_ends(turn)
         self._meet()
         return result
 

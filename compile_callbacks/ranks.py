@@ -18,6 +18,8 @@ from compile_callbacks import _torch
 _LONGEST_WAIT = timedelta(days=7)  # of the group; how long a rank really waits: see `Ranks`
 _LOOK_AROUND = timedelta(seconds=1)
 _COMPILING = "compile_callbacks/compiling"  # in the store: how many ranks compile
+_TURN_SECONDS = 5.0  # that a rank whose turn it is may do something else than compile, before others do
+_TURN_LOOK_SECONDS = 0.02
 _LAST = 2**12 - 1
 _INDEX_BITS, _SEGMENT_BITS = 12, 32
 _AFTER_ALL = 2**63 - 1  # a place that holds nobody back
@@ -76,6 +78,7 @@ class Ranks:
         _torch.set_timeout(group, _LONGEST_WAIT)  # not before all have found each other
         self._group = group
         leaders = [placements.index(where) for where in placements]
+        self._turns = f"compile_callbacks/{group.group_name}/{leaders[self.rank]}"
         self.follows = leaders[self.rank] != self.rank
         """Whether a rank of a lower number compiles what this one can take from the cache."""
         self.any_follows = len(set(leaders)) < self.size
@@ -97,6 +100,30 @@ class Ranks:
             self._compiling = False
             with contextlib.suppress(RuntimeError):  # the store's process is gone
                 self._store.add(_COMPILING, -1)
+
+    def await_turn(self, what: str) -> None:
+        """Wait while the rank that this one follows compiles, until it has; not where it does something else.
+
+        It may be in a collective within what it calls, and wait for this rank there.
+        """
+        patience_seconds = min(_TURN_SECONDS, self._patience_seconds / 2)
+        began = idle_since = told = time.monotonic()
+        with contextlib.suppress(RuntimeError):  # the store's process is gone
+            while self._store.add(f"{self._turns}/{what}", 0) == 0:
+                now = time.monotonic()
+                if self._store.add(_COMPILING, 0) > 0:
+                    idle_since = now
+                elif now - idle_since > patience_seconds:
+                    return
+                if now - told > _LOOK_AROUND.total_seconds():
+                    told = now
+                    self._on_wait(now - began)
+                time.sleep(_TURN_LOOK_SECONDS)
+
+    def turn_ends(self, what: str) -> None:
+        """Those that follow this rank can take what it compiled from the cache."""
+        with contextlib.suppress(RuntimeError):  # the store's process is gone
+            self._store.add(f"{self._turns}/{what}", 1)
 
     def meet(self, news: Any = None, *, value: Any = None) -> Heard:
         """Wait until no rank is at an earlier place.

@@ -182,9 +182,9 @@ class CompiledRegion:
             return member.eager(*args, **kwargs)
         self.ran = True
         try:
-            if self._meetings.is_first(self.owner):
+            if self._meetings.is_first(self.owner, member.name):
                 call = functools.partial(self._run, member, *args, **kwargs)
-                return self._meetings.first_call(self.owner, call, cached=self._is_cached())
+                return self._meetings.first_call(self.owner, member.name, call, cached=self._is_cached())
             return self._run(member, *args, **kwargs)
         except CompileError as error:
             self._meetings.end_run(str(error))
@@ -309,7 +309,9 @@ class CompiledRegion:
         """How many times as many graphs as torch's recompile limit allows for the code of one target."""
         # Behind a break, both phases' graphs are on the user's code.
         phases = 2 if _torch.SHARES_RECOMPILE_LIMIT and self.owner in self._recorder.broken else 1
-        return phases * (len(self._members) if self._graphs > 1 else 1)  # blocks that differ are compiled each
+        # Blocks that differ are compiled each; below torch's limit there is nothing to lift, at 10 µs a call.
+        many = len(self._members) > 1 and self._graphs > 1 and self._graphs >= _torch.recompile_limit()
+        return phases * (len(self._members) if many else 1)
 
     def _call_under(self, stance: str, member: Target, args: Any, kwargs: Any) -> Any:
         """A call of a shape that was not seen before, which is not to compile."""
@@ -500,11 +502,11 @@ class CompiledRegion:
         elif self._config.resolved_options(self._device).get("cpp_wrapper"):
             self._not_folded("cpp_wrapper: Inductor tunes its kernels with the inputs of the graph as a whole")
             yield _torch.compile_inner
-        elif len(self._members) > 1:
-            self._not_folded("repeated blocks share a graph, and each has weights of its own")
-            yield _torch.compile_inner
         elif self._members[0].sharded:
             self._not_folded(MOVING_WEIGHTS)
+            yield _torch.compile_inner
+        elif len(self._members) > 1:
+            self._not_folded("repeated blocks share a graph, and each has weights of its own")
             yield _torch.compile_inner
         elif _torch.has_tensor_subclasses(self._members[0].module):
             self._not_folded("its weights are tensor subclasses, as shards are: what holds their memory may change")

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+
+from compile_callbacks.sharding import without_wrappers
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SHOWN = 3  # more places than this are no help in a name
 
 
-class Repetition(NamedTuple):
-    """Blocks of one structure.
-
-    Attributes:
-        name: A glob of their names, ``"encoder.layers.*"``, or a list where no glob means these alone.
-        blocks: The blocks by their dotted names in the root module. A block that stands in several places is there
-            under each.
-    """
-
-    name: str
-    blocks: Mapping[str, nn.Module]
-
-
-def find_repetitions(root: nn.Module) -> list[Repetition]:
+def find_repetitions(root: nn.Module) -> list[dict[str, nn.Module]]:
     """The repeated blocks of a module, the outermost where they contain one another.
 
     A block is a member of a ``Sequential``, ``ModuleList`` or ``ModuleDict``, has parameters, and is more than a single
@@ -35,14 +24,18 @@ def find_repetitions(root: nn.Module) -> list[Repetition]:
 
     Args:
         root: The module to look in; it is no block itself.
+
+    Returns:
+        Blocks that are alike, by their dotted names in the root module. A block that stands in several places is there
+        under each.
     """
     alone: set[Any] = set()
     while True:  # what stands alone is looked into, where it may hold what is repeated
         alike: dict[Any, dict[str, nn.Module]] = {}
         for path, block in _blocks(root, "", alone):
-            alike.setdefault(_structure(block), {})[path] = block
+            alike.setdefault(structure_of(block), {})[path] = block
         if not (single := {structure for structure, blocks in alike.items() if len(blocks) < 2}):
-            return [Repetition(_name(root, list(blocks)), blocks) for blocks in alike.values()]
+            return list(alike.values())
         alone |= single
 
 
@@ -51,7 +44,7 @@ def _blocks(parent: nn.Module, prefix: str, alone: set[Any]) -> Iterator[tuple[s
         if child is None:
             continue
         path = f"{prefix}{name}"
-        if isinstance(parent, _CONTAINERS) and _is_block(child) and _structure(child) not in alone:
+        if isinstance(parent, _CONTAINERS) and _is_block(child) and structure_of(child) not in alone:
             yield path, child
         else:
             yield from _blocks(child, f"{path}.", alone)
@@ -63,7 +56,8 @@ def _is_block(module: nn.Module) -> bool:
     return has_forward and not is_layer and next(module.parameters(), None) is not None
 
 
-def _structure(module: nn.Module) -> Any:
+def structure_of(module: nn.Module) -> Any:
+    """What modules have in common that are alike: classes, names, shapes and dtypes; hashable."""
     parts = tuple((name, type(part)) for name, part in module.named_modules(remove_duplicate=False))
     weights = tuple(
         (name, None if is_lazy(tensor) else tuple(tensor.shape), tensor.dtype)
@@ -76,12 +70,17 @@ def _structure(module: nn.Module) -> Any:
 # ---------------------------------------------------------------------------------------------- names
 
 
-def _name(root: nn.Module, paths: list[str]) -> str:
-    """One glob for all, where it means no other part with parameters; else their places one by one."""
+def name_of(root: nn.Module, paths: Sequence[str]) -> str:
+    """What to call parts of a module that are alike.
+
+    Returns:
+        One glob for all, ``"encoder.layers.*"``, where it means no other part with parameters; else their places.
+    """
     split = [path.split(".") for path in paths]
     if len({len(names) for names in split}) == 1:
         glob = [names[0] if len(set(names)) == 1 else "*" for names in zip(*split, strict=True)]
-        others = (path for path, part in root.named_modules(remove_duplicate=False) if path and _has_parameters(part))
+        named = root.named_modules(remove_duplicate=False)
+        others = {without_wrappers(path) for path, part in named if path and _has_parameters(part)}
         if sum(_means(glob, path.split(".")) for path in others) == len(paths):
             return ".".join(glob)
     by_parent = groupby(sorted(paths, key=_parent), key=_parent)

@@ -116,7 +116,11 @@ class CompileSession:
             for phase, tune in tunes.items()
         }
         self._choices = ChoicesStore(cache_dir / "choices") if cache_dir else None
-        self._advisor = Advisor(module, scope, CostsStore(cache_dir / "costs") if cache_dir else None)
+        self._scope = scope
+        # Parts of sharded weights share graphs whatever the targets are.
+        self._advisor = Advisor(
+            module, None if is_sharded(module) else scope, CostsStore(cache_dir / "costs") if cache_dir else None
+        )
         self._made_for: dict[tuple[Phase, str], dict[str, str]] = {}
         self._say = say
         self._passes = tuple(passes)
@@ -316,7 +320,7 @@ class CompileSession:
         for region in self._switch.regions(phase):
             if region.ran and not region.on_trial and (why := why_uncompiled(region.owner, self._recorder)):
                 self._warn(region.owner[:2], why, "no-compiled-graph")
-            if region.blocks_differ and not region.on_trial:
+            if self._scope == "repeated" and region.blocks_differ and not region.on_trial:
                 message = differing_blocks(region.owner, self._recorder)
                 self._warn((region.owner[:2], "blocks"), message, "repeated-blocks-differ")
         for message in idle_folding(phase, self._configs[phase], self._recorder):

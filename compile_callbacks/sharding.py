@@ -24,6 +24,7 @@ __all__ = [
     "is_sharded",
     "why_refused",
     "why_strategy_refused",
+    "without_wrappers",
     "wrapped_by_fsdp1",
 ]
 
@@ -41,7 +42,7 @@ def innermost_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
         name: part for name, part in root.named_modules() if _torch.is_fsdp2_unit(part) or _torch.is_fsdp1_unit(part)
     }
     return [
-        (_without_wrappers(name), unit)
+        (without_wrappers(name), unit)
         for name, unit in units.items()
         if not any(other != name and (not name or other.startswith(f"{name}.")) for other in units)
     ]
@@ -104,5 +105,6 @@ def why_strategy_refused(strategy: object) -> str | None:
     )
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
+    """A module's dotted name as it is where FSDP1 wraps nothing."""
     return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")

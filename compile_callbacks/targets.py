@@ -12,8 +12,8 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
 from compile_callbacks.links import checks_settings
-from compile_callbacks.repeated import find_repetitions
-from compile_callbacks.sharding import innermost_units, is_sharded, wrapped_by_fsdp1
+from compile_callbacks.repeated import find_repetitions, name_of, structure_of
+from compile_callbacks.sharding import innermost_units, is_sharded, without_wrappers, wrapped_by_fsdp1
 
 Repeated = Literal["repeated"]
 REPEATED: Repeated = "repeated"
@@ -142,6 +142,8 @@ def check_names(targets: object) -> tuple[str, ...] | Repeated | None:
 def find_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Module]) -> Sequence[Compiled]:
     """The targets that ``names`` mean in ``root``.
 
+    Those with sharded weights that are alike share a graph: what sharing rules out, sharding does too.
+
     Args:
         root: The module to look in, a LightningModule for example.
         names: Dotted names of submodules or methods, or globs of submodule names; ``"forward"`` is the root's
@@ -162,7 +164,10 @@ def find_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Mod
     once: dict[tuple[int, str | None], Target] = {}
     for target in found:
         once.setdefault((id(target.module), target.method), target)
-    return list(once.values())
+    alike: dict[Any, list[Target]] = {}
+    for key, target in once.items():
+        alike.setdefault(_look(target) if target.sharded else key, []).append(target)
+    return [found[0] if len(found) == 1 else _blocks(root, found) for found in alike.values()]
 
 
 def adopt_compiled(root: nn.Module) -> list[str]:
@@ -186,14 +191,24 @@ def adopt_compiled(root: nn.Module) -> list[str]:
 
 
 def repeated_blocks(root: nn.Module) -> list[RepeatedBlocks]:
-    """The repeated blocks of a module; none where nothing in it is repeated."""
-    found = []
-    for name, blocks in find_repetitions(root):
-        once: dict[int, Target] = {}
+    """The repeated blocks of a module; none where nothing in it is repeated. Where FSDP shards them, see `call_of`."""
+    alike: dict[Any, list[Target]] = {}
+    for blocks in find_repetitions(root):
         for path, block in blocks.items():
-            once.setdefault(id(block), Target(path, block))
-        found.append(RepeatedBlocks(name, tuple(once.values()), len(blocks)))
-    return found
+            for target in call_of(path, block):
+                alike.setdefault(_look(target), []).append(target)
+    return [_blocks(root, found) for found in alike.values()]
+
+
+def _look(target: Target) -> Any:
+    return target.method, structure_of(target.module)
+
+
+def _blocks(root: nn.Module, targets: Sequence[Target]) -> RepeatedBlocks:
+    once: dict[int, Target] = {}
+    for target in targets:
+        once.setdefault(id(target.module), target)
+    return RepeatedBlocks(name_of(root, [target.name for target in targets]), tuple(once.values()), len(targets))
 
 
 def _repeated(root: nn.Module) -> list[RepeatedBlocks]:
@@ -211,6 +226,7 @@ def call_of(name: str, module: nn.Module) -> list[Target]:
 
     It is without what FSDP does around it: torch traces none of that, and ends the graph there.
     """
+    name = without_wrappers(name)
     if not (units := innermost_units(module)):
         return [Target(name, module)]
     called = "" if name == "forward" else name.removesuffix(".forward")
@@ -249,6 +265,7 @@ def _matching(root: nn.Module, name: str) -> Iterator[Target]:
     owner_path, _, method = name.rpartition(".")
     owner = modules.get(owner_path) if owner_path else root
     if owner is not None and callable(getattr(type(owner), method, None)):
-        yield from call_of(name, owner) if method == "forward" else [Target(name, owner, method)]
+        sharded_call = method == "forward" and innermost_units(owner)
+        yield from call_of(name, owner) if sharded_call else [Target(name, owner, method)]
         return
     raise ValueError(unknown("targets", name, ["forward", *modules]))

@@ -143,14 +143,15 @@ class PhaseTuning:
         self._store = store
         if self._tuner is None:
             self._device = device
-            shared = self._switch.shares_graphs
             sharded = any(member.sharded for target in self._switch.targets for member in target.members)
-            self._configs = named(self.tune.configs or auto_candidates(device, self.phase, freezes=not shared))
+            bakes_in = not (sharded or self._switch.shares_graphs)
+            self._configs = named(self.tune.configs or auto_candidates(device, self.phase, freezes=bakes_in))
+            no_freezing = "repeated blocks share a graph without weights"
             no_cudagraphs = "" if device.type == "cuda" else "the module is not on a GPU"
             if sharded:
-                no_cudagraphs = MOVING_WEIGHTS
+                no_freezing = no_cudagraphs = MOVING_WEIGHTS
             idle = [name for name, c in self._configs.items() if c.uses_cudagraphs and no_cudagraphs]
-            frozen = [name for name, c in self._configs.items() if shared and c.freezes and self.phase == "infer"]
+            frozen = [name for name, c in self._configs.items() if c.freezes and not bakes_in and self.phase == "infer"]
             self._tuner = Tuner(
                 self._configs,
                 rule=self.tune.rule,
@@ -161,7 +162,7 @@ class PhaseTuning:
                 why_not=self._why_not,
                 least_steps=_LEAST_STEPS if self.tune.candidates == AUTO else 0,
                 skip={
-                    **dict.fromkeys(frozen, "it asks for freezing, and repeated blocks share a graph without weights"),
+                    **dict.fromkeys(frozen, f"it asks for freezing, and {no_freezing}"),
                     **dict.fromkeys(idle, f"it asks for CUDA graphs, and {no_cudagraphs}"),
                 },
             )

@@ -217,6 +217,15 @@ def slow_compile() -> dict[str, Any]:
     }
 
 
+def waits_within_a_target() -> dict[str, Any]:
+    """A loss is logged for all within what is compiled: the first process waits there for the second."""
+    ours = InductorCompile("default", None, targets=["training_step"], baseline_steps=0)
+    eager, compiled = seeded(Synced), seeded(Synced)
+    fit(eager)
+    fit(compiled, ours, timeout=60)
+    return {"eager": seen(eager), "compiled": seen(compiled), "report": told(ours)}
+
+
 def slow_recompile() -> dict[str, Any]:
     class SleepsLater(Uncached):
         slept = False

@@ -28,6 +28,7 @@ CASES = [
     "failure_raises",
     "slow_compile",
     "slow_recompile",
+    "waits_within_a_target",
     "uneven_validation",
     "tuned",
     "resumed_from_one",
@@ -181,6 +182,12 @@ def test_a_compile_that_takes_longer_than_the_timeout_of_collectives_ends_well(p
         assert result["report"]["train"]["fallbacks"] == 0
         assert result["warnings"] == []
     assert pair(case)[1]["report"]["train"]["recompiles"] == (case == "slow_recompile")
+
+
+def test_a_process_may_wait_for_another_within_what_it_compiles(pair):
+    for result in pair("waits_within_a_target"):
+        assert_equal(result)
+        assert result["report"]["train"]["graphs"] > 0
 
 
 def test_a_failure_in_one_process_has_all_fall_back(pair):
