@@ -39,6 +39,7 @@ class Way:
             ``"callback"`` or backend compiles.
         mode: Of `torch.compile`, or as the callback takes it.
         targets: As the callback takes them.
+        passes: Names of this library's graph passes, for the callback.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Way:
     compiled: Literal["child", "module", "callback"] | None = None
     mode: Any = None
     targets: Any = None
+    passes: tuple[str, ...] = ()
 
     @property
     def tuned(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +87,10 @@ class CompileSession:
             phase: given if isinstance(given, InductorConfig) else None for phase, given in configs.items()
         }
         self._progress = CompileProgress(say)
-        self._recorder = CompileRecorder(on_start=self._compile_begins, on_end=self._compile_ends)
+        # Torch knows the recorder as long as it listens, which is not to keep the session and its module.
+        self._recorder = CompileRecorder(
+            on_start=_while_there(self._compile_begins), on_end=_while_there(self._compile_ends)
+        )
         self._timer = StepTimer()
         self._memory = PeakMemory()
         self._switch = PhaseSwitch(
@@ -480,6 +484,17 @@ class CompileSession:
         """What step times are compared on."""
         name = torch.cuda.get_device_name() if _on_cuda(self.module) else "cpu"
         return name if self._meetings.size == 1 else f"{self._meetings.size} x {name}"
+
+
+def _while_there(method: Callable[..., None]) -> Callable[..., None]:
+    """A method that may be called after its object is gone, and does nothing then; it does not keep the object."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Owner) -> None:
+        if (found := reference()) is not None:
+            found(*args)
+
+    return call
 
 
 def _raise(message: str) -> None:

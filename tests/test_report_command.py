@@ -198,7 +198,8 @@ def test_a_file_that_only_looks_like_an_event_file_is_named(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"compile-callbacks report: {path} is no event file, or damaged at byte 0\n"
+    link = "[see docs/troubleshooting.md#an-event-file-is-damaged]"
+    assert err == f"compile-callbacks report: {path} is no event file, or damaged at byte 0 {link}\n"
 
 
 def test_files_of_one_second_are_read_in_the_order_of_their_count(tmp_path):

@@ -365,6 +365,8 @@ def test_a_candidate_that_meets_the_odd_batch_first_runs_the_others_compiled_too
 
 def test_processes_run_the_same_candidates_and_choose_by_the_slowest():
     class Switch:
+        shares_graphs, targets = False, ()
+
         def use(self, phase, config, name=None):
             pass
 

@@ -72,7 +72,7 @@ def test_a_second_run_on_an_empty_cache_compiles_nothing(tmp_path):
     assert first["aot_autograd"]["autograd_cache_miss"] > 0
     assert first["built"]
     assert first["report"]["artifacts"]["loaded_mb"] == 0
-    (file,) = kept.iterdir()
+    (file,) = (path for path in kept.iterdir() if path.is_file())
     assert file.stat().st_mode & 0o777 == 0o600
     assert first["report"]["artifacts"]["path"] == str(file)
     assert first["report"]["artifacts"]["saved_mb"] == file.stat().st_size / 2**20
