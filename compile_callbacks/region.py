@@ -141,6 +141,7 @@ class CompiledRegion:
         self._settings = settings or RegionSettings()
         self._config = config
         self._members = target.members
+        self._one_limit = len(self._members) == 1 and not _torch.SHARES_RECOMPILE_LIMIT
         self._recorder = recorder
         self._isolation = isolation or Isolation()
         self._meetings = meetings or Meetings()
@@ -182,7 +183,7 @@ class CompiledRegion:
             return member.eager(*args, **kwargs)
         self.ran = True
         try:
-            if self._meetings.is_first(self.owner, member.name):
+            if self._meetings.in_step and self._meetings.is_first(self.owner, member.name):
                 call = functools.partial(self._run, member, *args, **kwargs)
                 return self._meetings.first_call(self.owner, member.name, call, cached=self._is_cached())
             return self._run(member, *args, **kwargs)
@@ -301,8 +302,9 @@ class CompiledRegion:
         self._suspects_weights, self._baked_in = False, True
 
     def _call_compiled(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
-        compiled = self._compiled if self._limit_factor == 1 else self._compiled_beyond_limit
-        return compiled(member.module, *args, **kwargs)
+        if self._one_limit or self._limit_factor == 1:
+            return self._compiled(member.module, *args, **kwargs)
+        return self._compiled_beyond_limit(member.module, *args, **kwargs)
 
     @property
     def _limit_factor(self) -> int:

@@ -201,3 +201,10 @@ def test_a_target_in_an_activation_checkpoint_is_compared():
     torch.testing.assert_close(torch.autograd.grad(checkpoint(block, x, use_reentrant=False).sum(), x), expected)
     assert report_of(block).train.verified == "equal"
     restore(block)
+
+
+def test_a_target_is_compared_where_torch_lets_no_hooks_on_saved_tensors_be_set():
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with torch.autograd.graph.disable_saved_tensors_hooks("none are allowed here"):
+        compared = compare_with_eager(module, module, module, (torch.ones(2, 4),), {})
+    assert (compared.problem, compared.left_out, compared.max_abs_error) == (None, None, 0.0)
