@@ -22,7 +22,7 @@ def idle_freezing(phase: Phase, config: InductorConfig | None, *, shared: bool, 
     if phase != "infer" or config is None or not config.freezes or not (shared or sharded):
         return
     own = "repeated blocks share a graph, and each has weights of its own"
-    why = f"of the module {MOVING_WEIGHTS}" if sharded else own
+    why = MOVING_WEIGHTS if sharded else own
     yield f"{phase}_mode={config.describe()!r} asks for freezing, which has no effect: {why}"
 
 

@@ -113,10 +113,15 @@ class Meetings:
         return self._hear(self._ranks.meet_at_end_of_stage(self._told(), value=value)) or ()
 
     def gather(self, value: _T) -> Sequence[_T]:
-        """What each rank gives, by rank; nothing where not all ranks are at the same place of the run."""
+        """What each rank gives, by rank; nothing where not all ranks are at the same place of the run.
+
+        Where ranks meet no more, what this one gives: it goes on by itself, and waits for no agreement for good.
+        """
         if self._ranks is None:
             return [value]
         given = self._hear(self._ranks.meet(self._told(), value=(value,))) or [None]
+        if not self._ranks.current:
+            return [value]
         return () if None in given else [of_rank for (of_rank,) in given]
 
     # ------------------------------------------------------------------------------------------ a call of a target

@@ -161,7 +161,9 @@ class CompileSession:
         self._cuda = _on_cuda(self.module)
         self._meetings.begin(device_of(self.module), together=together and any(self._settings.values()))
         steps_of_ranks = self._meetings.gather(dict(expected_steps))
-        expected_steps = {phase: min(steps[phase] for steps in steps_of_ranks) for phase in expected_steps}
+        expected_steps = {
+            phase: min((steps[phase] for steps in steps_of_ranks), default=own) for phase, own in expected_steps.items()
+        }
         self._warn_of_idle_settings()
         if self._warm_start is not None:
             self._warm_start.begin(self.module)
@@ -181,7 +183,7 @@ class CompileSession:
         self._recorder.stop()
         self._timer.abandon()
         self._keep_artifacts()
-        if self._meetings.speaks:
+        if self._choices is not None and self._meetings.speaks:
             self._keep_costs()
         if self._warm_start is not None:
             for message in idle_cache_dir(self._warm_start, self._recorder):

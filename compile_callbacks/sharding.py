@@ -28,7 +28,7 @@ __all__ = [
     "wrapped_by_fsdp1",
 ]
 
-MOVING_WEIGHTS = "its weights are sharded: they are gathered for each call, at another address, and freed after it"
+MOVING_WEIGHTS = "the weights are sharded: they are gathered for each call, at another address, and freed after it"
 """Why weights are neither baked in nor folded, and no CUDA graph is recorded."""
 
 
@@ -73,7 +73,7 @@ def why_refused(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
         if isinstance(config, InductorConfig) and config.uses_cudagraphs:
             return (
                 f"{phase}_mode={config.describe()!r} records CUDA graphs, which replay on weights that stay where they "
-                f"were, and of the module {MOVING_WEIGHTS}. Give 'default' or 'max-autotune-no-cudagraphs'"
+                f"were, and {MOVING_WEIGHTS}. Give 'default' or 'max-autotune-no-cudagraphs'"
             )
     return None
 
