@@ -42,7 +42,7 @@ def work(args: argparse.Namespace) -> list[dict[str, Any]]:
     from lightning.pytorch.strategies import DDPStrategy
 
     from compile_callbacks import InductorCompile
-    from compile_callbacks.ranks import Ranks
+    from compile_callbacks.processes.ranks import Ranks
 
     warnings.simplefilter("ignore")
     torch.set_float32_matmul_precision("high")

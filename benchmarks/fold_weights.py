@@ -28,9 +28,9 @@ import torchvision
 from torch import nn
 
 from compile_callbacks import InductorConfig
-from compile_callbacks.events import CompileRecorder
-from compile_callbacks.switch import PhaseSwitch
-from compile_callbacks.targets import Target
+from compile_callbacks.compiling.switch import PhaseSwitch
+from compile_callbacks.compiling.targets import Target
+from compile_callbacks.measuring.events import CompileRecorder
 
 OPTIONS = {"default": {}, "reduce-overhead": {"triton.cudagraphs": True}}
 BLOCKS, BLOCK_SECONDS = 9, 0.05

@@ -23,7 +23,7 @@ from work import Way, Work
 
 import compile_callbacks
 from compile_callbacks import InductorBackend, InductorCompile
-from compile_callbacks.environment import environment
+from compile_callbacks.reporting.environment import environment
 
 WARM_UP_STEPS = 3
 """Steps before each block that are not timed: other processes have used the device since the last one."""

@@ -7,22 +7,22 @@ One line is enough::
 
 from typing import TYPE_CHECKING, Any
 
-from compile_callbacks import templates
-from compile_callbacks.backend import InductorBackend
+from compile_callbacks.backend.backend import InductorBackend
 from compile_callbacks.by_grad_mode import compile_phases, report_of, restore
-from compile_callbacks.config import InductorConfig
-from compile_callbacks.export import export
-from compile_callbacks.export_report import ExportReport
-from compile_callbacks.exported import ExportError, load_exported
+from compile_callbacks.compiling.region import CompileError, CompileWarning
+from compile_callbacks.exporting.export import export
+from compile_callbacks.exporting.exported import ExportError, load_exported
 from compile_callbacks.pass_library import (
     RecordGraphs,
     TritonMaxPoolBackward,
     TritonSqueezeExcitation,
 )
 from compile_callbacks.passes import GraphPass, GraphPassError, graph_pass, pattern_pass
-from compile_callbacks.region import CompileError, CompileWarning
-from compile_callbacks.report import CompileReport, PhaseReport
-from compile_callbacks.tune import Tune
+from compile_callbacks.reporting.export_report import ExportReport
+from compile_callbacks.reporting.report import CompileReport, PhaseReport
+from compile_callbacks.settings import templates
+from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.settings.tune import Tune
 
 if TYPE_CHECKING:
     from compile_callbacks.callback import InductorCompile

@@ -11,21 +11,21 @@ from typing import Any
 
 from torch import nn
 
-from compile_callbacks.artifacts import check_folder
 from compile_callbacks.choices import check_choice
-from compile_callbacks.config import InductorConfig, Mode
+from compile_callbacks.compiling.region import ON_ERROR, CompileWarning, OnError, RegionSettings
+from compile_callbacks.compiling.shapes import NEW_SHAPES, NewShapes
+from compile_callbacks.compiling.sharding import why_refused
+from compile_callbacks.compiling.switch import compiled_parts
+from compile_callbacks.compiling.targets import check_names, find_targets, scope_of
+from compile_callbacks.compiling.verify import VERIFY, Verify
 from compile_callbacks.links import checks_settings, see
 from compile_callbacks.passes import as_passes
 from compile_callbacks.phases import PHASES, Phase
-from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSettings
-from compile_callbacks.report import CompileReport
+from compile_callbacks.reporting.report import CompileReport
 from compile_callbacks.session import CompileSession
-from compile_callbacks.shapes import NEW_SHAPES, NewShapes
-from compile_callbacks.sharding import why_refused
-from compile_callbacks.switch import compiled_parts
-from compile_callbacks.targets import check_names, find_targets, scope_of
-from compile_callbacks.tune import Settings, Tune, as_settings
-from compile_callbacks.verify import VERIFY, Verify
+from compile_callbacks.settings.config import InductorConfig, Mode
+from compile_callbacks.settings.tune import Settings, Tune, as_settings
+from compile_callbacks.warm_start.artifacts import check_folder
 
 
 @checks_settings

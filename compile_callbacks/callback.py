@@ -13,24 +13,24 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from compile_callbacks.artifacts import check_folder
 from compile_callbacks.checkpoint import KeyMatcher
 from compile_callbacks.choices import check_choice
+from compile_callbacks.compiling.region import ON_ERROR, CompileWarning, OnError, RegionSettings
+from compile_callbacks.compiling.shapes import NEW_SHAPES, NewShapes, signature
+from compile_callbacks.compiling.sharding import why_refused, why_strategy_refused
+from compile_callbacks.compiling.targets import adopt_compiled, check_names, find_targets, scope_of
+from compile_callbacks.compiling.verify import VERIFY, Verify
 from compile_callbacks.links import checks_settings, see
 from compile_callbacks.loggers import join_hparams, log_scalars, log_summary
 from compile_callbacks.pass_library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes import as_passes
 from compile_callbacks.phases import Phase
-from compile_callbacks.region import ON_ERROR, CompileWarning, OnError, RegionSettings
-from compile_callbacks.report import CompileReport, uncompiled_report
+from compile_callbacks.reporting.report import CompileReport, uncompiled_report
+from compile_callbacks.reporting.terminal import print_report, say
 from compile_callbacks.session import CompileSession
-from compile_callbacks.shapes import NEW_SHAPES, NewShapes, signature
-from compile_callbacks.sharding import why_refused, why_strategy_refused
+from compile_callbacks.settings.tune import Mode, Settings, as_settings
 from compile_callbacks.stages import expected_steps, validation_batches
-from compile_callbacks.targets import adopt_compiled, check_names, find_targets, scope_of
-from compile_callbacks.terminal import print_report, say
-from compile_callbacks.tune import Mode, Settings, as_settings
-from compile_callbacks.verify import VERIFY, Verify
+from compile_callbacks.warm_start.artifacts import check_folder
 
 _USERS_LINE = 6  # the stack level at which a warning of the constructor names the line that calls it
 

@@ -16,29 +16,29 @@ from torch import nn
 from typing_extensions import override
 
 from compile_callbacks import _torch
-from compile_callbacks.autocast import autocast_of
 from compile_callbacks.callback import InductorCompile
 from compile_callbacks.choices import check_choice
-from compile_callbacks.config import Mode
-from compile_callbacks.example_call import ExampleCall
-from compile_callbacks.export import (
+from compile_callbacks.compiling.autocast import autocast_of
+from compile_callbacks.compiling.region import CompileWarning
+from compile_callbacks.compiling.switch import compiled_call
+from compile_callbacks.compiling.verify import Comparison
+from compile_callbacks.exporting.example_call import ExampleCall
+from compile_callbacks.exporting.export import (
     DiffersFromEagerError,
     as_deployed,
     check_equal,
     check_settings,
     export,
 )
-from compile_callbacks.export_report import ExportReport
-from compile_callbacks.exported import ExportedModule, ExportError, load_exported
+from compile_callbacks.exporting.exported import ExportedModule, ExportError, load_exported
+from compile_callbacks.exporting.package_files import check_path, check_writable
 from compile_callbacks.failures import describe_failure, in_one_line
 from compile_callbacks.links import checks_settings, see
 from compile_callbacks.loggers import log_export
-from compile_callbacks.package_files import check_path, check_writable
-from compile_callbacks.region import CompileWarning
-from compile_callbacks.switch import compiled_call
-from compile_callbacks.terminal import say
-from compile_callbacks.timing import median_ms
-from compile_callbacks.verify import Comparison
+from compile_callbacks.measuring.timing import median_ms
+from compile_callbacks.reporting.export_report import ExportReport
+from compile_callbacks.reporting.terminal import say
+from compile_callbacks.settings.config import Mode
 
 Weights = Literal["best", "last"]
 """Which weights are exported."""

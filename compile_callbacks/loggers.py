@@ -15,16 +15,16 @@ from weakref import WeakValueDictionary
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from compile_callbacks.environment import environment
-from compile_callbacks.export_report import ExportReport
-from compile_callbacks.hparams import JoinedHyperparameters, WriteEntry
+from compile_callbacks.compiling.region import CompileWarning
 from compile_callbacks.links import see
-from compile_callbacks.markdown import to_markdown
 from compile_callbacks.pass_library.record_graphs import RecordedGraph
 from compile_callbacks.phases import PHASES
-from compile_callbacks.region import CompileWarning
-from compile_callbacks.report import CompileReport
-from compile_callbacks.table import labels_and_cells
+from compile_callbacks.reporting.environment import environment
+from compile_callbacks.reporting.export_report import ExportReport
+from compile_callbacks.reporting.hparams import JoinedHyperparameters, WriteEntry
+from compile_callbacks.reporting.markdown import to_markdown
+from compile_callbacks.reporting.report import CompileReport
+from compile_callbacks.reporting.table import labels_and_cells
 
 
 class _Loggers:
@@ -163,7 +163,7 @@ def _entry_writer(logger: TensorBoardLogger, report: Callable[[], CompileReport]
 
 def _tensorboard() -> Any:
     """What knows TensorBoard's files: its protocol buffers take 0.1 s to import, for those alone who log."""
-    from compile_callbacks import tensorboard
+    from compile_callbacks.reporting import tensorboard
 
     return tensorboard
 

@@ -12,14 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_callbacks.advice import Advisor
-from compile_callbacks.baseline import Baseline
-from compile_callbacks.choices_store import Choice, ChoicesStore, circumstances
-from compile_callbacks.config import InductorConfig
-from compile_callbacks.costs_store import CostsStore
-from compile_callbacks.cudagraphs import LastingGradients
-from compile_callbacks.events import CompileRecorder, EventKind, Owner
-from compile_callbacks.idle import (
+from compile_callbacks.compiling.cudagraphs import LastingGradients
+from compile_callbacks.compiling.once import WarnOnce
+from compile_callbacks.compiling.region import CompileError, RegionSettings
+from compile_callbacks.compiling.sharding import is_sharded
+from compile_callbacks.compiling.switch import PhaseSwitch
+from compile_callbacks.compiling.targets import Compiled, Scope
+from compile_callbacks.devices.placement import device_of
+from compile_callbacks.links import see
+from compile_callbacks.measuring.baseline import Baseline
+from compile_callbacks.measuring.events import CompileRecorder, EventKind, Owner
+from compile_callbacks.measuring.memory import PeakMemory
+from compile_callbacks.measuring.progress import CompileProgress
+from compile_callbacks.measuring.timing import StepTimer
+from compile_callbacks.measuring.watch import Watch
+from compile_callbacks.phases import PHASES, Phase
+from compile_callbacks.processes.meetings import Meetings
+from compile_callbacks.reporting.advice import Advisor
+from compile_callbacks.reporting.costs_store import CostsStore
+from compile_callbacks.reporting.idle import (
     differing_blocks,
     idle_cache_dir,
     idle_cudagraphs,
@@ -28,24 +39,13 @@ from compile_callbacks.idle import (
     limits_reached,
     why_uncompiled,
 )
-from compile_callbacks.links import see
-from compile_callbacks.meetings import Meetings
-from compile_callbacks.memory import PeakMemory
-from compile_callbacks.once import WarnOnce
-from compile_callbacks.phases import PHASES, Phase
-from compile_callbacks.placement import device_of
-from compile_callbacks.progress import CompileProgress
-from compile_callbacks.region import CompileError, RegionSettings
-from compile_callbacks.report import CompileReport, PhaseReport, build_phase_report
-from compile_callbacks.sharding import is_sharded
-from compile_callbacks.slowest import Figures, figures_of, with_slowest
-from compile_callbacks.switch import PhaseSwitch
-from compile_callbacks.targets import Compiled, Scope
-from compile_callbacks.timing import StepTimer
-from compile_callbacks.tune import Settings, Tune
-from compile_callbacks.tuning import PhaseTuning
-from compile_callbacks.warm_start import WarmStart
-from compile_callbacks.watch import Watch
+from compile_callbacks.reporting.report import CompileReport, PhaseReport, build_phase_report
+from compile_callbacks.reporting.slowest import Figures, figures_of, with_slowest
+from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.settings.tune import Settings, Tune
+from compile_callbacks.tuning.choices_store import Choice, ChoicesStore, circumstances
+from compile_callbacks.tuning.tuning import PhaseTuning
+from compile_callbacks.warm_start.warm_start import WarmStart
 
 
 class CompileSession:

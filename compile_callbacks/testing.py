@@ -20,15 +20,15 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
-from compile_callbacks.config import InductorConfig
-from compile_callbacks.events import CompileRecorder
+from compile_callbacks.compiling.region import CompiledRegion, RegionSettings
+from compile_callbacks.compiling.targets import Target
+from compile_callbacks.measuring.events import CompileRecorder
 from compile_callbacks.pass_library.record_graphs import graph_text
 from compile_callbacks.passes import GraphPass, as_passes, pass_hook
 from compile_callbacks.passes.hooks import GraphKind, graph_kind
 from compile_callbacks.passes.nodes import count_ops
 from compile_callbacks.phases import PHASES, Phase
-from compile_callbacks.region import CompiledRegion, RegionSettings
-from compile_callbacks.targets import Target
+from compile_callbacks.settings.config import InductorConfig
 
 __all__ = ["CheckedGraph", "PassCheck", "check_pass"]
 

@@ -30,10 +30,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.console import rich_table
-from compile_callbacks.run_reports import find_runs
-from compile_callbacks.tensorboard import PLOT_TAG
-from compile_callbacks.terminal import REPORT_TITLE, report_table
+from compile_callbacks.reporting.console import rich_table
+from compile_callbacks.reporting.run_reports import find_runs
+from compile_callbacks.reporting.tensorboard import PLOT_TAG
+from compile_callbacks.reporting.terminal import REPORT_TITLE, report_table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # a run of doctests imports this file too
     package.__path__ = [str(Path(__file__).parent.parent / "compile_callbacks")]
     sys.modules["compile_callbacks"] = package
 
-from compile_callbacks.artifacts import Artifact, ArtifactStore
+from compile_callbacks.warm_start.artifacts import Artifact, ArtifactStore
 
 WRITERS, SAVES, KEYS = 100, 5, ("a", "b", "c")
 

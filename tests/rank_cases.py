@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from uncached import Uncached
 
 from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile, Tune
-from compile_callbacks.ranks import Ranks
+from compile_callbacks.processes.ranks import Ranks
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 PATIENCE = float(os.environ.get("RANK_CASES_TIMEOUT", "6"))  # the timeout of collectives where a rank is slow

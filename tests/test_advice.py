@@ -9,10 +9,11 @@ from models import loader, trainer
 from test_regional import stacked
 from torch import nn
 
-from compile_callbacks import CompileReport, InductorCompile, PhaseReport, advice
-from compile_callbacks.costs_store import Cost, CostsStore
-from compile_callbacks.markdown import to_markdown
-from compile_callbacks.targets import repeated_blocks
+from compile_callbacks import CompileReport, InductorCompile, PhaseReport
+from compile_callbacks.compiling.targets import repeated_blocks
+from compile_callbacks.reporting import advice
+from compile_callbacks.reporting.costs_store import Cost, CostsStore
+from compile_callbacks.reporting.markdown import to_markdown
 
 SIZES = [[4, 4, 4], [4, 4, 12]]  # of the layers in each block of two networks
 MADE_FOR = {"architecture": "a", "work": "w"}

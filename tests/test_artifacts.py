@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from compile_callbacks import artifacts as artifacts_file
-from compile_callbacks.artifact_file import Artifact, pack, unpack
-from compile_callbacks.artifacts import ArtifactError, ArtifactStore, check_folder
+from compile_callbacks.warm_start import artifacts as artifacts_file
+from compile_callbacks.warm_start.artifact_file import Artifact, pack, unpack
+from compile_callbacks.warm_start.artifacts import ArtifactError, ArtifactStore, check_folder
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owner here")
 

@@ -7,7 +7,7 @@ import torch
 from backend_models import SAMPLES, batch, linear
 
 from compile_callbacks import InductorBackend
-from compile_callbacks.lifecycle import CALLS, TRANSITIONS, table
+from compile_callbacks.backend.lifecycle import CALLS, TRANSITIONS, table
 
 pytestmark = pytest.mark.usefixtures("dropped_backends_go")
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from compile_callbacks.cli import main
+from compile_callbacks.command_line.cli import main
 
 
 def bench(*args, output):

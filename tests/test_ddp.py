@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from models import Classifier, loader, seeded, trainer
 
 from compile_callbacks import InductorCompile, PhaseReport
-from compile_callbacks.slowest import figures_of, with_slowest
+from compile_callbacks.reporting.slowest import figures_of, with_slowest
 
 HERE = Path(__file__).parent
 CASES = [

@@ -16,8 +16,10 @@ from lightning.pytorch import LightningDataModule
 from models import CLASSES, FEATURES, Classifier, loader
 
 import compile_callbacks
-from compile_callbacks import PhaseReport, cli, lifecycle, templates
-from compile_callbacks.table import labels_and_cells
+from compile_callbacks import PhaseReport, templates
+from compile_callbacks.backend import lifecycle
+from compile_callbacks.command_line import cli
+from compile_callbacks.reporting.table import labels_and_cells
 from compile_callbacks.testing import check_pass
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ import torch
 
 from compile_callbacks.checks import run
 from compile_callbacks.checks.packages import check_torchvision
-from compile_callbacks.cli import main
+from compile_callbacks.command_line.cli import main
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from compile_callbacks import AOTInductorExport, CompileWarning, InductorCompile, export, graph_pass, load_exported
-from compile_callbacks.example_call import ExampleCall
-from compile_callbacks.export_report import ExportReport
-from compile_callbacks.timing import WARMUP_STEPS, call_times_ms
+from compile_callbacks.exporting.example_call import ExampleCall
+from compile_callbacks.measuring.timing import WARMUP_STEPS, call_times_ms
+from compile_callbacks.reporting.export_report import ExportReport
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 

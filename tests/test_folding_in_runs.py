@@ -19,11 +19,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_callbacks import CompileWarning, InductorCompile, InductorConfig, graph_pass
-from compile_callbacks.events import CompileRecorder
+from compile_callbacks.compiling.region import CompiledRegion
+from compile_callbacks.compiling.targets import Target
 from compile_callbacks.folding.folded import folding
 from compile_callbacks.folding.settings import FoldSettings
-from compile_callbacks.region import CompiledRegion
-from compile_callbacks.targets import Target
+from compile_callbacks.measuring.events import CompileRecorder
 
 EPOCHS = 5
 

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
 
 from compile_callbacks import CompileWarning, InductorCompile
-from compile_callbacks.weights import WeightWatch, contents
+from compile_callbacks.compiling.weights import WeightWatch, contents
 
 
 class Convolutional(pl.LightningModule):

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from compile_callbacks import InductorBackend, InductorCompile, Tune, compile_phases, export, report_of, restore
-from compile_callbacks.sharding import MOVING_WEIGHTS
-from compile_callbacks.targets import find_targets
+from compile_callbacks.compiling.sharding import MOVING_WEIGHTS
+from compile_callbacks.compiling.targets import find_targets
 
 HERE = Path(__file__).parent
 PARTS = [f"net.layers.{index}" for index in range(BLOCKS)]

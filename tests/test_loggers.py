@@ -12,7 +12,7 @@ from models import Classifier, loader, trainer
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
 from compile_callbacks.loggers import log_scalars, log_summary
-from compile_callbacks.markdown import to_markdown
+from compile_callbacks.reporting.markdown import to_markdown
 
 REPORT = CompileReport(
     train=PhaseReport(

@@ -12,9 +12,9 @@ from models import Classifier, loader, trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compile_callbacks import CompileWarning, InductorCompile
-from compile_callbacks.baseline import Baseline
-from compile_callbacks.report import PhaseReport, break_even_steps
-from compile_callbacks.timing import WARMUP_STEPS, StepTimer
+from compile_callbacks.measuring.baseline import Baseline
+from compile_callbacks.measuring.timing import WARMUP_STEPS, StepTimer
+from compile_callbacks.reporting.report import PhaseReport, break_even_steps
 
 NAMES = {"seconds", "graphs", "graph_breaks", "recompiles", "cache_hits"}
 SCALARS = {f"compile/{p}/{n}" for p in ("train", "infer") for n in NAMES} | {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from compile_callbacks.meetings import Meetings
-from compile_callbacks.ranks import Heard
+from compile_callbacks.processes.meetings import Meetings
+from compile_callbacks.processes.ranks import Heard
 
 
 class Absent:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compile_callbacks import templates
-from compile_callbacks.cli import main
+from compile_callbacks.command_line.cli import main
 
 
 def test_every_mode_and_template_is_listed(capsys):

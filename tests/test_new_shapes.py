@@ -8,7 +8,7 @@ from models import FEATURES, Classifier, seeded, trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from compile_callbacks import CompileError, InductorCompile
-from compile_callbacks.shapes import RETURNING_SHAPE_CALLS
+from compile_callbacks.compiling.shapes import RETURNING_SHAPE_CALLS
 
 
 def ragged(rows=11):

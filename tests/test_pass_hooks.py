@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 from uncached import Uncached
 
 from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile, InductorConfig, graph_pass
-from compile_callbacks.markdown import to_markdown
 from compile_callbacks.passes import HOOK_OPTIONS, pass_options
 from compile_callbacks.passes.hooks import graph_kind
+from compile_callbacks.reporting.markdown import to_markdown
 
 TRAINED = {
     "pre_grad": {"module"},

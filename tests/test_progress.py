@@ -10,9 +10,11 @@ import pytest
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from models import Classifier, loader, trainer
 
-from compile_callbacks import GraphPass, InductorCompile, progress, terminal
-from compile_callbacks.events import Owner
-from compile_callbacks.progress import CompileProgress
+from compile_callbacks import GraphPass, InductorCompile
+from compile_callbacks.measuring import progress
+from compile_callbacks.measuring.events import Owner
+from compile_callbacks.measuring.progress import CompileProgress
+from compile_callbacks.reporting import terminal
 
 
 class Slow(GraphPass):

@@ -7,8 +7,8 @@ import torch
 from models import FEATURES, mlp
 from test_switch import recorder, switch_on  # noqa: F401
 
-from compile_callbacks.config import InductorConfig
-from compile_callbacks.recompiles import explain_recompile
+from compile_callbacks.measuring.recompiles import explain_recompile
+from compile_callbacks.settings.config import InductorConfig
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from uncached import Uncached
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, InductorConfig, PhaseReport
-from compile_callbacks.report import seconds_saved
+from compile_callbacks.reporting.report import seconds_saved
 
 
 class Broken(nn.Module):

@@ -13,9 +13,9 @@ from models import Classifier, loader, trainer
 from torch.utils.tensorboard import SummaryWriter
 
 from compile_callbacks import CompileReport, InductorCompile, PhaseReport
-from compile_callbacks.cli import main
-from compile_callbacks.eventfiles import event_files
+from compile_callbacks.command_line.cli import main
 from compile_callbacks.loggers import log_scalars, log_summary
+from compile_callbacks.reporting.eventfiles import event_files
 
 TRAIN = PhaseReport(
     mode="reduce-overhead",

@@ -13,9 +13,9 @@ from models import Classifier, loader, trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compile_callbacks import CompileReport, InductorCompile, PhaseReport
-from compile_callbacks.series import KEPT_STEPS, StepSeries
-from compile_callbacks.tensorboard import PLOT_TAG
-from compile_callbacks.timing import StepTimer
+from compile_callbacks.measuring.series import KEPT_STEPS, StepSeries
+from compile_callbacks.measuring.timing import StepTimer
+from compile_callbacks.reporting.tensorboard import PLOT_TAG
 
 pytest.importorskip("matplotlib")
 

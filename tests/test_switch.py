@@ -10,10 +10,10 @@ import torch
 from models import FEATURES, mlp
 from torch import nn
 
-from compile_callbacks.config import InductorConfig
-from compile_callbacks.events import CompileRecorder
-from compile_callbacks.switch import PhaseSwitch
-from compile_callbacks.targets import Target
+from compile_callbacks.compiling.switch import PhaseSwitch
+from compile_callbacks.compiling.targets import Target
+from compile_callbacks.measuring.events import CompileRecorder
+from compile_callbacks.settings.config import InductorConfig
 
 BOTH = {"train": InductorConfig(), "infer": InductorConfig(options={"epilogue_fusion": False})}
 

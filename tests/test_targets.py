@@ -8,7 +8,7 @@ import torch
 from models import ChildOnly, Classifier, mlp
 from torch import nn
 
-from compile_callbacks.targets import adopt_compiled, check_names, find_targets
+from compile_callbacks.compiling.targets import adopt_compiled, check_names, find_targets
 
 
 def names(module, targets=None):

@@ -16,7 +16,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.tensorboard import DATA_TAG
+from compile_callbacks.reporting.tensorboard import DATA_TAG
 
 ENTRY = {"compile/train_mode": "default", "compile/infer_mode": "default", "compile/targets": "forward, net"}
 FIGURES = {f"step/{p}/{n}" for p in ("train", "infer") for n in ("speedup", "eager_ms", "compiled_ms")} | {

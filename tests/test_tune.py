@@ -20,22 +20,15 @@ from torch._inductor.output_code import OutputCode
 from torch.utils.data import DataLoader
 from uncached import Uncached
 
-from compile_callbacks import (
-    CompileReport,
-    CompileWarning,
-    GraphPass,
-    InductorCompile,
-    InductorConfig,
-    Tune,
-    device_description,
-)
-from compile_callbacks.choices_store import Choice, ChoicesStore, circumstances, fingerprint
-from compile_callbacks.events import CompileRecorder
-from compile_callbacks.markdown import to_markdown
-from compile_callbacks.switch import PhaseSwitch
-from compile_callbacks.timing import StepTimer
-from compile_callbacks.tune import as_settings, named
-from compile_callbacks.tuning import Observed, PhaseTuning
+from compile_callbacks import CompileReport, CompileWarning, GraphPass, InductorCompile, InductorConfig, Tune
+from compile_callbacks.compiling.switch import PhaseSwitch
+from compile_callbacks.devices import device_description
+from compile_callbacks.measuring.events import CompileRecorder
+from compile_callbacks.measuring.timing import StepTimer
+from compile_callbacks.reporting.markdown import to_markdown
+from compile_callbacks.settings.tune import as_settings, named
+from compile_callbacks.tuning.choices_store import Choice, ChoicesStore, circumstances, fingerprint
+from compile_callbacks.tuning.tuning import Observed, PhaseTuning
 
 # Two settings that compute the same in other code.
 PLAIN, UNFUSED = InductorConfig(), InductorConfig(options={"epilogue_fusion": False})

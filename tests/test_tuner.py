@@ -8,11 +8,11 @@ import random
 import pytest
 import torch
 
-from compile_callbacks.auto import LEAST_COMPILE_SECONDS, compile_estimate, why_not_affordable, why_not_repaid
-from compile_callbacks.config import InductorConfig
-from compile_callbacks.step_stats import StepStats
-from compile_callbacks.trial import Known
-from compile_callbacks.tuner import Tuner
+from compile_callbacks.measuring.step_stats import StepStats
+from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.tuning.auto import LEAST_COMPILE_SECONDS, compile_estimate, why_not_affordable, why_not_repaid
+from compile_callbacks.tuning.trial import Known
+from compile_callbacks.tuning.tuner import Tuner
 
 
 class Machine:

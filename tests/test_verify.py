@@ -19,7 +19,7 @@ from compile_callbacks import (
     report_of,
     restore,
 )
-from compile_callbacks.verify import call_and_compare, compare_with_eager, tolerance
+from compile_callbacks.compiling.verify import call_and_compare, compare_with_eager, tolerance
 
 
 class Wrong(GraphPass):

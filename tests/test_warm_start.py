@@ -13,11 +13,11 @@ from torch import nn
 from uncached import Uncached
 
 from compile_callbacks import CompileWarning, InductorCompile, InductorConfig, compile_phases, report_of, restore
-from compile_callbacks.artifact_file import Artifact
-from compile_callbacks.artifacts import ArtifactStore
-from compile_callbacks.artifacts_key import artifacts_key
-from compile_callbacks.report import CompileReport
-from compile_callbacks.warm_start import WarmStart, _writes
+from compile_callbacks.reporting.report import CompileReport
+from compile_callbacks.warm_start.artifact_file import Artifact
+from compile_callbacks.warm_start.artifacts import ArtifactStore
+from compile_callbacks.warm_start.artifacts_key import artifacts_key
+from compile_callbacks.warm_start.warm_start import WarmStart, _writes
 
 # A run of both phases: prediction compiles anew what validation compiled, because it runs under inference_mode.
 RUN = """

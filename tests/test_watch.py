@@ -8,9 +8,9 @@ from models import CLASSES, FEATURES, Classifier, trainer
 from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileWarning, InductorCompile
-from compile_callbacks.events import CompileRecorder, Owner
-from compile_callbacks.timing import StepTimer
-from compile_callbacks.watch import RECENT_SAMPLES, Watch
+from compile_callbacks.measuring.events import CompileRecorder, Owner
+from compile_callbacks.measuring.timing import StepTimer
+from compile_callbacks.measuring.watch import RECENT_SAMPLES, Watch
 
 NET = Owner("net", "train")
 

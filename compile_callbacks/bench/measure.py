@@ -14,13 +14,13 @@ from compile_callbacks.bench.rows import BenchRow
 from compile_callbacks.bench.settings import BenchSettings
 from compile_callbacks.bench.subject import Subject
 from compile_callbacks.bench.way import Way
-from compile_callbacks.config import EAGER, InductorConfig
-from compile_callbacks.events import EventKind
+from compile_callbacks.compiling.region import CompileWarning
 from compile_callbacks.failures import describe_failure, in_one_line
+from compile_callbacks.measuring.events import EventKind
+from compile_callbacks.measuring.timing import StepTimer, median_ms, spread_ms
 from compile_callbacks.phases import Phase
-from compile_callbacks.region import CompileWarning
-from compile_callbacks.report import PhaseReport, break_even_steps, build_phase_report
-from compile_callbacks.timing import StepTimer, median_ms, spread_ms
+from compile_callbacks.reporting.report import PhaseReport, break_even_steps, build_phase_report
+from compile_callbacks.settings.config import EAGER, InductorConfig
 
 BLOCKS = 10
 """Timed blocks of each mode at most: enough to see how far they lie apart."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compile_callbacks.config import EAGER
 from compile_callbacks.phases import Phase
-from compile_callbacks.report import PhaseReport
+from compile_callbacks.reporting.report import PhaseReport
+from compile_callbacks.settings.config import EAGER
 
 _NOTHING = "-"
 

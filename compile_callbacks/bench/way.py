@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.autocast import autocast_of
 from compile_callbacks.bench.settings import PRECISIONS, BenchSettings
 from compile_callbacks.bench.subject import Subject
-from compile_callbacks.config import InductorConfig
-from compile_callbacks.events import CompileRecorder
-from compile_callbacks.memory import PeakMemory
+from compile_callbacks.compiling.autocast import autocast_of
+from compile_callbacks.compiling.snapshot import Snapshot
+from compile_callbacks.compiling.switch import PhaseSwitch
+from compile_callbacks.compiling.targets import Target
+from compile_callbacks.compiling.verify import tolerance
+from compile_callbacks.measuring.events import CompileRecorder
+from compile_callbacks.measuring.memory import PeakMemory
+from compile_callbacks.measuring.progress import CompileProgress
 from compile_callbacks.phases import Phase
-from compile_callbacks.progress import CompileProgress
-from compile_callbacks.snapshot import Snapshot
-from compile_callbacks.switch import PhaseSwitch
-from compile_callbacks.targets import Target
-from compile_callbacks.verify import tolerance
+from compile_callbacks.settings.config import InductorConfig
 
 WARMUP_STEPS = 4
 """Steps before those that are timed, the first one among them: a CUDA graph is warmed up, recorded, then replayed."""

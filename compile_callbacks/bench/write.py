@@ -11,9 +11,9 @@ from compile_callbacks.bench.plot import plot
 from compile_callbacks.bench.rows import BenchRow
 from compile_callbacks.bench.settings import BenchSettings
 from compile_callbacks.bench.subject import Subject
-from compile_callbacks.config import EAGER
-from compile_callbacks.environment import environment
-from compile_callbacks.report import CompileReport
+from compile_callbacks.reporting.environment import environment
+from compile_callbacks.reporting.report import CompileReport
+from compile_callbacks.settings.config import EAGER
 
 
 def write_results(rows: Sequence[BenchRow], settings: BenchSettings, subject: Subject) -> list[str]:
@@ -65,7 +65,7 @@ def write_event_files(rows: Sequence[BenchRow], settings: BenchSettings, subject
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    from compile_callbacks import tensorboard
+    from compile_callbacks.reporting import tensorboard
 
     asked = {"module": settings.module, "inputs": subject.shapes(), "precision": settings.precision}
     for name in dict.fromkeys(row.name for row in rows):

@@ -1,0 +1,1 @@
+"""A module compiled for inference, with a lifecycle and without a Trainer."""

@@ -1,0 +1,336 @@
+"""The phase switch: puts compiled callables on modules, selects the phase's, and takes them off again."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from compile_callbacks import _torch
+from compile_callbacks.compiling.autocast import ConfiguredAutocast
+from compile_callbacks.compiling.region import CompiledRegion, Isolation, RegionSettings
+from compile_callbacks.compiling.targets import Compiled, Target
+from compile_callbacks.measuring.events import CompileRecorder, Owner
+from compile_callbacks.phases import PHASES, Phase
+from compile_callbacks.processes.meetings import Meetings
+from compile_callbacks.settings.config import InductorConfig
+
+_CALL_SLOT = "_compiled_call_impl"  # what nn.Module.compile() sets, and nn.Module.__call__ looks at
+
+
+class _Made(NamedTuple):
+    """What a target is compiled to with one config: a region, where it freezes one with the weights baked in.
+
+    Beside them stands the autocast that the config sets, for each member of the target.
+    """
+
+    region: CompiledRegion
+    frozen: CompiledRegion | None
+    autocasts: tuple[ConfiguredAutocast, ...]
+
+    @property
+    def regions(self) -> list[CompiledRegion]:
+        """Both, or the one that there is."""
+        return [self.region] if self.frozen is None else [self.region, self.frozen]
+
+
+class Dispatcher:
+    """Stands in a target's slot and calls what is selected: a compiled region, or the module itself.
+
+    An object and not a closure, so that a copy or a pickle of the module can leave it behind: a copied call
+    would run the original's weights.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.regions: dict[Phase, CompiledRegion] = {}
+        self.frozen_regions: dict[Phase, CompiledRegion] = {}
+        self.autocasts: dict[Phase, ConfiguredAutocast] = {}
+        self.eager = target.eager
+        self.selected: Callable[..., Any] = self.eager
+        self.weights_stand_still = False  # what `by_grad_mode` may rely on
+        self.session: Any = None  # whoever compiled the target, where it has to be found again from it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what is selected."""
+        if torch.compiler.is_compiling():  # inside another target's trace, or an export: be part of its graph
+            return self.eager(*args, **kwargs)
+        if _is_redirected(self.target.module):
+            return self.eager(*args, **kwargs)
+        return self.selected(*args, **kwargs)
+
+    def call(self, phase: Phase, *, compiled: bool = True, frozen: bool = False) -> Callable[..., Any]:
+        """What a call does in a phase, under the autocast of the phase's settings.
+
+        Args:
+            phase: The phase.
+            compiled: Whether to run compiled, where the phase is.
+            frozen: Whether to run with weights baked in, where there is such.
+        """
+        region = (self.frozen_regions.get(phase) if frozen else None) or self.regions.get(phase)
+        call = region.on(self.target) if compiled and region is not None else self.eager
+        return self.autocasts[phase].around(call) if phase in self.autocasts else call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.target.method is None:
+            return type(None), ()
+        return _own_method, (self.target.module, self.target.method)
+
+    def by_grad_mode(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the region of the phase that the grad mode tells; for when no trainer selects one."""
+        phase: Phase = "train" if torch.is_grad_enabled() else "infer"
+        return self.call(phase, frozen=self.weights_stand_still)(*args, **kwargs)
+
+
+class PhaseSwitch:
+    """Compiles targets with one set of settings a phase, in place, and selects between them.
+
+    Nothing is compiled before a target is called. No wrapper module exists: ``state_dict`` keys,
+    ``isinstance``, hooks and optimizers see the original modules.
+
+    A phase whose config asks for freezing has a second region a target, with the weights baked in; it is selected
+    by `select` with ``frozen=True``, for stages in which the weights stand still.
+
+    The settings of a phase may change (`use`): what was compiled with others stays for when they are used again, until
+    `drop`.
+
+    Args:
+        targets: What is compiled.
+        configs: The settings by phase; ``None`` leaves a phase eager.
+        passes: Graph passes for both phases, before those of each config.
+        recorder: Told of everything that happens while compiling.
+        settings: What regions do beside compiling.
+        meetings: Where several processes wait for each other's compiles.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Compiled],
+        configs: Mapping[Phase, InductorConfig | None],
+        *,
+        passes: Sequence[Any] = (),
+        recorder: CompileRecorder,
+        settings: RegionSettings | None = None,
+        meetings: Meetings | None = None,
+    ) -> None:
+        self.targets = tuple(targets)
+        self._passes = tuple(passes)
+        self._recorder = recorder
+        self._settings = settings or RegionSettings()
+        self._meetings = meetings or Meetings()
+        self._isolation = Isolation()
+        self._dispatchers_of = [[Dispatcher(member) for member in target.members] for target in targets]
+        self._made: dict[tuple[Phase, str | None], list[_Made]] = {}
+        for phase, config in configs.items():
+            self.use(phase, config)
+        self._trace_settings = _torch.TraceSettings(
+            ours=lambda: recorder.owner is not None,
+            trains=lambda: recorder.owner is not None and recorder.owner.phase == "train",
+            frozen=lambda: recorder.owner is not None and recorder.owner.frozen,
+        )
+        self._before: list[tuple[nn.Module, str, Any]] | None = None
+
+    @property
+    def shares_graphs(self) -> bool:
+        """Whether graphs serve several modules, so that no weights can be baked into them."""
+        return any(len(target.members) > 1 for target in self.targets)
+
+    @property
+    def installed(self) -> bool:
+        """Whether the targets call through this switch."""
+        return self._before is not None
+
+    def install(self) -> None:
+        """Put a dispatcher on each target; it calls the module itself until a phase is selected."""
+        if self.installed:
+            return
+        self._before = []
+        self._trace_settings.install()
+        for dispatcher in self._dispatchers:
+            module, slot = dispatcher.target.module, dispatcher.target.method or _CALL_SLOT
+            self._before.append((module, slot, vars(module).get(slot, _ABSENT)))
+            object.__setattr__(module, slot, dispatcher)
+
+    def select(self, phase: Phase, *, compiled: bool = True, frozen: bool = False) -> None:
+        """Have the targets run with a phase's settings, or eagerly where ``compiled`` is false.
+
+        Args:
+            phase: The phase.
+            compiled: Whether to run compiled.
+            frozen: Whether to run with weights baked in, where the config asks for it.
+        """
+        for dispatcher in self._dispatchers:
+            dispatcher.selected = dispatcher.call(phase, compiled=compiled, frozen=frozen)
+
+    def use(self, phase: Phase, config: InductorConfig | None, name: str | None = None) -> None:
+        """Have a phase run with these settings from the next `select` on.
+
+        Args:
+            phase: The phase.
+            config: The settings; ``None`` for eager.
+            name: What they are called, where they are one of several candidates: they are on trial until `choose`.
+        """
+        if config is not None and (phase, name) not in self._made:
+            self._made[phase, name] = [self._make(target, phase, config, name) for target in self.targets]
+        for dispatcher in self._dispatchers:
+            dispatcher.regions.pop(phase, None)
+            dispatcher.frozen_regions.pop(phase, None)
+            dispatcher.autocasts.pop(phase, None)
+        if config is None:
+            return
+        for made, dispatchers in zip(self._made[phase, name], self._dispatchers_of, strict=True):
+            for position, dispatcher in enumerate(dispatchers):
+                dispatcher.regions[phase] = made.region
+                if made.frozen is not None:
+                    dispatcher.frozen_regions[phase] = made.frozen
+                if made.autocasts:
+                    dispatcher.autocasts[phase] = made.autocasts[position]
+
+    def choose(self, phase: Phase, name: str) -> None:
+        """Candidates that were on trial are the phase's settings: they are treated as such from here on."""
+        for made in self._made.get((phase, name), ()):
+            for region in made.regions:
+                region.choose(self._settings)
+
+    def try_again(self, phase: Phase, name: str) -> None:
+        """What was chosen is on trial again: it is a candidate among others until the next `choose`."""
+        for made in self._made.get((phase, name), ()):
+            for region in made.regions:
+                region.choose(self._settings.for_trial())
+
+    def drop(self, phase: Phase, name: str) -> None:
+        """Give back what was compiled with candidates that are not to be used again."""
+        for made in self._made.pop((phase, name), ()):
+            for region in made.regions:
+                region.free_compiled()
+
+    def give_up(self, owner: Owner, reason: str) -> None:
+        """Leave a target eager, because the compiler failed on it in this process or in another."""
+        for region in self.regions(owner.phase):
+            if region.owner == owner:
+                region.give_up(reason)
+
+    def belongs_to(self, session: Any) -> None:
+        """Have the targets know who compiled them."""
+        for dispatcher in self._dispatchers:
+            dispatcher.session = session
+
+    @property
+    def trace_settings(self) -> _torch.TraceSettings:
+        """The settings that hold while the targets are traced."""
+        return self._trace_settings
+
+    def suspect_weights(self) -> None:
+        """Have weights that are baked in or folded looked at before they are used again."""
+        for phase in PHASES:
+            for region in self.regions(phase):
+                region.suspect_weights()
+
+    def select_by_grad_mode(self, *, frozen: bool = False) -> None:
+        """Have each call choose: the train settings where grad is enabled, else the infer settings.
+
+        Args:
+            frozen: Whether calls without grad run with weights baked in, where the config asks for it.
+        """
+        for dispatcher in self._dispatchers:
+            dispatcher.weights_stand_still = frozen
+            dispatcher.selected = dispatcher.by_grad_mode
+
+    def free_compiled(self) -> None:
+        """Give back what compiled code takes; where a target is called again, it is compiled again."""
+        for phase in PHASES:
+            for region in self.regions(phase):
+                region.free_compiled()
+
+    def remove(self) -> None:
+        """Leave every module as it was before `install`."""
+        for module, slot, before in self._before or ():
+            if before is _ABSENT:
+                vars(module).pop(slot, None)
+            else:
+                object.__setattr__(module, slot, before)
+        self._trace_settings.remove()
+        for phase in PHASES:
+            for region in self.regions(phase):
+                region.free_folded_weights()
+        self._before = None
+
+    def regions(self, phase: Phase) -> list[CompiledRegion]:
+        """The compiled regions of a phase, those of candidates among them; none where the phase is left eager."""
+        return [
+            region
+            for (of_phase, _), all_made in self._made.items()
+            if of_phase == phase
+            for made in all_made
+            for region in made.regions
+        ]
+
+    @property
+    def _dispatchers(self) -> Iterator[Dispatcher]:
+        return (dispatcher for dispatchers in self._dispatchers_of for dispatcher in dispatchers)
+
+    def _make(self, target: Compiled, phase: Phase, config: InductorConfig, name: str | None) -> _Made:
+        def region(*, frozen: bool) -> CompiledRegion:
+            return CompiledRegion(
+                target,
+                phase,
+                config,
+                passes=self._passes,
+                recorder=self._recorder,
+                isolation=self._isolation,
+                meetings=self._meetings,
+                settings=self._settings if name is None else self._settings.for_trial(),
+                frozen=frozen,
+                name=name,
+            )
+
+        freezes = config.freezes and phase == "infer" and len(target.members) == 1 and not target.members[0].sharded
+        autocasts = target.members if config.autocast_enabled is not None else ()
+        return _Made(
+            region(frozen=False),
+            region(frozen=True) if freezes else None,
+            tuple(ConfiguredAutocast(member, config, self._isolation.uncompiled) for member in autocasts),
+        )
+
+
+def compiled_call(module: nn.Module, phase: Phase) -> Callable[..., Any] | None:
+    """What stands for a module's call in a phase while it is compiled in place; ``None`` where it is no target."""
+    dispatcher = vars(module).get(_CALL_SLOT)
+    if not isinstance(dispatcher, Dispatcher) or phase not in dispatcher.regions:
+        return None
+    return dispatcher.call(phase)
+
+
+def compiled_parts(module: nn.Module) -> list[str]:
+    """The names of a module's parts that are compiled in place by this library; ``"forward"`` is the module's own call.
+
+    Args:
+        module: The module to look at.
+    """
+    return [
+        (f"{path}.{slot}" if slot not in (_CALL_SLOT, "forward") else path).removeprefix(".") or "forward"
+        for path, part in module.named_modules()
+        for slot, value in vars(part).items()
+        if isinstance(value, Dispatcher)
+    ]
+
+
+def _is_redirected(module: nn.Module) -> bool:
+    """Whether a call of the module is a step of its: Lightning has a wrapper around it, DDP for example, call the step.
+
+    It puts a function of its own in the place of ``forward`` for that call. Compiled, it would be the step as a whole.
+    """
+    forward = vars(module).get("forward")
+    # Not a method: those of Lightning's own demos are in its package too.
+    return isinstance(forward, types.FunctionType) and forward.__module__.partition(".")[0] in _LIGHTNING
+
+
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+_ABSENT = object()
+
+
+def _own_method(module: nn.Module, name: str) -> Any:
+    return getattr(type(module), name).__get__(module)

@@ -1,0 +1,209 @@
+"""Compares a compiled target with the eager one on its first batch, and leaves no trace of it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from compile_callbacks import _torch
+from compile_callbacks.compiling.snapshot import Snapshot
+
+Verify = Literal["off", "warn", "eager", "raise"]
+"""What a difference between compiled and eager does: not looked for, a warning, eager from then on, an error."""
+
+VERIFY: tuple[Verify, ...] = get_args(Verify)
+
+_TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How compiled and eager differ.
+
+    Attributes:
+        max_abs_error: Largest absolute difference of an output's element; ``None`` where nothing was compared.
+        problem: What differs by more than the tolerance; ``None`` where nothing does.
+        left_out: Why nothing was compared; ``None`` where it was.
+    """
+
+    max_abs_error: float | None = None
+    problem: str | None = None
+    left_out: str | None = None
+
+
+def compare_with_eager(
+    module: nn.Module, eager: Callable[..., Any], compiled: Callable[..., Any], args: Any, kwargs: Any
+) -> Comparison:
+    """Run a call eagerly and compiled, and compare outputs and, where grad is enabled, gradients.
+
+    Random number generators, buffers and ``.grad`` are as before afterwards. Outputs are compared by the norm
+    of their difference over the norm of the eager output; gradients by their norms, tensor by tensor, so that no
+    copy of them is kept. Both must agree to `tolerance`, half of the digits that the arithmetic carries.
+
+    Nothing is compared where the target draws random numbers (dropout): Inductor draws others than eager does.
+
+    Args:
+        module: The target's module.
+        eager: The target, uncompiled.
+        compiled: The target, compiled.
+        args: Positional inputs.
+        kwargs: Inputs by name.
+    """
+    try:
+        with _as_before(module) as before:
+            expected = _run(module, eager, *_apart(args, kwargs))
+            drew = before.drew()
+        if drew:
+            return Comparison(left_out=_DREW)
+        with _as_before(module):
+            actual = _run(module, compiled, *_apart(args, kwargs))
+    except torch.OutOfMemoryError as error:
+        return Comparison(left_out=_no_memory(error))
+    return _compare(expected, actual, tolerance(module, [*expected.outputs, *_torch.tree_leaves((args, kwargs))]))
+
+
+def call_and_compare(
+    module: nn.Module, eager: Callable[..., Any], compiled: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Comparison, Any]:
+    """Make a compiled call and compare its outputs with eager's; for CUDA graphs, which take no call beside it.
+
+    Torch records CUDA graphs in the order of calls and lets the end of one backward free the memory of all, so
+    that one call too many spoils the gradients of the step. Gradients are not compared. Arguments are those of
+    `compare_with_eager`.
+
+    Returns:
+        The comparison, and what the compiled call gave: ``None``, with buffers and generators as before the
+        call, where it differs from eager.
+    """
+    try:
+        with _as_before(module) as before, torch.no_grad():
+            expected = _run(module, eager, *_apart(args, kwargs))
+            drew = before.drew()
+    except torch.OutOfMemoryError as error:
+        return Comparison(left_out=_no_memory(error)), compiled(*args, **kwargs)
+    if drew:
+        return Comparison(left_out=_DREW), compiled(*args, **kwargs)
+    before = Snapshot(module)
+    result = compiled(*args, **kwargs)
+    actual = _Run([leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+    allowed = tolerance(module, [*expected.outputs, *_torch.tree_leaves((args, kwargs))])
+    with torch.no_grad():
+        compared = _compare(expected, actual, allowed)
+    if compared.problem is None:
+        return compared, result
+    before.restore()
+    return compared, None
+
+
+def tolerance(module: nn.Module, tensors: list[Any]) -> float:
+    """The relative difference that rounding may make: the square root of the coarsest epsilon in use.
+
+    That is half of the digits: 3.5e-4 in float32, 0.03 in float16 and TF32, 0.09 in bfloat16. Compiled code adds
+    up in another order and keeps intermediate results longer in float32, so the last digits differ; a stale
+    weight or a wrong kernel differs in the first ones.
+    """
+    dtypes = {t.dtype for t in (*module.parameters(), *tensors) if isinstance(t, torch.Tensor)}
+    cuda = any(isinstance(t, torch.Tensor) and t.is_cuda for t in tensors)
+    device = "cuda" if cuda else "cpu"
+    if torch.is_autocast_enabled(device):
+        dtypes.add(torch.get_autocast_dtype(device))
+    coarsest = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    if cuda and torch.float32 in dtypes and _tf32_allowed():
+        coarsest = max(coarsest, _TF32_EPS)
+    return math.sqrt(coarsest)
+
+
+def _tf32_allowed() -> bool:
+    return torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
+
+
+def _apart(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Copies of the inputs: the target may change them in place, and no gradient goes beyond them."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        # Of its kind: for a tensor made in inference mode Dynamo would compile once more.
+        with torch.inference_mode(tensor.is_inference()):
+            # Cloned last: a leaf that requires grad cannot be changed in place.
+            return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+    return _torch.tree_map_tensors(copy, args), _torch.tree_map_tensors(copy, kwargs)
+
+
+@dataclass
+class _Run:
+    """Tensors among a call's outputs, and the norms of its gradients where there are any."""
+
+    outputs: list[torch.Tensor]
+    gradient_norms: list[float] = field(default_factory=list)
+
+
+def _run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> _Run:
+    outputs = [leaf for leaf in _torch.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+    copies = [output.detach().clone() for output in outputs]
+    differentiable = [output for output in outputs if output.requires_grad]
+    if not differentiable or not torch.is_grad_enabled():
+        return _Run(copies)
+    weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # A ramp: ones would have no gradient through a softmax or a layer norm.
+    ramps = [
+        torch.linspace(-1, 1, output.numel(), device=output.device, dtype=output.dtype).view(output.shape)
+        for output in differentiable
+    ]
+    gradients = torch.autograd.grad(differentiable, weights, ramps, allow_unused=True) if weights else ()
+    norms = [torch.zeros(()) if g is None else torch.linalg.vector_norm(g.float()) for g in gradients]
+    return _Run(copies, [float(norm) for norm in norms])
+
+
+def _compare(expected: _Run, actual: _Run, allowed: float) -> Comparison:
+    if [e.shape for e in expected.outputs] != [a.shape for a in actual.outputs]:
+        return Comparison(max_abs_error=math.inf, problem="outputs have other shapes than eager's")
+    max_abs_error, problem = 0.0, None
+    for index, (e, a) in enumerate(zip(expected.outputs, actual.outputs, strict=True)):
+        apart, relative = _difference(e, a)
+        max_abs_error = max(max_abs_error, apart)
+        if not relative <= allowed and problem is None:
+            problem = f"output {index} is off by {relative:.2g} of its norm, where rounding may make {allowed:.2g}"
+    largest = max(expected.gradient_norms, default=0.0)
+    norms = zip(expected.gradient_norms, actual.gradient_norms, strict=True)
+    for index, (e_norm, a_norm) in enumerate(norms):
+        # A gradient that is nothing but rounding (a bias before a batch norm) is measured by the largest.
+        off = abs(a_norm - e_norm) / max(e_norm, allowed * largest, 1e-30)
+        if not off <= allowed and problem is None:
+            problem = f"the norm of gradient {index} is off by {off:.2g}, where rounding may make {allowed:.2g}"
+    return Comparison(max_abs_error=max_abs_error, problem=problem)
+
+
+def _difference(expected: torch.Tensor, actual: torch.Tensor) -> tuple[float, float]:
+    """Largest absolute and relative difference; NaN and infinity are equal to themselves."""
+    same = (expected == actual) | ((expected != expected) & (actual != actual))
+    if bool(same.all()):
+        return 0.0, 0.0
+    if not expected.is_floating_point():
+        return float((~same).sum()), float((~same).double().mean())
+    apart = torch.where(same, 0, (actual.double() - expected.double()).abs())
+    norm = float(torch.linalg.vector_norm(torch.where(expected.isfinite(), expected.double(), 0)))
+    return float(apart.max()), float(torch.linalg.vector_norm(apart)) / max(norm, 1e-30)
+
+
+@contextlib.contextmanager
+def _as_before(module: nn.Module) -> Iterator[Snapshot]:
+    """Puts random number generators and buffers back, and leaves nothing with what counts or keeps saved tensors."""
+    snapshot = Snapshot(module)
+    try:
+        with _torch.beside_activation_checkpoints():
+            yield snapshot
+    finally:
+        snapshot.restore()
+
+
+_DREW = "it draws random numbers, and compiled code draws others than eager code"
+
+
+def _no_memory(error: torch.OutOfMemoryError) -> str:
+    return f"no memory for it: {error}".splitlines()[0]

@@ -1,0 +1,1 @@
+"""Where a module is, and what its device is called."""

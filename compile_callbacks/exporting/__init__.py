@@ -1,0 +1,1 @@
+"""A module as a package to deploy."""

@@ -1,0 +1,1 @@
+"""What is measured: steps, compiles, memory, and where a run has got to."""

@@ -1,0 +1,1 @@
+"""Several processes of one run: what they agree on, and when they meet."""

@@ -1,0 +1,1 @@
+"""The report, and each form in which it is shown."""

@@ -1,0 +1,1 @@
+"""What a phase is compiled with: modes, options, templates, candidates."""

@@ -1,0 +1,1 @@
+"""Which settings: candidates, trials, rules, and the choice that is remembered."""

@@ -1,0 +1,351 @@
+"""Which candidate runs next, and which is chosen: the decisions of a `Tune`, without torch and without clocks.
+
+Candidates run in blocks of steps, in turn and back again (eager, a, b; b, a, eager), so that a machine that slows down
+or speeds up does so for all of them. After each block they are compared with eager and with each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from compile_callbacks.settings.config import EAGER
+from compile_callbacks.settings.tune import Rule
+from compile_callbacks.tuning.trial import BLOCK_SAMPLES, Candidate, Known, Scores, Trial, Verdict
+
+_STEPS_A_BLOCK = 3  # times the steps that its samples need: where few steps are samples, a block ends all the same
+_STEPS_A_CANDIDATE = 4  # times the samples that it gets
+
+
+class Tuner:
+    """Decides which candidate a step runs with, until one is chosen.
+
+    It is asked for `candidate` before each step and told of the step afterwards: `step_ends`, then `block_ends` with
+    the candidate's samples where that says so, or `rule_out`. What it decides depends on what it is told alone.
+
+    Args:
+        names: The candidates in order, without eager.
+        rule: As `Tune` takes it.
+        steps: As `Tune` takes it.
+        budget_seconds: As `Tune` takes it.
+        min_speedup: As `Tune` takes it.
+        latency_budget_ms: As `Tune` takes it.
+        least_steps: Steps of the phase; in a run that has fewer nothing is tried.
+        skip: Candidates that are not to be tried at all, and why.
+        why_not: Tells, given a name and what is known, why that candidate is not worth compiling, or ``None``.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        *,
+        rule: Rule = "throughput",
+        steps: int = 20,
+        budget_seconds: float | None = None,
+        min_speedup: float = 1.01,
+        latency_budget_ms: float | None = None,
+        least_steps: int = 0,
+        skip: Mapping[str, str] | None = None,
+        why_not: Callable[[str, Known], str | None] = lambda name, known: None,
+    ) -> None:
+        self.winner: str | None = None
+        """What is chosen; ``None`` while nothing is."""
+        self._eager = Candidate(EAGER)
+        self._others = {name: Candidate(name) for name in names}
+        for name, reason in (skip or {}).items():
+            self._others[name].rule_out("not tried", reason)
+        self._scores = Scores(rule, steps, min_speedup, latency_budget_ms, {EAGER: self._eager, **self._others})
+        self.provisional = False
+        """Whether a longer run, or one with a larger budget, might choose otherwise."""
+        self._rule = rule
+        self._steps = steps
+        self._budget_seconds = budget_seconds
+        self._least_steps = least_steps
+        self._why_not = why_not
+        self.steps_left = math.inf
+        """Steps of the phase that remain of the run; infinite where that is not known."""
+        self._spent_seconds = 0.0
+        self._not_worth: list[Candidate] = []
+        self._cut_off: list[Candidate] = []
+        self._run_steps = self._looked_at_steps = 0.0  # of the run, and of the longest that found them not worth it
+        self._remembered: Candidate | None = None
+        self._rounds = 0
+        self._turns: list[Candidate] = []
+        self._steps_of_block = self._samples_of_block = 0
+        self._next_turn()
+
+    # ------------------------------------------------------------------------------------------ what it is told
+
+    def plan(self, steps_left: float) -> None:
+        """A run begins: what `settle` cut off goes on.
+
+        What was not worth its compile in an earlier run is looked at again if this one is longer.
+
+        Args:
+            steps_left: Steps of the phase to come, ``math.inf`` where that is not known; 0 where the run has none.
+        """
+        self.steps_left = self._run_steps = steps_left
+        again: list[Candidate] = []
+        if steps_left > 0:
+            again += self._cut_off
+            self._cut_off.clear()
+        if steps_left > self._looked_at_steps:
+            again += self._not_worth
+            self._not_worth.clear()
+        if again:
+            self._reopen(again)
+        if self.winner is None and 0 < steps_left < self._least_steps and not self._eager.steps:
+            few = f"the run has {steps_left:.0f} steps of the phase, and comparing takes {self._least_steps} at least"
+            for one in self._in_play():
+                self._leave_for_now(one, few)
+            self._settle(None)
+
+    def remember(self, name: str) -> None:
+        """An earlier run chose this candidate: it is compared with eager alone, before any other is tried."""
+        if self.winner is not None:
+            return
+        if name == EAGER:
+            self._choose(self._eager, "chosen in an earlier run")
+        elif name in self._others and not self._others[name].out:
+            self._remembered = self._others[name]
+            self._turns = [self._turns[0], self._remembered]
+
+    @property
+    def candidate(self) -> str:
+        """What the next step is to run with."""
+        return self.winner if self.winner is not None else self._turns[0].name
+
+    def step_ends(self, *, sample: bool, seconds: float, compile_seconds: float = 0) -> bool:
+        """A step with `candidate` is done.
+
+        Args:
+            sample: Whether its time is a sample.
+            seconds: How long it took, compiling included.
+            compile_seconds: How much of that went into compiling.
+
+        Returns:
+            Whether the block is over: `block_ends` is to follow.
+        """
+        now = self._turns[0]
+        now.steps += 1
+        now.compile_seconds += compile_seconds
+        self.steps_left -= 1
+        self._spent_seconds += seconds
+        self._steps_of_block += 1
+        self._samples_of_block += sample
+        wanted = min(BLOCK_SAMPLES, self._steps)
+        most = _STEPS_A_BLOCK * (wanted + 2)
+        return self._samples_of_block >= wanted or self._steps_of_block >= most or self._seconds_left <= 0
+
+    def block_ends(self, times: Mapping[str, Sequence[float]]) -> None:
+        """A block of `candidate` is done.
+
+        Args:
+            times: All of the candidate's samples so far, in milliseconds, by their work.
+        """
+        self._turns[0].times = {work: tuple(samples) for work, samples in times.items() if samples}
+        self._rule_out_losers()
+        if self._remembered is not None:
+            self._judge_remembered(self._remembered)
+        else:
+            self._choose_if_clear()
+        self._block_is_over()
+
+    def rule_out(self, verdict: Verdict, reason: str) -> None:
+        """`candidate` failed, or computes something else: it does not run again."""
+        now = self._turns[0]
+        now.rule_out(verdict, reason)
+        if now is self._remembered:
+            self._remembered = None
+        self._block_is_over()
+
+    def settle(self, reason: str) -> None:
+        """Choose among what is proven so far, and eager, until the next run; nothing where the phase did not run.
+
+        Args:
+            reason: Why now.
+        """
+        if self.winner is None and self._eager.steps:
+            self._cut_off = self._in_play()
+            self._settle(reason)
+
+    # ------------------------------------------------------------------------------------------ what it tells
+
+    def is_out(self, name: str) -> bool:
+        """Whether a candidate is not to run again."""
+        return name != EAGER and self._others[name].out
+
+    @property
+    def remembers(self) -> bool:
+        """Whether an earlier run's choice is being checked."""
+        return self._remembered is not None
+
+    def trials(self) -> list[Trial]:
+        """What came of each candidate so far, eager first."""
+        trials = []
+        for one in (self._eager, *self._others.values()):
+            stats = self._scores.stats(one.name)
+            trials.append(
+                Trial(
+                    candidate=one.name,
+                    verdict=one.verdict,
+                    median_ms=stats.median_ms if stats else None,
+                    high_ms=stats.high_ms if stats else None,
+                    samples=stats.samples if stats else 0,
+                    compile_seconds=one.compile_seconds if one.steps and one is not self._eager else None,
+                    reason=one.reason,
+                )
+            )
+        return trials
+
+    # ------------------------------------------------------------------------------------------ whose turn it is
+
+    def _block_is_over(self) -> None:
+        if self.winner is None and self._seconds_left <= 0:
+            self._settle(f"budget_seconds={self._budget_seconds:g} was used up")
+        if self.winner is None:
+            self._turns.pop(0)
+            self._next_turn()
+
+    def _next_turn(self) -> None:
+        """Go on to the next turn that is worth it; after the last of a round, to another round or to the choice."""
+        self._steps_of_block = self._samples_of_block = 0
+        while self.winner is None:
+            while self._turns and (self._turns[0].out or not self._is_worth_it(self._turns[0])):
+                self._turns.pop(0)
+            if self._turns:
+                return
+            self._turns = self._next_round()
+            if not self._turns:
+                self._settle(None)
+
+    def _next_round(self) -> list[Candidate]:
+        """Who runs in the next round: eager and all others, or under rules that go by order, one other at a time."""
+        eager = [] if self._is_done(self._eager) else [self._eager]
+        in_play = self._in_play()[:1] if self._rule == "first" else self._in_play()
+        others = [one for one in in_play if not self._is_done(one)]
+        if self._remembered is not None:
+            others = [self._remembered]
+        elif self._rule == "latency_budget":
+            others = [] if eager else others[:1]
+        if not in_play:
+            return []
+        self._rounds += 1
+        turns = eager + others
+        return turns if self._rounds % 2 else turns[::-1]
+
+    def _is_done(self, one: Candidate) -> bool:
+        """Whether a candidate has all the samples that it gets."""
+        most = _STEPS_A_CANDIDATE * (self._steps + BLOCK_SAMPLES)
+        return self._scores.samples(one.name) >= self._steps or one.steps >= most
+
+    def _is_worth_it(self, one: Candidate) -> bool:
+        """Whether a candidate that was never compiled is worth that; says why where it is not."""
+        eager = self._scores.stats(EAGER)
+        if one is self._eager or one is self._remembered or one.steps or eager is None:
+            return True
+        measured = [stats for other in self._in_play() if (stats := self._scores.stats(other.name))]
+        known = Known(
+            steps_left=self.steps_left,
+            eager_ms=eager.median_ms,
+            best_ms=min(stats.median_ms for stats in (eager, *measured)),
+            seconds_left=self._seconds_left,
+            compile_seconds={name: other.compile_seconds for name, other in self._others.items() if other.steps},
+        )
+        if (reason := self._why_not(one.name, known)) is None:
+            return True
+        self._leave_for_now(one, reason)
+        return False
+
+    def _leave_for_now(self, one: Candidate, reason: str) -> None:
+        one.rule_out("not tried", reason)
+        self._not_worth.append(one)
+        self._looked_at_steps = max(self._looked_at_steps, self._run_steps)
+
+    @property
+    def _seconds_left(self) -> float:
+        return math.inf if self._budget_seconds is None else self._budget_seconds - self._spent_seconds
+
+    # ------------------------------------------------------------------------------------------ who is out, who wins
+
+    def _in_play(self) -> list[Candidate]:
+        return [one for one in self._others.values() if not one.out]
+
+    def _rule_out_losers(self) -> None:
+        in_play = self._in_play()
+        for one in in_play:
+            if self._scores.clearly_fails(one.name):
+                one.rule_out("not faster", self._scores.speedup_in_words(one.name))
+            elif self._rule in ("throughput", "latency") and any(
+                self._scores.clearly_beats(other.name, one.name) for other in in_play if not other.out
+            ):
+                one.rule_out("beaten")
+
+    def _choose_if_clear(self) -> None:
+        now, in_play = self._turns[0], self._in_play()
+        alone = self._rule == "first" or (self._rule == "throughput" and len(in_play) == 1)
+        if alone and in_play and self._scores.clearly_passes(in_play[0].name):
+            self._choose(in_play[0])
+        elif self._rule == "first" and in_play and self._is_done(in_play[0]) and self._is_done(self._eager):
+            self._conclude(in_play[0])
+        elif self._rule == "latency_budget" and self._is_done(now) and not now.out:
+            passes = now is self._eager or self._scores.passes(now.name)
+            if passes and self._scores.within_latency_budget(now.name):
+                self._choose(now)
+
+    def _judge_remembered(self, one: Candidate) -> None:
+        """Believe an earlier run's choice where it is faster than eager in this run too; else try all of them."""
+        if one.out:
+            self._remembered = None
+        elif self._scores.proven(one.name):
+            self._remembered = None
+            if self._scores.passes(one.name):
+                self._choose(one, "chosen in an earlier run, and faster than eager in this one")
+
+    def _conclude(self, one: Candidate) -> None:
+        """A candidate has its samples: it is chosen, or out."""
+        if self._scores.proven(one.name) and self._scores.passes(one.name):
+            self._choose(one)
+        else:
+            self._rule_out_unproven(one, None)
+
+    def _rule_out_unproven(self, one: Candidate, reason: str | None) -> None:
+        """Rule out a candidate unless it has the samples and is faster than eager."""
+        if not one.steps:
+            one.rule_out("not tried", reason)
+        elif not self._scores.proven(one.name):
+            few = f"{self._scores.samples(one.name)} steps of the same work as eager's are too few to judge by"
+            one.rule_out("not faster", few + (f" ({reason})" if reason else ""))
+        elif not self._scores.passes(one.name):
+            one.rule_out("not faster", self._scores.speedup_in_words(one.name))
+
+    def _settle(self, reason: str | None) -> None:
+        for one in self._in_play():
+            self._rule_out_unproven(one, reason)
+        left = self._in_play()
+        if self._rule == "first":
+            left = left[:1]
+        if self._rule == "latency_budget":
+            left = [one for one in left if self._scores.within_latency_budget(one.name)][:1] or left
+        best = min(left, key=lambda one: self._scores.measure_ms(one.name), default=self._eager)
+        self._choose(best, reason, early=reason is not None)
+
+    def _choose(self, winner: Candidate, reason: str | None = None, *, early: bool = False) -> None:
+        self.winner = winner.name
+        self.provisional = early or bool(self._not_worth)
+        self._eager.rule_out("beaten")
+        for one in self._in_play():
+            if one.steps:
+                one.rule_out("beaten")
+            else:
+                one.rule_out("not tried", f"{winner.name} was chosen before its turn")
+        winner.verdict, winner.reason = "chosen", reason
+
+    def _reopen(self, again: Sequence[Candidate]) -> None:
+        """There is more to try: what was chosen goes on with the samples that it has, and so does the check of it."""
+        for one in (self._eager, *again):
+            one.rule_out("undecided")
+        if self.winner not in (None, EAGER):
+            self._others[str(self.winner)].rule_out("undecided")
+        self.winner, self._turns = None, []
+        self._next_turn()

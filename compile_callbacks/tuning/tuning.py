@@ -1,0 +1,366 @@
+"""A phase that is tuned: candidates put in force for real steps, until one of them is the phase's settings."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from compile_callbacks.compiling.sharding import MOVING_WEIGHTS
+from compile_callbacks.compiling.switch import PhaseSwitch
+from compile_callbacks.measuring.events import CompileEvent, CompileRecorder
+from compile_callbacks.measuring.timing import WARMUP_STEPS, StepTimer
+from compile_callbacks.phases import Phase
+from compile_callbacks.settings.config import EAGER, InductorConfig
+from compile_callbacks.settings.tune import AUTO, Tune, named
+from compile_callbacks.tuning.auto import auto_candidates, why_not_affordable, why_not_repaid
+from compile_callbacks.tuning.choices_store import Choice, ChoicesStore, fingerprint
+from compile_callbacks.tuning.trial import BLOCK_SAMPLES, Known, Trial, Verdict
+from compile_callbacks.tuning.tuner import Tuner
+
+_LEAST_STEPS = 2 * (WARMUP_STEPS + BLOCK_SAMPLES) + 1  # a block of eager and one of a candidate, and its compile
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What was seen of a step.
+
+    Attributes:
+        sample: Whether its time is a sample.
+        seconds: How long it took, compiling and reading of times included.
+        compile_seconds: How much of it went into compiling.
+        graphs: How many graphs were compiled in it.
+        problem: Why the candidate is out, if it is.
+    """
+
+    sample: bool
+    seconds: float
+    compile_seconds: float
+    graphs: int
+    problem: tuple[Verdict, str] | None
+
+    @staticmethod
+    def of_all(observed: Sequence[Observed]) -> Observed:
+        """What was seen of a step that several processes took together: the slowest counts, and any problem."""
+        problems = [one.problem for one in observed]
+        return Observed(
+            sample=all(one.sample for one in observed),
+            seconds=max(one.seconds for one in observed),
+            compile_seconds=max(one.compile_seconds for one in observed),
+            graphs=min(one.graphs for one in observed),
+            problem=next((problem for problem in problems if problem is not None), None),
+        )
+
+
+def slowest(read: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
+    """Of each kind of work the samples of the process that took longest for it.
+
+    Args:
+        read: The samples of each process, in milliseconds, by their work.
+    """
+    works = dict.fromkeys(work for samples in read for work in samples)
+    return {
+        work: max((samples[work] for samples in read if samples.get(work)), key=statistics.median, default=())
+        for work in works
+    }
+
+
+def alone(what: _T) -> Sequence[_T]:
+    """What one process knows, which is all of them: see `PhaseTuning`."""
+    return [what]
+
+
+class PhaseTuning:
+    """Runs the candidates of one phase in turn, and has the phase run with the one that is chosen.
+
+    While nothing is chosen, a candidate is in force during steps that are measured, and nothing is compiled outside
+    of them. What loses gives back what was compiled for it at once.
+
+    Args:
+        phase: The phase.
+        tune: The candidates and the rule.
+        switch: Runs targets with a candidate.
+        recorder: Knows what happened while compiling.
+        timer: Knows how long steps took.
+        say: Takes a line of text.
+        gather: Gives what each process knows, in the same order in all of them: an `Observed`, samples by their work,
+            an earlier `Choice`. What is decided is decided by all of it, or processes that train together would run
+            different candidates. Nothing, where not all processes are there: the step does not count then.
+        clock: Seconds, rising.
+    """
+
+    def __init__(
+        self,
+        phase: Phase,
+        tune: Tune,
+        *,
+        switch: PhaseSwitch,
+        recorder: CompileRecorder,
+        timer: StepTimer,
+        say: Callable[[str], None],
+        gather: Callable[[Any], Sequence[Any]] = alone,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.phase = phase
+        self.tune = tune
+        self._switch = switch
+        self._recorder = recorder
+        self._timer = timer
+        self._say = say
+        self._gather = gather
+        self._clock = clock
+        self._configs: dict[str, InductorConfig] = {}
+        self._device = torch.device("cpu")
+        self._tuner: Tuner | None = None
+        self._store: ChoicesStore | None = None
+        self._earlier: dict[str, Choice] = {}
+        self._made_for: Mapping[str, str] | None = None
+        self._in_force: str | None = None
+        self._last_turn: str | None = None
+        self._graphs: Counter[str] = Counter()
+        self._checked: str | None = None
+        self._events_before = 0
+        self._started = 0.0
+        self._reading_seconds = 0.0
+
+    # ------------------------------------------------------------------------------------------ what it is told
+
+    def begin(self, device: torch.device, steps_left: float, store: ChoicesStore | None = None) -> None:
+        """A trainer run begins.
+
+        Args:
+            device: Where the module is.
+            steps_left: Steps of the phase to come, ``math.inf`` where that is not known.
+            store: Where choices are kept across runs.
+        """
+        self._store = store
+        if self._tuner is None:
+            self._device = device
+            sharded = any(member.sharded for target in self._switch.targets for member in target.members)
+            bakes_in = not (sharded or self._switch.shares_graphs)
+            self._configs = named(self.tune.configs or auto_candidates(device, self.phase, freezes=bakes_in))
+            no_freezing = "repeated blocks share a graph without weights"
+            no_cudagraphs = "" if device.type == "cuda" else "the module is not on a GPU"
+            if sharded:
+                no_freezing = no_cudagraphs = MOVING_WEIGHTS
+            idle = [name for name, c in self._configs.items() if c.uses_cudagraphs and no_cudagraphs]
+            frozen = [name for name, c in self._configs.items() if c.freezes and not bakes_in and self.phase == "infer"]
+            self._tuner = Tuner(
+                self._configs,
+                rule=self.tune.rule,
+                steps=self.tune.steps,
+                budget_seconds=self.tune.budget_seconds,
+                min_speedup=self.tune.min_speedup,
+                latency_budget_ms=self.tune.latency_budget_ms,
+                why_not=self._why_not,
+                least_steps=_LEAST_STEPS if self.tune.candidates == AUTO else 0,
+                skip={
+                    **dict.fromkeys(frozen, f"it asks for freezing, and {no_freezing}"),
+                    **dict.fromkeys(idle, f"it asks for CUDA graphs, and {no_cudagraphs}"),
+                },
+            )
+        self._plan(self._tuner, steps_left)
+        self._use(self._tuner.winner or EAGER)
+
+    def expect(self, steps_left: float) -> None:
+        """So many steps of the phase are to come, where `begin` could not know."""
+        if self._tuner is not None and math.isinf(self._tuner.steps_left):
+            self._plan(self._tuner, steps_left)
+
+    def recall(self, fingerprint: str, choice: Choice) -> None:
+        """The run that this one resumes chose so, under circumstances of this fingerprint."""
+        self._earlier[fingerprint] = choice
+
+    def step_begins(self, *, measured: bool) -> InductorConfig | None:
+        """A step begins; gives the settings that it is to run with, ``None`` for eager.
+
+        Args:
+            measured: Whether its time may be a sample.
+        """
+        assert self._tuner is not None
+        name = self._tuner.candidate if measured or self._tuner.winner is not None else EAGER
+        if self._tuner.winner is None and measured:
+            if name != self._last_turn:
+                self._timer.takes_turn(self.phase, compiled=name != EAGER, settings=_settings(name))
+            self._last_turn = name
+            self._events_before = len(self._recorder.events)
+            self._started = self._clock()
+        return self._use(name)
+
+    def step_ends(self, *, measured: bool, sample: bool, made_for: Callable[[], Mapping[str, str]]) -> None:
+        """A step ends.
+
+        Args:
+            measured: As `step_begins` was told.
+            sample: Whether its time is a sample.
+            made_for: Tells the circumstances that a choice would hold for.
+        """
+        tuner = self._tuner
+        assert tuner is not None
+        if tuner.winner is not None or not measured:
+            return
+        if not self._step_of_candidate(tuner, sample):
+            return
+        if self._made_for is None:
+            self._made_for = made_for()
+            self._remember(tuner, self._made_for)
+        self._apply(tuner)
+
+    def settle(self, reason: str) -> None:
+        """Choose now, among what is proven."""
+        if self._tuner is not None and self._tuner.winner is None:
+            self._tuner.settle(reason)
+            self._apply(self._tuner)
+
+    # ------------------------------------------------------------------------------------------ what it tells
+
+    @property
+    def winner(self) -> str | None:
+        """What is chosen; ``None`` while nothing is."""
+        return None if self._tuner is None else self._tuner.winner
+
+    @property
+    def in_force(self) -> str | None:
+        """The candidate that targets run with at present; ``None`` for eager."""
+        return self._in_force
+
+    @property
+    def config(self) -> InductorConfig | None:
+        """Its settings."""
+        return None if self._in_force is None else self._configs[self._in_force]
+
+    def trials(self) -> Sequence[Trial]:
+        """What came of each candidate so far; nothing where the phase did not run."""
+        if self._tuner is None:
+            return ()
+        trials = self._tuner.trials()
+        return trials if self._tuner.winner is not None or any(trial.samples for trial in trials) else ()
+
+    def choice(self) -> dict[str, str] | None:
+        """What was chosen, and the fingerprint of what for, as plain data; ``None`` while nothing is."""
+        if self.winner is None or self._made_for is None:
+            return None
+        choice = self._as_choice(self.winner)
+        return {"fingerprint": fingerprint(self._made_for), "candidate": choice.candidate, "key": choice.key}
+
+    # ------------------------------------------------------------------------------------------ what these call
+
+    def _plan(self, tuner: Tuner, steps_left: float) -> None:
+        """Tell of the steps to come; what was chosen is a candidate again where that is open again."""
+        chosen = tuner.winner
+        tuner.plan(steps_left)
+        if chosen not in (None, EAGER) and tuner.winner != chosen:
+            self._switch.try_again(self.phase, str(chosen))
+
+    def _use(self, name: str) -> InductorConfig | None:
+        settings = _settings(name)
+        if settings != self._in_force:
+            self._in_force = settings
+            self._switch.use(self.phase, self.config, settings)
+        return self.config
+
+    def _step_of_candidate(self, tuner: Tuner, sample: bool) -> bool:
+        """What came of a step; whether all processes took it."""
+        name = tuner.candidate
+        self._recorder.collect()
+        events = [e for e in self._recorder.events[self._events_before :] if e.phase == self.phase]
+        now = self._clock()
+        mine = Observed(
+            sample=sample,
+            seconds=now - self._started + self._reading_seconds,
+            compile_seconds=sum(event.seconds or 0 for event in events if event.kind == "compile"),
+            graphs=sum(event.graphs for event in events),
+            problem=None if name == EAGER else _problem(events),
+        )
+        self._reading_seconds = 0.0
+        if not (gathered := self._gather(mine)):
+            return False
+        observed = Observed.of_all(gathered)
+        self._graphs[name] += observed.graphs
+        over = tuner.step_ends(
+            sample=observed.sample, seconds=observed.seconds, compile_seconds=observed.compile_seconds
+        )
+        if observed.problem is not None:
+            tuner.rule_out(*observed.problem)
+        elif over and name != EAGER and not self._graphs[name]:
+            tuner.rule_out("failed", "nothing was compiled in its steps")
+        elif over:
+            read = self._timer.samples(self.phase, compiled=name != EAGER, settings=_settings(name))
+            tuner.block_ends(slowest(self._gather(read)))
+        self._reading_seconds = self._clock() - now
+        return True
+
+    def _remember(self, tuner: Tuner, made_for: Mapping[str, str]) -> None:
+        """Begin with what an earlier run chose under the same circumstances."""
+        found = self._earlier.get(fingerprint(made_for)) or (self._store.load(made_for) if self._store else None)
+        choice = next((of_process for of_process in self._gather(found) if of_process is not None), None)
+        known = [self._as_choice(name) for name in (EAGER, *self._configs)]
+        if choice is not None and choice in known:
+            tuner.remember(choice.candidate)
+            self._checked = choice.candidate if tuner.remembers else None
+
+    def _as_choice(self, name: str) -> Choice:
+        return Choice(candidate=name, key="" if name == EAGER else self._configs[name].key())
+
+    def _why_not(self, name: str, known: Known) -> str | None:
+        if (reason := why_not_affordable(name, self._configs, known)) is not None:
+            return reason
+        return why_not_repaid(name, self._configs, self._device, known) if self.tune.candidates == AUTO else None
+
+    def _apply(self, tuner: Tuner) -> None:
+        """Leave the candidate of the step that is over, and do what was decided in it."""
+        self._use(EAGER if tuner.winner is None else tuner.winner)
+        for name in self._configs:
+            if tuner.is_out(name):
+                self._switch.drop(self.phase, name)
+        if self._checked is not None and not tuner.remembers:
+            if self._checked != tuner.winner:
+                self._say(
+                    f"{self.phase} phase: {self._checked}, chosen in an earlier run, is not faster than eager in this "
+                    "one; all candidates are tried"
+                )
+            self._checked = None
+        if tuner.winner is not None:
+            self._switch.choose(self.phase, tuner.winner)
+            self._say(f"{self.phase} phase: {_in_words(tuner.trials())}")
+            self._keep(tuner, tuner.winner)
+
+    def _keep(self, tuner: Tuner, winner: str) -> None:
+        """Keep the choice for later runs, unless a longer one could choose otherwise."""
+        if self._store is None or self._made_for is None or tuner.provisional:
+            return
+        told = [trial.to_dict() for trial in tuner.trials()]
+        if problem := self._store.save(self._made_for, self._as_choice(winner), told):
+            self._say(f"{self.phase} phase: the choice could not be kept for later runs: {problem}")
+
+
+def _settings(name: str) -> str | None:
+    return None if name == EAGER else name
+
+
+def _in_words(trials: Sequence[Trial]) -> str:
+    """What was chosen, and its figures beside eager's where both were measured."""
+    winner = next(trial for trial in trials if trial.verdict == "chosen")
+    eager_ms = trials[0].median_ms
+    words = f"{winner.candidate} is chosen"
+    if winner.candidate != EAGER and winner.median_ms is not None and eager_ms is not None:
+        words += f" ({winner.median_ms:.2f} ms a step, {eager_ms:.2f} ms eager)"
+    return words + (f": {winner.reason}" if winner.reason else "")
+
+
+def _problem(events: Sequence[CompileEvent]) -> tuple[Verdict, str] | None:
+    """Why a candidate is out, by what happened in one of its steps."""
+    for event in events:
+        if event.kind == "verify" and event.reason and event.max_abs_error is not None:
+            return "wrong", event.reason
+    for event in events:
+        if event.kind == "fallback":
+            return "failed", event.reason or "torch gives no reason"
+    return None

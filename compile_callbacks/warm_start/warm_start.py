@@ -1,0 +1,155 @@
+"""`WarmStart`: what a module's compiles leave in torch's caches, kept in a folder for the next run or machine.
+
+Torch's own artifacts hold graphs and Triton kernels. Kernels for a CPU they hold as source, whose compiling is nearly
+all that a start takes there: so the libraries that were loaded are kept with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_callbacks import _torch
+from compile_callbacks.compiling.once import WarnOnce
+from compile_callbacks.devices.placement import device_of
+from compile_callbacks.links import Entry
+from compile_callbacks.phases import Phase
+from compile_callbacks.settings.tune import Settings
+from compile_callbacks.warm_start.artifact_file import Artifact
+from compile_callbacks.warm_start.artifacts import ArtifactError, ArtifactStore
+from compile_callbacks.warm_start.artifacts_key import artifacts_key
+from compile_callbacks.warm_start.libraries import loaded_libraries, probe_libraries, put_library
+
+_LIBRARY = "library"
+
+
+class WarmStart:
+    """Loads what earlier runs compiled of a module before this one compiles, and keeps what this one compiles.
+
+    Args:
+        folder: Where artifacts are kept.
+        configs: The module's settings by phase.
+        passes: Graph passes for both phases.
+        warn: Takes what there is to warn of; a subject, a message, and its entry in the docs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        configs: Mapping[Phase, Settings],
+        passes: Sequence[Any] = (),
+        warn: Callable[[Hashable, str, Entry], object] | None = None,
+    ) -> None:
+        self._store = ArtifactStore(folder)
+        self._settings = dict(configs), tuple(passes)
+        self._key: str | None = None
+        self._device = torch.device("cpu")
+        self._loaded_bytes = self._saved_bytes = 0
+        self._seen = 0
+        self._libraries: set[str] = set()
+        self._used: dict[Any, Artifact] = {}
+        self._kept: set[Any] = set()
+        self._warn_of = warn or WarnOnce()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there was nothing to load, and there is nothing to keep."""
+        return not self._loaded_bytes and not self._used
+
+    def report(self) -> dict[str, Any] | None:
+        """What was loaded and saved, as plain data: the file, and sizes in MiB; ``None`` before the first run."""
+        if self._key is None:
+            return None
+        return {
+            "path": str(self._store.path(self._key)),
+            "loaded_mb": self._loaded_bytes / 2**20,
+            "saved_mb": self._saved_bytes / 2**20,
+        }
+
+    def begin(self, module: nn.Module) -> None:
+        """A run begins: what is compiled from here on is the module's. The first time, load."""
+        _, self._seen = _torch.recorded_artifacts(self._seen)
+        self._libraries = set(loaded_libraries())
+        if self._key is None:
+            self._device = device_of(module)
+            self._key = artifacts_key(module, *self._settings, self._device)
+            self._load(self._key)
+
+    def _load(self, key: str) -> None:
+        try:
+            artifacts = self._store.load(key)
+        except ArtifactError as error:
+            self._warn(f"kept compile artifacts are ignored: {error}", "artifacts-are-ignored")
+            return
+        failure = None
+        for artifact in artifacts:
+            try:
+                _put(artifact)
+            except Exception as error:  # a full disk, or what this build of torch knows nothing of
+                failure = f"{type(error).__name__}: {error}"
+            else:
+                self._kept.add(artifact.place)
+                self._loaded_bytes += len(artifact.content)
+        if failure is not None:
+            message = f"kept compile artifacts could not all be put into torch's cache folder: {failure}"
+            self._warn(message, "artifacts-are-ignored")
+
+    def save(self) -> None:
+        """Keep what was compiled, if anything was that is not kept yet."""
+        self._collect()
+        if self._key is None or self._used.keys() <= self._kept or not _writes(self._device):
+            return
+        # Where this fails it is not tried again before something else is compiled.
+        self._kept |= self._used.keys()
+        try:
+            written = self._store.save(self._key, list(self._used.values()))
+        except ArtifactError as error:
+            self._warn(f"compile artifacts are not kept: {error}", "artifacts-are-not-kept")
+            return
+        self._saved_bytes = written.size_bytes
+        if written.left_out:
+            message = f"{written.left_out} compile artifacts are not kept: the file is as large as the folder may be"
+            self._warn(message, "artifacts-are-not-kept")
+
+    def _collect(self) -> None:
+        recorded, self._seen = _torch.recorded_artifacts(self._seen)
+        artifacts = [Artifact(*entry) for entry in recorded]
+        if self._device.type == "cpu":
+            artifacts += self._new_libraries()
+        self._used |= {artifact.place: artifact for artifact in artifacts}
+
+    def _new_libraries(self) -> Iterator[Artifact]:
+        loaded = loaded_libraries()
+        new = {name: loaded[name] for name in sorted(loaded.keys() - self._libraries)}
+        self._libraries |= loaded.keys()
+        for name, path in (new | probe_libraries()).items() if new else ():
+            with contextlib.suppress(OSError):  # somebody cleaned up torch's cache folder
+                yield Artifact(_LIBRARY, name, path.read_bytes())
+
+    def _warn(self, message: str, entry: Entry) -> None:
+        self._warn_of(("cache_dir", message), message, entry)
+
+
+def _writes(device: torch.device) -> bool:
+    """Whether this process keeps what it compiled: of all that would keep the same, the one of lowest rank.
+
+    On GPUs those of the first machine: each has a GPU of its own, and so a key of its own.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank = torch.distributed.get_rank()
+    else:
+        rank = int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+    return rank == (device.index or 0)
+
+
+def _put(artifact: Artifact) -> None:
+    if artifact.kind == _LIBRARY:
+        put_library(artifact.key, artifact.content)
+    else:
+        _torch.put_into_cache(*artifact[:3])
