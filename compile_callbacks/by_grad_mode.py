@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from compile_callbacks.choices import check_choice
-from compile_callbacks.compiling.region import ON_ERROR, CompileWarning, OnError, RegionSettings
+from compile_callbacks.compiling.errors import CompileWarning
+from compile_callbacks.compiling.region_settings import ON_ERROR, OnError, RegionSettings
 from compile_callbacks.compiling.shapes import NEW_SHAPES, NewShapes
 from compile_callbacks.compiling.sharding import why_refused
 from compile_callbacks.compiling.switch import compiled_parts

@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from compile_callbacks.checkpoint import KeyMatcher
 from compile_callbacks.choices import check_choice
-from compile_callbacks.compiling.region import ON_ERROR, CompileWarning, OnError, RegionSettings
+from compile_callbacks.compiling.errors import CompileWarning
+from compile_callbacks.compiling.region_settings import ON_ERROR, OnError, RegionSettings
 from compile_callbacks.compiling.shapes import NEW_SHAPES, NewShapes, signature
 from compile_callbacks.compiling.sharding import why_refused, why_strategy_refused
 from compile_callbacks.compiling.targets import adopt_compiled, check_names, find_targets, scope_of

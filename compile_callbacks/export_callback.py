@@ -19,7 +19,7 @@ from compile_callbacks import _torch
 from compile_callbacks.callback import InductorCompile
 from compile_callbacks.choices import check_choice
 from compile_callbacks.compiling.autocast import autocast_of
-from compile_callbacks.compiling.region import CompileWarning
+from compile_callbacks.compiling.errors import CompileWarning
 from compile_callbacks.compiling.switch import compiled_call
 from compile_callbacks.compiling.verify import Comparison
 from compile_callbacks.exporting.example_call import ExampleCall

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from compile_callbacks.compiling.region import CompileWarning
+from compile_callbacks.compiling.errors import CompileWarning
 from compile_callbacks.links import see
 from compile_callbacks.pass_library.record_graphs import RecordedGraph
 from compile_callbacks.phases import PHASES

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from compile_callbacks.compiling.cudagraphs import LastingGradients
+from compile_callbacks.compiling.errors import CompileError
 from compile_callbacks.compiling.once import WarnOnce
-from compile_callbacks.compiling.region import CompileError, RegionSettings
+from compile_callbacks.compiling.region_settings import RegionSettings
 from compile_callbacks.compiling.sharding import is_sharded
 from compile_callbacks.compiling.switch import PhaseSwitch
 from compile_callbacks.compiling.targets import Compiled, Scope

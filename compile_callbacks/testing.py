@@ -20,7 +20,8 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
-from compile_callbacks.compiling.region import CompiledRegion, RegionSettings
+from compile_callbacks.compiling.region import CompiledRegion
+from compile_callbacks.compiling.region_settings import RegionSettings
 from compile_callbacks.compiling.targets import Target
 from compile_callbacks.measuring.events import CompileRecorder
 from compile_callbacks.pass_library.record_graphs import graph_text

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from uncached import Uncached
 
 from compile_callbacks import InductorCompile, compile_phases, report_of, restore
-from compile_callbacks.compiling.region import CompileWarning
+from compile_callbacks.compiling.errors import CompileWarning
 
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 CASES: dict[str, Callable[[], Any]] = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import compile_callbacks
@@ -49,19 +51,16 @@ def test_lightning_is_imported_where_it_belongs():
 
 
 def test_no_import_points_up():
+    """Not between the rows of the guide's table, nor in a ring."""
     graph: dict[str, set[str]] = {}
     for path in SOURCES:
         layer = path.relative_to(ROOT).parts[0].removesuffix(".py")  # a folder is one layer
         found = {n.split(".")[1] for n in imports(path) if n.startswith("compile_callbacks.")}
         graph.setdefault(layer, set()).update(found - {layer})
-
-    def reaches(start: str, goal: str, seen: frozenset[str] = frozenset()) -> bool:
-        return any(
-            name == goal or (name not in seen and reaches(name, goal, seen | {name})) for name in graph.get(start, ())
-        )
-
-    assert [name for name in graph if reaches(name, name)] == []
-    lows = ("_torch", "settings", "passes", "folding", "measuring", "compiling", "tuning", "reporting")
-    highs = ("session", "callback", "export_callback", "loggers", "command_line")
-    assert {*lows, *highs} <= set(graph)
-    assert [(low, high) for low in lows for high in highs if reaches(low, high)] == []
+    guide = (ROOT.parent / "CONTRIBUTING.md").read_text().partition("## Layers")[2].partition("\n## ")[0]
+    rows = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in guide.splitlines() if row.startswith("| `")]
+    height = {layer: -number for number, row in enumerate(rows) for layer in row}
+    assert set(height) == set(graph) - {"__init__", "__main__"}
+    inner = {layer: found & set(height) for layer, found in graph.items() if layer in height}
+    assert [(layer, name) for layer, found in inner.items() for name in found if height[name] > height[layer]] == []
+    TopologicalSorter(inner).prepare()  # raises where there is a ring

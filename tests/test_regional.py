@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune, compile_phases, report_of, restore
-from compile_callbacks.compiling.region import CompileError, CompileWarning
+from compile_callbacks.compiling.errors import CompileError, CompileWarning
 from compile_callbacks.compiling.targets import RepeatedBlocks, check_names, find_targets
 
 WIDTH = 16

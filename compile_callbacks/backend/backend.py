@@ -17,7 +17,7 @@ from compile_callbacks.backend.lifecycle import State, allows, next_state
 from compile_callbacks.backend.samples import Sample, as_samples
 from compile_callbacks.backend.saved_backend import SavedBackend
 from compile_callbacks.choices import check_choice
-from compile_callbacks.compiling.region import ON_ERROR, OnError, RegionSettings
+from compile_callbacks.compiling.region_settings import ON_ERROR, OnError, RegionSettings
 from compile_callbacks.compiling.shapes import NEW_SHAPES, NewShapes
 from compile_callbacks.compiling.sharding import check_whole
 from compile_callbacks.compiling.switch import compiled_parts

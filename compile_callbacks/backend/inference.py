@@ -13,7 +13,7 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks.backend.samples import Sample, on_device
-from compile_callbacks.compiling.region import RegionSettings
+from compile_callbacks.compiling.region_settings import RegionSettings
 from compile_callbacks.compiling.snapshot import Snapshot
 from compile_callbacks.compiling.targets import Target
 from compile_callbacks.devices.placement import Placement

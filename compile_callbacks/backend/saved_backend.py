@@ -13,7 +13,7 @@ from torch import nn
 from compile_callbacks.architecture import class_name, why_unfit
 from compile_callbacks.backend.plain_data import as_plain
 from compile_callbacks.backend.samples import Sample, as_samples, written_down
-from compile_callbacks.compiling.region import OnError
+from compile_callbacks.compiling.region_settings import OnError
 from compile_callbacks.compiling.shapes import NewShapes
 from compile_callbacks.links import checks_settings
 from compile_callbacks.settings.config import InductorConfig

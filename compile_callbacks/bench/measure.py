@@ -14,7 +14,7 @@ from compile_callbacks.bench.rows import BenchRow
 from compile_callbacks.bench.settings import BenchSettings
 from compile_callbacks.bench.subject import Subject
 from compile_callbacks.bench.way import Way
-from compile_callbacks.compiling.region import CompileWarning
+from compile_callbacks.compiling.errors import CompileWarning
 from compile_callbacks.failures import describe_failure, in_one_line
 from compile_callbacks.measuring.events import EventKind
 from compile_callbacks.measuring.timing import StepTimer, median_ms, spread_ms

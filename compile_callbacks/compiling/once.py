@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable
 
-from compile_callbacks.compiling.region import CompileWarning
+from compile_callbacks.compiling.errors import CompileWarning
 from compile_callbacks.links import Entry, see
 
 

@@ -11,7 +11,9 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks.compiling.autocast import ConfiguredAutocast
-from compile_callbacks.compiling.region import CompiledRegion, Isolation, RegionSettings
+from compile_callbacks.compiling.isolation import Isolation
+from compile_callbacks.compiling.region import CompiledRegion
+from compile_callbacks.compiling.region_settings import RegionSettings
 from compile_callbacks.compiling.targets import Compiled, Target
 from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.phases import PHASES, Phase

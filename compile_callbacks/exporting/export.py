@@ -19,7 +19,7 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks.choices import check_choice
 from compile_callbacks.compiling.autocast import OutputDtypes, autocast_of, in_dtypes, output_dtypes
-from compile_callbacks.compiling.region import CompileWarning
+from compile_callbacks.compiling.errors import CompileWarning
 from compile_callbacks.compiling.sharding import check_whole
 from compile_callbacks.compiling.targets import Target
 from compile_callbacks.compiling.verify import Comparison, compare_with_eager
