@@ -23,8 +23,9 @@ from compile_callbacks.links import checks_settings, see
 from compile_callbacks.passes import as_passes
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.reporting.report import CompileReport
-from compile_callbacks.session import CompileSession
-from compile_callbacks.settings.config import InductorConfig, Mode
+from compile_callbacks.session.session import CompileSession
+from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.settings.mode import Mode
 from compile_callbacks.settings.tune import Settings, Tune, as_settings
 from compile_callbacks.warm_start.artifacts import check_folder
 

@@ -28,7 +28,7 @@ from compile_callbacks.passes import as_passes
 from compile_callbacks.phases import Phase
 from compile_callbacks.reporting.report import CompileReport, uncompiled_report
 from compile_callbacks.reporting.terminal import print_report, say
-from compile_callbacks.session import CompileSession
+from compile_callbacks.session.session import CompileSession
 from compile_callbacks.settings.tune import Mode, Settings, as_settings
 from compile_callbacks.stages import expected_steps, validation_batches
 from compile_callbacks.warm_start.artifacts import check_folder

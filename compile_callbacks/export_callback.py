@@ -38,7 +38,7 @@ from compile_callbacks.loggers import log_export
 from compile_callbacks.measuring.timing import median_ms
 from compile_callbacks.reporting.export_report import ExportReport
 from compile_callbacks.reporting.terminal import say
-from compile_callbacks.settings.config import Mode
+from compile_callbacks.settings.mode import Mode
 
 Weights = Literal["best", "last"]
 """Which weights are exported."""

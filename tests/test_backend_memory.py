@@ -12,7 +12,7 @@ from torch._inductor.output_code import OutputCode
 
 from compile_callbacks import InductorBackend, InductorConfig, compile_phases, restore
 from compile_callbacks.compiling.targets import Target
-from compile_callbacks.session import CompileSession
+from compile_callbacks.session.session import CompileSession
 
 pytestmark = pytest.mark.usefixtures("dropped_backends_go")
 

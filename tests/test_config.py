@@ -10,7 +10,7 @@ import torch
 from processes import run_in_new_process
 
 from compile_callbacks import GraphPass, InductorConfig, graph_pass
-from compile_callbacks.settings.config import as_config
+from compile_callbacks.settings.mode import as_config
 
 
 class Scale(GraphPass):

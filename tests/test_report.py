@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import FEATURES, Classifier, loader, mlp, seeded, trainer
+from step_times import Times
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from uncached import Uncached
@@ -116,28 +117,11 @@ def test_seconds_saved(steps, eager, compiled, saved):
     assert seconds_saved(steps, eager, compiled) == saved
 
 
-class Slower(nn.Module):
-    """Compiled, it does a hundred times the work."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, 3)
-        self.big = nn.Parameter(torch.randn(400, 400))
-
-    def forward(self, x):
-        out = self.layer(x)
-        if torch.compiler.is_compiling():
-            big = self.big
-            for _ in range(20):
-                big = torch.mm(big, self.big) / 400
-            out = out + big.sum() * 0
-        return out
-
-
-def test_compiled_steps_that_are_slower_are_warned_about_with_the_remedy():
+def test_compiled_steps_that_are_slower_are_warned_about_with_the_remedy(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, None: 12})
     callback = InductorCompile("default", None, baseline_steps=6)
     with pytest.warns(CompileWarning, match=r"compiled train steps are slower.*never pay.*train_mode=None"):
-        trainer(callback).fit(Classifier(Slower()), loader(30))
+        trainer(callback).fit(Classifier(), loader(30))
     assert callback.report.train.break_even_steps == math.inf
 
 

@@ -24,7 +24,8 @@ from compile_callbacks.compiling.switch import compiled_parts
 from compile_callbacks.devices.placement import Placement, as_device
 from compile_callbacks.links import checks_settings, see
 from compile_callbacks.reporting.report import CompileReport, uncompiled_report
-from compile_callbacks.settings.config import InductorConfig, Mode, as_config
+from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.settings.mode import Mode, as_config
 
 
 class InductorBackend:

@@ -18,7 +18,7 @@ from compile_callbacks.compiling.snapshot import Snapshot
 from compile_callbacks.compiling.targets import Target
 from compile_callbacks.devices.placement import Placement
 from compile_callbacks.reporting.report import CompileReport
-from compile_callbacks.session import CompileSession
+from compile_callbacks.session.session import CompileSession
 from compile_callbacks.settings.config import InductorConfig
 
 

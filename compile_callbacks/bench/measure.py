@@ -20,7 +20,8 @@ from compile_callbacks.measuring.events import EventKind
 from compile_callbacks.measuring.timing import StepTimer, median_ms, spread_ms
 from compile_callbacks.phases import Phase
 from compile_callbacks.reporting.report import PhaseReport, break_even_steps, build_phase_report
-from compile_callbacks.settings.config import EAGER, InductorConfig
+from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.settings.mode import EAGER
 
 BLOCKS = 10
 """Timed blocks of each mode at most: enough to see how far they lie apart."""

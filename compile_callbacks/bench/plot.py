@@ -7,7 +7,7 @@ from pathlib import Path
 
 from compile_callbacks.bench.rows import BenchRow
 from compile_callbacks.phases import PHASES
-from compile_callbacks.settings.config import EAGER
+from compile_callbacks.settings.mode import EAGER
 
 _EAGER_COLOR, _COLOR, _GRAY = "#8c8c8c", "#2b6cb0", "#a0a0a0"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from compile_callbacks.phases import Phase
 from compile_callbacks.reporting.report import PhaseReport
-from compile_callbacks.settings.config import EAGER
+from compile_callbacks.settings.mode import EAGER
 
 _NOTHING = "-"
 

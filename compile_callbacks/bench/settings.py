@@ -17,7 +17,8 @@ import torch
 from compile_callbacks.choices import check_choice
 from compile_callbacks.devices.device_option import parse_device
 from compile_callbacks.phases import PHASES, Phase
-from compile_callbacks.settings.config import EAGER, InductorConfig, as_config
+from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.settings.mode import EAGER, as_config
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Precisions by name, and what autocast computes in."""

@@ -13,7 +13,7 @@ from compile_callbacks.bench.settings import BenchSettings
 from compile_callbacks.bench.subject import Subject
 from compile_callbacks.reporting.environment import environment
 from compile_callbacks.reporting.report import CompileReport
-from compile_callbacks.settings.config import EAGER
+from compile_callbacks.settings.mode import EAGER
 
 
 def write_results(rows: Sequence[BenchRow], settings: BenchSettings, subject: Subject) -> list[str]:

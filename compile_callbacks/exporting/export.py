@@ -31,7 +31,8 @@ from compile_callbacks.failures import describe_failure, in_one_line
 from compile_callbacks.files.whole_files import appears_whole
 from compile_callbacks.links import Entry, Explained, checks_settings, see
 from compile_callbacks.passes import GraphPassError, pass_options
-from compile_callbacks.settings.config import EAGER, InductorConfig, Mode, as_config
+from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.settings.mode import EAGER, Mode, as_config
 
 
 def export(

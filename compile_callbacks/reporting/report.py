@@ -14,7 +14,7 @@ from compile_callbacks.measuring.memory import PeakMemory
 from compile_callbacks.measuring.timing import StepTimer, median_ms, spread_ms
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.reporting.table import labels_and_cells, plain_table
-from compile_callbacks.settings.config import EAGER
+from compile_callbacks.settings.mode import EAGER
 from compile_callbacks.settings.tune import Settings, Tune
 from compile_callbacks.tuning.trial import Trial
 

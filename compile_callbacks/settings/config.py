@@ -6,8 +6,7 @@ import functools
 import hashlib
 import json
 import types
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,20 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks.choices import part_of, unknown
+from compile_callbacks.choices import unknown
 from compile_callbacks.files.whole_files import appears_whole
 from compile_callbacks.links import checks_settings
 from compile_callbacks.passes import HOOK_OPTIONS, GraphPass, as_passes, pass_hook, pass_identity, pass_name
 from compile_callbacks.phases import Phase
-from compile_callbacks.references import class_and_arguments, reference_to
+from compile_callbacks.references import reference_to
 from compile_callbacks.settings import templates
-
-EAGER = "eager"
-"""The mode string that leaves a phase uncompiled."""
+from compile_callbacks.settings.config_checks import (
+    as_autocast_dtype,
+    check_mode,
+    check_options,
+    check_template,
+    dtype_name,
+)
 
 _DEFAULT_FOLD_LIMIT_MB = 1024
 
@@ -44,8 +47,7 @@ class InductorConfig:
         options: Inductor options by name (``torch._inductor.list_options()``), for example
             ``{"max_autotune": True, "triton.cudagraphs": True}``.
         freezing: Whether weights are baked in where they stand still (test, predict;
-            docs/cuda_graphs_and_freezing.md); ``None``
-            leaves it to ``options`` and ``template``.
+            docs/cuda_graphs_and_freezing.md); ``None`` leaves it to ``options`` and ``template``.
         fullgraph: Refuse graph breaks: a model that has one is a compiler failure.
         dynamic: ``True`` compiles for changing shapes at once, ``False`` compiles anew for each shape, ``None``
             for changing shapes after the first change.
@@ -90,11 +92,11 @@ class InductorConfig:
 
     @checks_settings
     def __post_init__(self) -> None:
-        _check_mode(self.mode)
-        _check_template(self.template)
+        check_mode(self.mode)
+        check_template(self.template)
         if self.options is None:
             object.__setattr__(self, "options", {})
-        _check_options(self.options)
+        check_options(self.options)
         if self.mode is not None and self.options:
             raise ValueError(
                 f"mode={self.mode!r} and options={dict(self.options)!r} cannot both be given, as in torch.compile; "
@@ -117,7 +119,7 @@ class InductorConfig:
             )
         if self.autocast_enabled is not None and not isinstance(self.autocast_enabled, bool):
             raise TypeError(f"autocast_enabled={self.autocast_enabled!r} must be True, False or None")
-        object.__setattr__(self, "autocast_dtype", _as_autocast_dtype(self.autocast_dtype))
+        object.__setattr__(self, "autocast_dtype", as_autocast_dtype(self.autocast_dtype))
         if self.autocast_dtype is not None and not self.autocast_enabled:
             raise ValueError(
                 f"autocast_dtype={self.autocast_dtype} has no effect with autocast_enabled={self.autocast_enabled}; "
@@ -168,7 +170,7 @@ class InductorConfig:
         if self.autocast_enabled is not None:
             parts.append(f"autocast_enabled={self.autocast_enabled}")
         if self.autocast_dtype is not None:
-            parts.append(f"autocast_dtype={_dtype_name(self.autocast_dtype)}")
+            parts.append(f"autocast_dtype={dtype_name(self.autocast_dtype)}")
         return ", ".join(parts) or "default"
 
     def key(self) -> str:
@@ -184,7 +186,7 @@ class InductorConfig:
             "fold_weights": self.fold_weights,
             "fold_limit_mb": float(self.fold_limit_mb),
             "autocast_enabled": self.autocast_enabled,
-            "autocast_dtype": self.autocast_dtype and _dtype_name(self.autocast_dtype),
+            "autocast_dtype": self.autocast_dtype and dtype_name(self.autocast_dtype),
         }
         if described["options"]:
             described["mode"] = None
@@ -219,7 +221,7 @@ class InductorConfig:
         data = self._set_fields()
         data["options"] = {name: _plain(name, value) for name, value in self.options.items()}
         data["passes"] = [reference_to(p, _module_of(p)) for p in self.passes]
-        data["autocast_dtype"] = self.autocast_dtype and _dtype_name(self.autocast_dtype)
+        data["autocast_dtype"] = self.autocast_dtype and dtype_name(self.autocast_dtype)
         default = {**InductorConfig()._set_fields(), "options": {}, "passes": []}
         return {name: value for name, value in data.items() if value != default[name]}
 
@@ -286,126 +288,8 @@ class InductorConfig:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-Mode = str | Mapping[str, Any] | InductorConfig | None
-"""What a phase's settings may be given as. The mapping comes before the class: LightningCLI then hands over what stands
-in YAML as it stands there, and what is wrong with it is told by us, with the argument's name."""
-
-
-@checks_settings
-def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> InductorConfig | None:
-    """The config that a ``train_mode`` or ``infer_mode`` stands for; ``None`` where it is not to be compiled.
-
-    Args:
-        value: What was given.
-        argument: The argument that it was given for.
-        also: Mode strings that the argument takes beside these, to be named among the choices.
-
-    Raises:
-        ValueError: An unknown mode or field.
-        TypeError: A value that is no mode, mapping or config.
-    """
-    if isinstance(value, Mapping) and "class_path" in value:
-        _, value = class_and_arguments(value, argument, (InductorConfig,))
-    if value is None or value == EAGER:
-        return None
-    if isinstance(value, InductorConfig):
-        return value
-    if isinstance(value, str):
-        if value in templates.names():
-            return InductorConfig(template=value)
-        _check_mode(value, argument, also=(EAGER, *also, *templates.names()))
-        return InductorConfig(mode=value)
-    if isinstance(value, Mapping):
-        known = [f.name for f in fields(InductorConfig)]
-        for name in value:
-            if name not in known:
-                as_option = f" Inductor's options go into {argument}={{'options': {{...}}}}."
-                raise ValueError(unknown(f"{argument} field", name, known) + as_option)
-        with part_of(argument):
-            return InductorConfig.from_dict(value)
-    raise TypeError(
-        f"{argument}={value!r} must be a mode, a mapping of InductorConfig's fields, an InductorConfig or None, "
-        f"not {type(value).__name__}"
-    )
-
-
 def _rebuild(settings: dict[str, Any]) -> InductorConfig:
     return InductorConfig(**settings)
-
-
-_AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def _as_autocast_dtype(value: object) -> torch.dtype | None:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        if value not in _AUTOCAST_DTYPES:
-            raise ValueError(unknown("autocast_dtype", value, list(_AUTOCAST_DTYPES)))
-        return _AUTOCAST_DTYPES[value]
-    if not isinstance(value, torch.dtype):
-        raise TypeError(f"autocast_dtype={value!r} must be a torch.dtype or its name, not {type(value).__name__}")
-    if value not in _AUTOCAST_DTYPES.values():
-        raise ValueError(f"autocast_dtype={value} must be torch.bfloat16 or torch.float16: autocast computes in those")
-    return value
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _check_mode(mode: object, argument: str = "mode", also: tuple[str, ...] = ()) -> None:
-    if mode is None:
-        return
-    if not isinstance(mode, str):
-        raise TypeError(f"{argument}={mode!r} must be the name of a mode, not {type(mode).__name__}")
-    choices = [*_torch.mode_names(), *also]
-    if mode not in choices:
-        raise ValueError(unknown(argument, mode, choices))
-
-
-def _check_template(template: object) -> None:
-    if template is None:
-        return
-    if not isinstance(template, str):
-        raise TypeError(f"template={template!r} must be the name of a template, not {type(template).__name__}")
-    templates.get(template)
-
-
-def _check_options(options: object) -> None:
-    if not isinstance(options, Mapping):
-        raise TypeError(f"options={options!r} must map option names to values, not {type(options).__name__}")
-    for name, value in options.items():
-        if not isinstance(name, str):
-            raise TypeError(f"options has the key {name!r}, which is no option name")
-        if name.replace("-", "_") not in _torch.option_names():
-            raise ValueError(unknown("options key", name, [n for n in sorted(_torch.option_names()) if n[0].islower()]))
-        if name in HOOK_OPTIONS.values():
-            as_passes((value,) if value is not None else (), f"options[{name!r}]")
-        elif not _fits(value, expected := _torch.option_type(name.replace("-", "_"))):
-            raise TypeError(
-                f"options[{name!r}]={value!r} must be of type {_type_name(expected)}, not {type(value).__name__}"
-            )
-
-
-def _fits(value: object, expected: Any) -> bool:
-    """Whether a value is of an annotated type; an annotation that cannot be judged admits everything."""
-    origin = typing.get_origin(expected)
-    if origin is typing.Literal:
-        return value in typing.get_args(expected)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, choice) for choice in typing.get_args(expected))
-    if origin is not None:
-        return _fits(value, origin)
-    if expected is Callable or not isinstance(expected, type):
-        return True
-    if isinstance(value, bool) and expected is not bool:  # bool is an int to isinstance, and no number to a user
-        return expected is object
-    return isinstance(value, expected)
-
-
-def _type_name(expected: Any) -> str:
-    return expected.__name__ if isinstance(expected, type) else str(expected)
 
 
 def _plain(name: str, value: Any) -> Any:

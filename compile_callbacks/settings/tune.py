@@ -12,8 +12,9 @@ from typing import Any, Literal, get_args
 from compile_callbacks.choices import check_choice, part_of, unknown
 from compile_callbacks.links import checks_settings
 from compile_callbacks.references import class_and_arguments
-from compile_callbacks.settings.config import InductorConfig, as_config
-from compile_callbacks.settings.config import Mode as OneMode
+from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.settings.mode import Mode as OneMode
+from compile_callbacks.settings.mode import as_config
 
 Rule = Literal["throughput", "latency", "first", "latency_budget"]
 """By what measurements choose."""

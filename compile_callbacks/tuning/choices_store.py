@@ -24,7 +24,7 @@ def circumstances(
     module: nn.Module,
     *,
     phase: Phase,
-    tune_key: str,
+    settings_key: str,
     passes: Sequence[Any],
     targets: tuple[str, ...],
     work: str,
@@ -37,7 +37,7 @@ def circumstances(
     Args:
         module: The module that is compiled.
         phase: The phase.
-        tune_key: `Tune.key`.
+        settings_key: The key of the candidates, or of the one config.
         passes: Graph passes that all candidates have.
         targets: Names of the targets.
         work: What a step has to do, shapes and dtypes of its batch among it.
@@ -57,7 +57,7 @@ def circumstances(
         "targets": ", ".join(targets),
         "torch": torch.__version__,
         "triton": installed_version("triton") or "none",
-        "tune": tune_key,
+        "tune": settings_key,
         "work": work,
     }
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from compile_callbacks.measuring.step_stats import StepStats
-from compile_callbacks.settings.config import EAGER
+from compile_callbacks.settings.mode import EAGER
 from compile_callbacks.settings.tune import Rule
 
 BLOCK_SAMPLES = 5

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from compile_callbacks.settings.config import EAGER
+from compile_callbacks.settings.mode import EAGER
 from compile_callbacks.settings.tune import Rule
 from compile_callbacks.tuning.trial import BLOCK_SAMPLES, Candidate, Known, Scores, Trial, Verdict
 

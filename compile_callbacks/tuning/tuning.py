@@ -17,7 +17,8 @@ from compile_callbacks.compiling.switch import PhaseSwitch
 from compile_callbacks.measuring.events import CompileEvent, CompileRecorder
 from compile_callbacks.measuring.timing import WARMUP_STEPS, StepTimer
 from compile_callbacks.phases import Phase
-from compile_callbacks.settings.config import EAGER, InductorConfig
+from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.settings.mode import EAGER
 from compile_callbacks.settings.tune import AUTO, Tune, named
 from compile_callbacks.tuning.auto import auto_candidates, why_not_affordable, why_not_repaid
 from compile_callbacks.tuning.choices_store import Choice, ChoicesStore, fingerprint

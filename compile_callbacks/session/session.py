@@ -1,11 +1,10 @@
-"""One module, compiled and measured: what the callback's hooks act on. No Lightning in it."""
+"""`CompileSession`: what the callback's hooks, a loop without a Trainer and `InductorBackend` act on."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,18 @@ from compile_callbacks.compiling.targets import Compiled, Scope
 from compile_callbacks.devices.placement import device_of
 from compile_callbacks.links import see
 from compile_callbacks.measuring.baseline import Baseline
-from compile_callbacks.measuring.events import CompileRecorder, EventKind, Owner
+from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.measuring.memory import PeakMemory
 from compile_callbacks.measuring.progress import CompileProgress
 from compile_callbacks.measuring.timing import StepTimer
-from compile_callbacks.measuring.watch import Watch
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.processes.meetings import Meetings
-from compile_callbacks.reporting.advice import Advisor
-from compile_callbacks.reporting.costs_store import CostsStore
-from compile_callbacks.reporting.idle import (
-    differing_blocks,
-    idle_cache_dir,
-    idle_cudagraphs,
-    idle_folding,
-    idle_freezing,
-    limits_reached,
-    why_uncompiled,
-)
-from compile_callbacks.reporting.report import CompileReport, PhaseReport, build_phase_report
-from compile_callbacks.reporting.slowest import Figures, figures_of, with_slowest
+from compile_callbacks.reporting.report import CompileReport
+from compile_callbacks.session.reports import SessionReports
+from compile_callbacks.session.stage_warnings import StageWarnings
 from compile_callbacks.settings.config import InductorConfig
 from compile_callbacks.settings.tune import Settings, Tune
-from compile_callbacks.tuning.choices_store import Choice, ChoicesStore, circumstances
+from compile_callbacks.tuning.choices_store import Choice, ChoicesStore
 from compile_callbacks.tuning.tuning import PhaseTuning
 from compile_callbacks.warm_start.warm_start import WarmStart
 
@@ -80,9 +68,9 @@ class CompileSession:
         self.module = module
         self._settings = dict(configs)
         self._meetings = Meetings(say)
-        self._warn = WarnOnce(self._meetings.warn_elsewhere)
+        warn = WarnOnce(self._meetings.warn_elsewhere)
         keeps = cache_dir is not None and any(configs.values())
-        self._warm_start = WarmStart(cache_dir, configs, passes, self._warn) if cache_dir and keeps else None
+        self._warm_start = WarmStart(cache_dir, configs, passes, warn) if cache_dir and keeps else None
         tunes = {phase: given for phase, given in configs.items() if isinstance(given, Tune)}
         self._configs: dict[Phase, InductorConfig | None] = {
             phase: given if isinstance(given, InductorConfig) else None for phase, given in configs.items()
@@ -104,7 +92,7 @@ class CompileSession:
         )
         self._meetings.on_failure = self._switch.give_up
         # What comes from other processes ends with a link already.
-        self._meetings.on_warning = functools.partial(self._warn, entry="processes-do-not-meet")
+        self._meetings.on_warning = functools.partial(warn, entry="processes-do-not-meet")
         self._meetings.on_fatal = _raise
         # A phase that is tuned measures eager steps among those of its candidates.
         self._baselines = {phase: Baseline(baseline_steps if config else 0) for phase, config in self._configs.items()}
@@ -121,18 +109,8 @@ class CompileSession:
             for phase, tune in tunes.items()
         }
         self._choices = ChoicesStore(cache_dir / "choices") if cache_dir else None
-        self._scope = scope
-        # Parts of sharded weights share graphs whatever the targets are.
-        self._advisor = Advisor(
-            module, None if is_sharded(module) else scope, CostsStore(cache_dir / "costs") if cache_dir else None
-        )
-        self._made_for: dict[tuple[Phase, str], dict[str, str]] = {}
         self._say = say
-        self._passes = tuple(passes)
-        self._precision = ""
-        self._target_names = tuple(target.name for target in targets)
         self._lasting_gradients = LastingGradients()
-        self._before: CompileReport | None = None
         self._running = False
         self._phase: Phase = "train"
         self._compiled = False
@@ -140,8 +118,28 @@ class CompileSession:
         self._cuda = False
         self._seen_before_step = (0, 0)
         self._measured = self._first = False
-        self._of_ranks: Sequence[Figures] = ()
-        self._watch = Watch(self._recorder, self._timer)
+        self._reports = SessionReports(
+            module,
+            self._settings,
+            passes,
+            switch=self._switch,
+            recorder=self._recorder,
+            timer=self._timer,
+            memory=self._memory,
+            tunings=self._tunings,
+            meetings=self._meetings,
+            warm_start=self._warm_start,
+            cache_dir=cache_dir,
+            scope=scope,
+        )
+        self._warnings = StageWarnings(
+            warn,
+            switch=self._switch,
+            recorder=self._recorder,
+            timer=self._timer,
+            tunings=self._tunings,
+            scope=scope,
+        )
 
     # ------------------------------------------------------------------------------------------ a trainer run
 
@@ -165,14 +163,14 @@ class CompileSession:
         expected_steps = {
             phase: min((steps[phase] for steps in steps_of_ranks), default=own) for phase, own in expected_steps.items()
         }
-        self._warn_of_idle_settings()
+        self._warnings.of_settings(self._configs, sharded=is_sharded(self.module), cuda=self._cuda)
         if self._warm_start is not None:
             self._warm_start.begin(self.module)
         self._recorder.listen()
         self._switch.install()
         for phase, steps in expected_steps.items():
             self._baselines[phase].plan(steps)
-        self._precision = precision
+        self._reports.precision = precision
         for phase, tuning in self._tunings.items():
             store = self._choices if self._meetings.speaks else None
             tuning.begin(device_of(self.module), expected_steps.get(phase, 0), store)
@@ -184,11 +182,9 @@ class CompileSession:
         self._recorder.stop()
         self._timer.abandon()
         self._keep_artifacts()
-        if self._choices is not None and self._meetings.speaks:
-            self._keep_costs()
+        self._reports.keep_costs(self._say)
         if self._warm_start is not None:
-            for message in idle_cache_dir(self._warm_start, self._recorder):
-                self._warn("cache_dir", message, "nothing-to-keep")
+            self._warnings.of_cache_dir(self._warm_start)
         if keep_compiled:
             for tuning in self._tunings.values():
                 tuning.settle("the run ended before all steps were taken")
@@ -321,51 +317,16 @@ class CompileSession:
     def leave(self, phase: Phase) -> None:
         """A stage of this phase ends: say what ran and was not compiled, unless that has been said."""
         self._recorder.collect()
-        for owner, message in limits_reached(self._recorder):
-            if not self._is_tried(owner):
-                self._warn((owner, "limit"), message, "recompile-limit")
-        for region in self._switch.regions(phase):
-            if region.ran and not region.on_trial and (why := why_uncompiled(region.owner, self._recorder)):
-                self._warn(region.owner[:2], why, "no-compiled-graph")
-            if self._scope == "repeated" and region.blocks_differ and not region.on_trial:
-                message = differing_blocks(region.owner, self._recorder)
-                self._warn((region.owner[:2], "blocks"), message, "repeated-blocks-differ")
-        for message in idle_folding(phase, self._configs[phase], self._recorder):
-            self._warn((phase, "fold"), message, "nothing-is-folded")
-        self._judge(phase)
+        self._warnings.of_stage(phase, self._configs[phase])
+        self._warnings.of_steps([phase])
         self._keep_artifacts()
-        self._of_ranks = self._meetings.gather_at_end_of_stage(self._own_figures())
+        self._reports.gather()
 
     # ------------------------------------------------------------------------------------------ what was measured
 
     def report(self) -> CompileReport:
         """What was measured so far; of several processes, by the slowest at the end of each stage."""
-        phases = {phase: with_slowest(of_phase, phase, self._of_ranks) for phase, of_phase in self._own().items()}
-        phases = {
-            phase: replace(report, advice=self._advisor.advise(report, self._costs_made_for(phase)))
-            for phase, report in phases.items()
-        }
-        artifacts = self._warm_start.report() if self._warm_start else None
-        return CompileReport(train=phases["train"], infer=phases["infer"], artifacts=artifacts, before=self._before)
-
-    def _own(self) -> dict[Phase, PhaseReport]:
-        """What this process measured."""
-        self._recorder.collect()
-        return {
-            phase: build_phase_report(
-                phase,
-                settings,
-                self._switch.targets,
-                self._recorder,
-                self._timer,
-                self._memory,
-                trials=self._tunings[phase].trials() if phase in self._tunings else (),
-            )
-            for phase, settings in self._settings.items()
-        }
-
-    def _own_figures(self) -> Figures:
-        return {phase: figures_of(report) for phase, report in self._own().items()} if self._meetings.size > 1 else {}
+        return self._reports.report()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to know, as plain data: the report, the baseline's samples, and what was chosen."""
@@ -379,7 +340,7 @@ class CompileSession:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on from an earlier run's `state_dict`: its baseline is not measured again on the same device."""
-        self._before = CompileReport.from_dict({**state["report"], "before": None})
+        self._reports.before = CompileReport.from_dict({**state["report"], "before": None})
         if state["device"] != self._device_name():
             return
         for phase, choice in state.get("choices", {}).items():  # states before `Tune` have none
@@ -393,8 +354,7 @@ class CompileSession:
 
     def judge(self) -> None:
         """Warn where compiled steps turn out slower than eager ones, and of the cause."""
-        for phase in PHASES:
-            self._judge(phase)
+        self._warnings.of_steps(PHASES)
 
     # ------------------------------------------------------------------------------------------ what these call
 
@@ -414,74 +374,16 @@ class CompileSession:
         if self._warm_start is not None:
             self._warm_start.save()
 
-    def _keep_costs(self) -> None:
-        report = self.report()
-        for phase in PHASES:
-            if problem := self._advisor.keep(report.phase(phase), self._costs_made_for(phase)):
-                self._say(f"{phase} phase: what compiling cost could not be kept for later runs: {problem}")
-
-    def _costs_made_for(self, phase: Phase) -> dict[str, str] | None:
-        """What a phase's figures hold for, where they are to be kept."""
-        config, work = self._settings.get(phase), self._timer.times(phase).work
-        if self._choices is None or not isinstance(config, InductorConfig) or work is None:
-            return None  # nothing is kept, or several candidates were measured, or no steps
-        if (phase, work) not in self._made_for:
-            self._made_for[phase, work] = circumstances(
-                self.module,
-                phase=phase,
-                tune_key=config.key(),
-                passes=self._passes,
-                targets=(),
-                work=work,
-                precision=self._precision,
-                device=device_of(self.module),
-                processes=self._meetings.size,
-            )
-        return self._made_for[phase, work]
-
     @property
     def _candidate(self) -> str | None:
         """The candidate that the step runs with, where the phase is tuned."""
         tuning = self._tunings.get(self._phase)
         return tuning.in_force if tuning is not None else None
 
-    def _is_tried(self, owner: Owner) -> bool:
-        """Whether something happened to a candidate that is not chosen, and is told of in the report alone."""
-        return owner.phase in self._tunings and owner.settings != self._tunings[owner.phase].winner
-
-    def _warn_of_idle_settings(self) -> None:
-        shared, sharded = self._switch.shares_graphs, is_sharded(self.module)
-        for phase, config in self._configs.items():
-            for message in idle_freezing(phase, config, shared=shared, sharded=sharded):
-                if self._warn((phase, "freezing"), message, "freezing-has-no-effect"):
-                    self._note("fold", phase, message)
-            for reason in idle_cudagraphs(phase, config, cuda=self._cuda):
-                if self._warn((phase, "cudagraphs"), f"{reason}: they have no effect", "cuda-graphs-without-a-gpu"):
-                    self._note("cudagraph_skip", phase, reason)
-
-    def _note(self, kind: EventKind, phase: Phase, reason: str) -> None:
-        for target in self._target_names:
-            self._recorder.add(kind, Owner(target, phase), reason=reason)
-
-    def _judge(self, phase: Phase) -> None:
-        tuning = self._tunings.get(phase)
-        if tuning is None or tuning.winner is not None:
-            for subject, message in self._watch.look(phase, tuning.in_force if tuning else None):
-                self._warn(subject, message, "slower-than-eager")
-
     def _circumstances(self, work: Hashable) -> dict[str, str]:
         """What a choice holds for that is made in this phase and for this work."""
-        return circumstances(
-            self.module,
-            phase=self._phase,
-            tune_key=self._tunings[self._phase].tune.key(),
-            passes=self._passes,
-            targets=self._target_names,
-            work=repr(work),
-            precision=self._precision,
-            device=device_of(self.module),
-            processes=self._meetings.size,
-        )
+        key, names = self._tunings[self._phase].tune.key(), tuple(target.name for target in self._switch.targets)
+        return self._reports.circumstances(self._phase, settings_key=key, targets=names, work=repr(work))
 
     def _device_name(self) -> str:
         """What step times are compared on."""
