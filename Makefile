@@ -1,5 +1,7 @@
 # make demo: train a ResNet on real images, with the report of what compiling cost and gained
-# make test: the test suite
+# make test: the test suite, on the newest torch
+# make test-oldest: the same on the oldest torch and Lightning that are supported
+# make examples: every example in a short form
 # make lint: ruff and mypy
 # make docs: the documentation site, in site/index.html
 # make dist: sdist and wheel in dist/, the wheel looked at and imported
@@ -11,15 +13,36 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+BIN_OLDEST := .venv-oldest/bin
+INSTALLED_OLDEST := .venv-oldest/.installed
+OLDEST := torch==2.11.0 torchvision==0.26.0 lightning==2.5.6
+
+# The longest first. What makes one short stands behind it.
+EXAMPLES := resnet_digits resnet_imagefolder fsdp2 ddp custom_pass finetune serve cli plain_loop ema resume
+SHORT_resnet_digits := --max-epochs 4 --min-accuracy 0.9 --export
+SHORT_resnet_imagefolder := --fake-data --arch resnet18 --image-size 64 --limit-train-batches 8 --limit-val-batches 4
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: demo test lint docs dist clean
+.PHONY: demo test test-oldest examples lint docs dist clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/resnet_digits.py --min-accuracy 0.95 $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-oldest: $(INSTALLED_OLDEST)
+	$(BIN_OLDEST)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# Two at a time: each spends most of its time in one thread. What one prints is shown when it ends.
+examples: $(INSTALLED)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(addprefix example-,$(EXAMPLES))
+
+example-%:
+	$(BIN)/python examples/$*.py $(SHORT_$*)
+
+example-cli:
+	$(BIN)/python examples/cli/main.py fit --config examples/cli/config.yaml --trainer.max_epochs 3
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -46,4 +69,9 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
+	touch $@
+
+$(INSTALLED_OLDEST): $(INSTALLED)
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-oldest
+	$(BIN)/uv pip install --quiet --python $(BIN_OLDEST)/python --editable '.[dev]' $(OLDEST)
 	touch $@

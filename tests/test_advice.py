@@ -15,6 +15,8 @@ from compile_callbacks.reporting import advice
 from compile_callbacks.reporting.costs_store import Cost, CostsStore
 from compile_callbacks.reporting.markdown import to_markdown
 
+pytestmark = pytest.mark.newest
+
 SIZES = [[4, 4, 4], [4, 4, 12]]  # of the layers in each block of two networks
 MADE_FOR = {"architecture": "a", "work": "w"}
 REGIONAL = Cost(compile_seconds=7.2, cold=True, step_ms=34.1, samples=10)

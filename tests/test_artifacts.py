@@ -16,7 +16,10 @@ from compile_callbacks.warm_start import artifacts as artifacts_file
 from compile_callbacks.warm_start.artifact_file import Artifact, pack, unpack
 from compile_callbacks.warm_start.artifacts import ArtifactError, ArtifactStore, check_folder
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owner here")
+pytestmark = [
+    pytest.mark.newest,
+    pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owner here"),
+]
 
 GRAPH = Artifact("inductor", "graph", b"g" * 40)
 BACKWARD = Artifact("aot_autograd", "backward", b"b" * 70)

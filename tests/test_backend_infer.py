@@ -11,7 +11,7 @@ from uncached import Uncached
 
 from compile_callbacks import CompileError, CompileWarning, InductorBackend
 
-pytestmark = pytest.mark.usefixtures("dropped_backends_go")
+pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("dropped_backends_go")]
 
 
 def test_infer_takes_tensors_of_any_kind_without_a_new_graph():

@@ -14,7 +14,7 @@ from compile_callbacks import InductorBackend, InductorConfig, compile_phases, r
 from compile_callbacks.compiling.targets import Target
 from compile_callbacks.session.session import CompileSession
 
-pytestmark = pytest.mark.usefixtures("dropped_backends_go")
+pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("dropped_backends_go")]
 
 FEATURES, HIDDEN = 8, 13  # no other test has tensors of this size
 

@@ -9,7 +9,7 @@ from backend_models import SAMPLES, batch, linear
 from compile_callbacks import InductorBackend
 from compile_callbacks.backend.lifecycle import CALLS, TRANSITIONS, table
 
-pytestmark = pytest.mark.usefixtures("dropped_backends_go")
+pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("dropped_backends_go")]
 
 
 @pytest.fixture(scope="module")

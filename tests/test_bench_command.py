@@ -10,6 +10,8 @@ import pytest
 
 from compile_callbacks.command_line.cli import main
 
+pytestmark = pytest.mark.newest
+
 
 def bench(*args, output):
     return main(["bench", *args, "--device", "cpu", "--steps", "4", "--output", str(output)])

@@ -13,6 +13,7 @@ from models import Classifier, loader, trainer
 from compile_callbacks import InductorCompile
 
 pytestmark = [
+    pytest.mark.newest,
     pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium"),
     pytest.mark.skipif(browser.DRIVER is None, reason="needs chromedriver"),
     pytest.mark.skipif(importlib.util.find_spec("selenium") is None, reason="needs selenium"),

@@ -215,6 +215,7 @@ def test_learning_rate_finder_equals_eager(finder, tmp_path):
     assert report.before is None  # what the finder restores is this run's own state
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("mode", ["power", "binsearch"])
 def test_batch_size_finder_equals_eager(mode, tmp_path):
     def run(*ours):

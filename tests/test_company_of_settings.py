@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import InductorCompile
 
+pytestmark = pytest.mark.newest
+
 
 def fit(*callbacks, make=Classifier, **settings):
     module = seeded(make)

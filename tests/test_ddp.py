@@ -19,6 +19,8 @@ from models import Classifier, loader, seeded, trainer
 from compile_callbacks import InductorCompile, PhaseReport
 from compile_callbacks.reporting.slowest import figures_of, with_slowest
 
+pytestmark = pytest.mark.newest
+
 HERE = Path(__file__).parent
 CASES = [
     "waiting",

@@ -22,6 +22,8 @@ from compile_callbacks.command_line import cli
 from compile_callbacks.reporting.table import labels_and_cells
 from compile_callbacks.testing import check_pass
 
+pytestmark = pytest.mark.newest
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {path.name: path for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]}

@@ -14,6 +14,8 @@ from compile_callbacks.checks import run
 from compile_callbacks.checks.packages import check_torchvision
 from compile_callbacks.command_line.cli import main
 
+pytestmark = pytest.mark.newest
+
 
 @pytest.fixture(scope="module")
 def found():

@@ -9,6 +9,8 @@ import pytest
 
 from compile_callbacks.failures import describe_failure, in_one_line
 
+pytestmark = pytest.mark.newest
+
 
 def chained(first, *wrappers):
     error = first

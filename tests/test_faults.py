@@ -91,6 +91,7 @@ print(json.dumps([losses, run(), said, report.train.fallbacks, report.infer.fall
 """
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_a_machine_without_a_compiler_trains_eagerly(accelerator, tmp_path):
     home = Path(__file__).parent

@@ -14,6 +14,8 @@ from compile_callbacks import _torch
 from compile_callbacks.folding.folded import compile_inner, folding
 from compile_callbacks.folding.settings import FoldSettings
 
+pytestmark = pytest.mark.newest
+
 
 class Folded:
     """A module compiled with folding, outside of any callback."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from models import Classifier, loader, seeded, trainer
 
 from compile_callbacks import InductorCompile
+
+pytestmark = pytest.mark.newest
 
 EPOCHS = 2
 

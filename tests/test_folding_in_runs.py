@@ -290,6 +290,7 @@ print(json.dumps([infer.cache_hits, infer.cache_misses, infer.folded_mb, infer.w
 """
 
 
+@pytest.mark.newest
 def test_torchs_cache_gives_folded_graphs_back(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 

@@ -28,6 +28,8 @@ from compile_callbacks import InductorBackend, InductorCompile, Tune, compile_ph
 from compile_callbacks.compiling.sharding import MOVING_WEIGHTS
 from compile_callbacks.compiling.targets import find_targets
 
+pytestmark = pytest.mark.newest
+
 HERE = Path(__file__).parent
 PARTS = [f"net.layers.{index}" for index in range(BLOCKS)]
 ONE_GRAPH = f"net.layers.* ({BLOCKS} blocks, one graph)"

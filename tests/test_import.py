@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import compile_callbacks
+
+pytestmark = pytest.mark.newest
 
 PACKAGE = Path(compile_callbacks.__file__).parent
 

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.newest,
+    pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc"),
+]
 
 # Trains until somebody interrupts it: in the fourth step, while a compiler works, or without one while the step does.
 RUN = """

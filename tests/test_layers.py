@@ -7,7 +7,11 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import compile_callbacks
+
+pytestmark = pytest.mark.newest
 
 ROOT = Path(compile_callbacks.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))

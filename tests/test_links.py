@@ -32,6 +32,8 @@ from compile_callbacks import (
 )
 from compile_callbacks.links import TROUBLESHOOTING, Entry, see
 
+pytestmark = pytest.mark.newest
+
 PACKAGE = Path(compile_callbacks.__file__).parent
 PAGE = Path(__file__).parent.parent / TROUBLESHOOTING
 ENTRIES = set(get_args(Entry))

@@ -14,6 +14,8 @@ from compile_callbacks import CompileReport, CompileWarning, InductorCompile, Ph
 from compile_callbacks.loggers import log_scalars, log_summary
 from compile_callbacks.reporting.markdown import to_markdown
 
+pytestmark = pytest.mark.newest
+
 REPORT = CompileReport(
     train=PhaseReport(
         mode="reduce-overhead",

@@ -7,6 +7,8 @@ import pytest
 from compile_callbacks.processes.meetings import Meetings
 from compile_callbacks.processes.ranks import Heard
 
+pytestmark = pytest.mark.newest
+
 
 class Absent:
     """Ranks of which the other one does not come."""

@@ -10,6 +10,8 @@ import torch
 from compile_callbacks import templates
 from compile_callbacks.command_line.cli import main
 
+pytestmark = pytest.mark.newest
+
 
 def test_every_mode_and_template_is_listed(capsys):
     assert main(["modes", "--device", "cpu", "--json"]) == 0

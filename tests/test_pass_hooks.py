@@ -179,6 +179,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.newest
 def test_another_process_hits_unless_a_source_line_or_the_order_is_another():
     def hits(passes="[First(), Second()]", line="pass"):
         return int(run_in_new_process(SCRIPT.format(passes=passes, line=line)).split()[-1])

@@ -16,6 +16,8 @@ from compile_callbacks.measuring.events import Owner
 from compile_callbacks.measuring.progress import CompileProgress
 from compile_callbacks.reporting import terminal
 
+pytestmark = pytest.mark.newest
+
 
 class Slow(GraphPass):
     def __call__(self, graph, is_inference):

@@ -20,6 +20,8 @@ from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, InductorConfig, graph_pass
 
+pytestmark = pytest.mark.newest
+
 EXAMPLES = int(os.environ.get("COMPILE_CALLBACKS_EXAMPLES", "12"))
 
 

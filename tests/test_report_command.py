@@ -17,6 +17,8 @@ from compile_callbacks.command_line.cli import main
 from compile_callbacks.loggers import log_scalars, log_summary
 from compile_callbacks.reporting.eventfiles import event_files
 
+pytestmark = pytest.mark.newest
+
 TRAIN = PhaseReport(
     mode="reduce-overhead",
     targets=("net",),

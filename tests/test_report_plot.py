@@ -19,6 +19,8 @@ from compile_callbacks.reporting.tensorboard import PLOT_TAG
 
 pytest.importorskip("matplotlib")
 
+pytestmark = pytest.mark.newest
+
 
 class Time:
     """A span that is known when it is asked for."""

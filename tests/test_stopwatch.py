@@ -14,6 +14,8 @@ from uncached import Uncached
 
 from compile_callbacks import InductorCompile
 
+pytestmark = pytest.mark.newest
+
 FEATURES, STEPS = 8, 200
 
 

@@ -14,6 +14,8 @@ from compile_callbacks.tuning.auto import LEAST_COMPILE_SECONDS, compile_estimat
 from compile_callbacks.tuning.trial import Known
 from compile_callbacks.tuning.tuner import Tuner
 
+pytestmark = pytest.mark.newest
+
 
 class Machine:
     """Steps of made-up length; a candidate's first step compiles, and is no sample, nor are the two after it.

@@ -66,6 +66,7 @@ def run_in_a_new_process(tmp_path, cache, kept):
     return json.loads(run_in_new_process(RUN, kept, environment=environment).splitlines()[-1])
 
 
+@pytest.mark.newest
 def test_a_second_run_on_an_empty_cache_compiles_nothing(tmp_path):
     kept = tmp_path / "kept"
     first = run_in_a_new_process(tmp_path, "first", kept)

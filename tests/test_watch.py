@@ -12,6 +12,8 @@ from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.measuring.timing import StepTimer
 from compile_callbacks.measuring.watch import RECENT_SAMPLES, Watch
 
+pytestmark = pytest.mark.newest
+
 NET = Owner("net", "train")
 
 

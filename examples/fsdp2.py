@@ -1,0 +1,91 @@
+"""Sharded weights (FSDP2): a small transformer whose blocks `fully_shard` spreads over processes, CPUs or GPUs.
+
+What it teaches: there is nothing to add to the one line. Each sharded block is compiled between FSDP's hooks, all of
+them by one graph; each process holds its share of the weights; and a checkpoint loads into the model without FSDP.
+
+    python examples/fsdp2.py --devices 2 --accelerator cpu
+    python examples/fsdp2.py --devices 8 --accelerator gpu
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from digits import DigitClassifier, check, loaders, make_trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from compile_callbacks import InductorCompile
+
+ROWS, WIDTH, DEPTH = 8, 64, 4
+
+
+class RowReader(DigitClassifier):
+    """Reads an image as eight tokens, its rows."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.embedding = nn.Linear(ROWS, WIDTH)
+        self.positions = nn.Parameter(torch.zeros(ROWS, WIDTH))
+        self.backbone = nn.TransformerEncoder(block, DEPTH, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.embedding(images.unflatten(1, (ROWS, ROWS))) + self.positions
+        return self.head(self.backbone(tokens).mean(dim=1))
+
+
+class Sharded(RowReader):
+    """The same, sharded when the Trainer knows its devices: the blocks one by one, and around them what is left."""
+
+    def configure_model(self):
+        for block in self.backbone.layers:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--max-epochs", type=int, default=4)
+    args = parser.parse_args()
+
+    pl.seed_everything(0)
+    model, compiler = Sharded(), InductorCompile()
+    trainer = make_trainer(
+        compiler,
+        accelerator=args.accelerator,
+        devices=args.devices,
+        strategy=ModelParallelStrategy(
+            data_parallel_size=args.devices, tensor_parallel_size=1, save_distributed_checkpoint=False
+        ),
+        max_epochs=args.max_epochs,
+    )
+    trainer.fit(model, *loaders(32))
+
+    held = sum(parameter.to_local().numel() for parameter in model.backbone.parameters())
+    accuracy = float(trainer.callback_metrics["accuracy"])
+    checkpoint = Path(tempfile.gettempdir(), "compile_callbacks_fsdp2.ckpt")
+    trainer.save_checkpoint(checkpoint)  # called in every process, written by the first
+    if not trainer.is_global_zero:
+        return
+    alone = RowReader()
+    alone.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
+    checkpoint.unlink()
+    share = held / sum(parameter.numel() for parameter in alone.backbone.parameters())
+    check(
+        share < 1.1 / args.devices,
+        f"each process holds its share of the blocks' weights ({share:.0%})",
+    )
+    check(compiler.report.train.graphs == 3, f"three graphs: the embedding, the head, and one for {DEPTH} blocks")
+    check(compiler.report.train.fallbacks == 0, "nothing fell back to eager code")
+    check(accuracy > 0.8, "it learns to read digits, and its checkpoint loads without FSDP")
+
+
+if __name__ == "__main__":
+    main()
