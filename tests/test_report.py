@@ -144,6 +144,22 @@ def test_a_resumed_run_knows_its_baseline_and_says_so(tmp_path):
     assert len(module.losses) == 14
 
 
+def test_a_resumed_run_with_other_threads_measures_its_baseline_anew(tmp_path):
+    run = trainer(InductorCompile(baseline_steps=4), enable_checkpointing=True, default_root_dir=tmp_path)
+    run.fit(seeded(), loader(14))
+    run.save_checkpoint(tmp_path / "run.ckpt")
+
+    threads, second = torch.get_num_threads(), InductorCompile(baseline_steps=4)
+    torch.set_num_threads(threads + 1)
+    try:
+        trainer(second, max_epochs=2).fit(seeded(), loader(14), ckpt_path=tmp_path / "run.ckpt")
+    finally:
+        torch.set_num_threads(threads)
+    assert second.report.before is not None
+    assert second.report.train.restored == ()
+    assert second.report.train.samples == 4
+
+
 def test_the_checkpoint_with_the_state_loads_with_weights_only(tmp_path):
     run = trainer(InductorCompile(baseline_steps=2), enable_checkpointing=True, default_root_dir=tmp_path)
     run.fit(seeded(), loader(12), loader(2))

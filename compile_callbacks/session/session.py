@@ -18,6 +18,7 @@ from compile_callbacks.compiling.region_settings import RegionSettings
 from compile_callbacks.compiling.sharding import is_sharded
 from compile_callbacks.compiling.switch import PhaseSwitch
 from compile_callbacks.compiling.targets import Compiled, Scope
+from compile_callbacks.devices.device_description import device_name
 from compile_callbacks.devices.placement import device_of
 from compile_callbacks.links import see
 from compile_callbacks.measuring.baseline import Baseline
@@ -387,7 +388,10 @@ class CompileSession:
 
     def _device_name(self) -> str:
         """What step times are compared on."""
-        name = torch.cuda.get_device_name() if _on_cuda(self.module) else "cpu"
+        device = device_of(self.module)
+        name = device_name(device)
+        if device.type == "cpu":
+            name += f", {torch.get_num_threads()} threads"
         return name if self._meetings.size == 1 else f"{self._meetings.size} x {name}"
 
 
