@@ -111,7 +111,7 @@ def refresh_ms(way: Way, images: torch.Tensor) -> float:
 
 def check_us(way: Way) -> float:
     """What a call takes to see that no weight changed."""
-    graphs = [graph for region in way.switch.regions("infer") for graph in region._folded_graphs()]
+    graphs = [graph for region in way.switch.regions("infer") for graph in region.folded_graphs()]
     return sum(min(timeit.repeat(lambda g=g: g._knows(g._seen), number=1000, repeat=5)) * 1000 for g in graphs)
 
 

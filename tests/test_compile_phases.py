@@ -160,8 +160,9 @@ def test_a_failure_costs_speed_or_is_raised():
         compile_phases(seeded(), passes=[Broken()], on_error="raise")(x)
 
 
-def test_a_module_that_goes_leaves_nothing():
-    module = compile_phases(seeded())
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "cache_dir"])
+def test_a_module_that_goes_leaves_nothing(keeps, tmp_path):
+    module = compile_phases(seeded(), cache_dir=tmp_path / "cache" if keeps else None)
     module(torch.randn(2, FEATURES))
     gone = weakref.ref(module)
     del module

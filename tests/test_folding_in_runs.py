@@ -161,7 +161,7 @@ def test_nothing_of_it_stays_after_a_run():
     callback = ours(targets=["net"])
     hooks = set(_global_optimizer_post_hooks)
     fit(callback, epochs=1)
-    (graph,) = callback._session._switch.regions("infer")[0]._compiler.folded_graphs()
+    (graph,) = callback._session._switch.regions("infer")[0].folded_graphs()
     assert graph._memory == []
     assert set(_global_optimizer_post_hooks) <= hooks
     assert callback.report.infer.folded_mb > 0

@@ -1,4 +1,5 @@
-"""The architecture's two rules, read off the syntax tree: torch's internals and Lightning have their places."""
+"""The architecture's rules, read off the syntax tree: torch's internals and Lightning have their places, and imports
+point down."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 
 class CompileError(RuntimeError):
-    """The compiler failed on a target, and ``on_error="raise"`` was asked for."""
+    """The compiler failed on a target, or it differs from eager or has a new shape, where ``"raise"`` was asked for."""
 
 
 class CompileWarning(UserWarning):

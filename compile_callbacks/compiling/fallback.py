@@ -15,7 +15,7 @@ from compile_callbacks.processes.meetings import Meetings
 
 
 class Fallback:
-    """Of one region: whether its target runs eagerly for good, and what there is to say of what failed.
+    """Of one region: whether its target runs eagerly for good, and what a user is to be told of it.
 
     Args:
         owner: The target and the phase it is compiled for.
@@ -74,12 +74,12 @@ class Fallback:
             target, phase = self._owner[:2]
             message = f"target {target!r} runs eagerly in the {phase} phase, in every process: {in_one_line(reason)}"
             message += f" (the whole of it: callback.report.{phase}.events)"
-            warnings.warn(see(message, "the-compiler-failed"), CompileWarning, stacklevel=2)
+            warnings.warn(see(message, "the-compiler-failed"), CompileWarning, stacklevel=3)
 
     def say(self, message: str, entry: Entry) -> None:
         """Warn, or have the process that speaks for all warn."""
         if not self._meetings.warn_elsewhere((self._owner, message), see(message, entry)):
-            warnings.warn(see(message, entry), CompileWarning, stacklevel=3)
+            warnings.warn(see(message, entry), CompileWarning, stacklevel=4)
 
     def say_later(self, message: str, entry: Entry) -> None:
         """Warn when the call is over: within the backend, a warning that is made an error would end in Dynamo."""

@@ -110,10 +110,14 @@ class GraphCompiler:
         """The folded graphs that are still in use."""
         return [graph for reference in self._folded if (graph := reference()) is not None]
 
-    def free(self) -> None:
-        """Give back what compiled code takes, weights that are folded or baked in among it."""
+    def free_folded(self) -> None:
+        """Give back the memory that folded weights take, until the next call."""
         for graph in self.folded_graphs():
             graph.free()
+
+    def free(self) -> None:
+        """Give back what compiled code takes, weights that are folded or baked in among it."""
+        self.free_folded()
         self._folded.clear()
         _torch.forget_compiled(self.compile)
         _torch.forget_generated(self._generated)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,19 +13,22 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks.compiling.errors import CompileError
 from compile_callbacks.compiling.fallback import Fallback, describe, entry_of
-from compile_callbacks.compiling.first_calls import FirstCalls
 from compile_callbacks.compiling.graph_compiler import GraphCompiler
 from compile_callbacks.compiling.isolation import Isolation
 from compile_callbacks.compiling.region_settings import RegionSettings
 from compile_callbacks.compiling.shapes import ShapePolicy, shapes, signature
 from compile_callbacks.compiling.snapshot import Snapshot
 from compile_callbacks.compiling.targets import Compiled, Target
+from compile_callbacks.compiling.verified_calls import VerifiedCalls
 from compile_callbacks.compiling.weights import WeightWatch
 from compile_callbacks.links import see
 from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.phases import Phase
 from compile_callbacks.processes.meetings import Meetings
 from compile_callbacks.settings.config import InductorConfig
+
+if TYPE_CHECKING:
+    from compile_callbacks.folding.folded import FoldedGraph
 
 
 class CompiledRegion:
@@ -64,7 +67,6 @@ class CompiledRegion:
         name: str | None = None,
     ) -> None:
         settings = settings or RegionSettings()
-        self.target = target
         self.owner = Owner(target.name, phase, frozen, name)
         self.ran = False
         self._config = config
@@ -75,7 +77,7 @@ class CompiledRegion:
         self._meetings = meetings or Meetings()
         self._fallback = Fallback(self.owner, recorder, self._meetings, settings)
         self._compiler = GraphCompiler(target, self.owner, config, passes, recorder=recorder, fallback=self._fallback)
-        self._first_calls = FirstCalls(
+        self._verified_calls = VerifiedCalls(
             self.owner,
             self._members,
             recorder=recorder,
@@ -164,8 +166,8 @@ class CompiledRegion:
             # The first call of a candidate may be the odd one of a run, the last batch of an epoch for example.
             policy.admit(args, kwargs)
         stance = policy.stance(args, kwargs)
-        if self._first_calls.includes(member):  # whose shapes are known from here on
-            return self._first_calls.call(member, functools.partial(self._call_compiled, member), args, kwargs)
+        if self._verified_calls.includes(member):  # whose shapes are known from here on
+            return self._verified_calls.call(member, functools.partial(self._call_compiled, member), args, kwargs)
         if stance is not None:
             return self._call_under(stance, member, args, kwargs)
         return self._call_compiled(member, *args, **kwargs)
@@ -173,13 +175,16 @@ class CompiledRegion:
     def suspect_weights(self) -> None:
         """Believe no weight before the next call to be what it was: a stage begins, and may have swapped them."""
         self._suspects_weights = True
-        for graph in self._compiler.folded_graphs():
+        for graph in self.folded_graphs():
             graph.suspect_weights()
 
     def free_folded_weights(self) -> None:
         """Give back the memory that folded weights take, until the next call."""
-        for graph in self._compiler.folded_graphs():
-            graph.free()
+        self._compiler.free_folded()
+
+    def folded_graphs(self) -> list[FoldedGraph]:
+        """The folded graphs that are still in use."""
+        return self._compiler.folded_graphs()
 
     def free_compiled(self) -> None:
         """Give back what compiled code takes, weights that are folded or baked in among it; the next call compiles."""

@@ -54,7 +54,7 @@ class StepSeries:
             ]
             self._points = [(at, _known(time)) for at, time in self._points]
             self._of_each *= 2
-        self._seen, self._taken = 0, self._chance.randrange(self._of_each)
+        self._seen, self._taken = 0, self._chance.randrange(self._of_each) if self._of_each > 1 else 0
 
     def read(self) -> list[tuple[int, float]]:
         """The steps kept, with their milliseconds to four digits; waits for the GPU."""

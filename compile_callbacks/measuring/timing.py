@@ -111,6 +111,7 @@ class StepTimer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._steps: Counter[_Way] = Counter()
+        self._steps_of: Counter[Phase] = Counter()
         self._samples: dict[_Way, dict[Hashable, _Samples]] = defaultdict(dict)
         self._settled: Counter[_Way] = Counter()
         self._restored: dict[Phase, dict[str, tuple[float, ...]]] = {}
@@ -147,6 +148,7 @@ class StepTimer:
         span.stop()
         key = phase, compiled, settings
         self._steps[key] += 1
+        self._steps_of[phase] += 1
         self._keep_order(phase, "compiling" if disturbed else "compiled" if compiled else "eager", settings, span)
         if disturbed:
             self._settled[key] = 0
@@ -201,8 +203,10 @@ class StepTimer:
         return StepTimes(earlier[work], (), restored=True, work=work) if work is not None else StepTimes()
 
     def _keep_order(self, phase: Phase, kind: StepKind, settings: str | None, span: _Span) -> None:
-        number = sum(steps for (of_phase, _, _), steps in self._steps.items() if of_phase == phase)
-        self._series[phase].setdefault((kind, settings), StepSeries()).add(number, span)
+        series = self._series[phase]
+        if (kind, settings) not in series:
+            series[kind, settings] = StepSeries()
+        series[kind, settings].add(self._steps_of[phase], span)
 
     def baseline(self, phase: Phase) -> dict[str, tuple[float, ...]]:
         """The eager samples of a phase by the ``repr`` of their work, those of an earlier run among them."""

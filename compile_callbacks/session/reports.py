@@ -97,7 +97,7 @@ class SessionReports:
         artifacts = self._warm_start.report() if self._warm_start else None
         return CompileReport(train=phases["train"], infer=phases["infer"], artifacts=artifacts, before=self.before)
 
-    def gather(self) -> None:
+    def gather_figures(self) -> None:
         """At the end of a stage: hear what the other processes measured."""
         own = {phase: figures_of(report) for phase, report in self._own().items()} if self._meetings.size > 1 else {}
         self._of_ranks = self._meetings.gather_at_end_of_stage(own)

@@ -30,7 +30,7 @@ from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.processes.meetings import Meetings
 from compile_callbacks.reporting.report import CompileReport
 from compile_callbacks.session.reports import SessionReports
-from compile_callbacks.session.stage_warnings import StageWarnings
+from compile_callbacks.session.session_warnings import SessionWarnings
 from compile_callbacks.settings.config import InductorConfig
 from compile_callbacks.settings.tune import Settings, Tune
 from compile_callbacks.tuning.choices_store import Choice, ChoicesStore
@@ -91,7 +91,7 @@ class CompileSession:
             settings=settings,
             meetings=self._meetings,
         )
-        self._meetings.on_failure = self._switch.give_up
+        self._meetings.on_failure = _while_there(self._switch.give_up)
         # What comes from other processes ends with a link already.
         self._meetings.on_warning = functools.partial(warn, entry="processes-do-not-meet")
         self._meetings.on_fatal = _raise
@@ -133,7 +133,7 @@ class CompileSession:
             cache_dir=cache_dir,
             scope=scope,
         )
-        self._warnings = StageWarnings(
+        self._warnings = SessionWarnings(
             warn,
             switch=self._switch,
             recorder=self._recorder,
@@ -321,7 +321,7 @@ class CompileSession:
         self._warnings.of_stage(phase, self._configs[phase])
         self._warnings.of_steps([phase])
         self._keep_artifacts()
-        self._reports.gather()
+        self._reports.gather_figures()
 
     # ------------------------------------------------------------------------------------------ what was measured
 
@@ -342,7 +342,9 @@ class CompileSession:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on from an earlier run's `state_dict`: its baseline is not measured again on the same device."""
         self._reports.before = CompileReport.from_dict({**state["report"], "before": None})
-        if state["device"] != self._device_name():
+        # All processes measure a baseline, or none: those that do wait for each other's samples.
+        known = self._meetings.gather(state["device"] == self._device_name())
+        if not known or not all(known):
             return
         for phase, choice in state.get("choices", {}).items():  # states before `Tune` have none
             if phase in self._tunings:
@@ -399,7 +401,7 @@ def _while_there(method: Callable[..., None]) -> Callable[..., None]:
     """A method that may be called after its object is gone, and does nothing then; it does not keep the object."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Owner) -> None:
+    def call(*args: Any) -> None:
         if (found := reference()) is not None:
             found(*args)
 

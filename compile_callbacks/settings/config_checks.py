@@ -1,4 +1,4 @@
-"""What `InductorConfig` refuses."""
+"""What `InductorConfig` refuses, and what it takes a dtype's name for."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ class PhaseTuning:
         say: Takes a line of text.
         gather: Gives what each process knows, in the same order in all of them: an `Observed`, samples by their work,
             an earlier `Choice`. What is decided is decided by all of it, or processes that train together would run
-            different candidates. Nothing, where not all processes are there: the step does not count then.
+            different candidates. Nothing, where not all processes are there: the step does not count then. Where they
+            meet no more, what this one knows.
         clock: Seconds, rising.
     """
 

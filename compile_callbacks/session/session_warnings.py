@@ -25,7 +25,7 @@ from compile_callbacks.tuning.tuning import PhaseTuning
 from compile_callbacks.warm_start.warm_start import WarmStart
 
 
-class StageWarnings:
+class SessionWarnings:
     """Says once each what a user has to know of a session, when it begins, when a stage ends, and when it is over.
 
     Args:

@@ -17,7 +17,7 @@ from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.processes.meetings import Meetings
 
 
-class FirstCalls:
+class VerifiedCalls:
     """Of one region: which of its members are still to be compared with eager, and what a difference does.
 
     Args:
