@@ -11,9 +11,6 @@
 PYTHON ?= python3
 ARGS ?=
 
-# One worker more than there are cores, because tests wait for processes; four at most, for the memory's sake.
-CORES := $(shell nproc 2>/dev/null || echo 2)
-WORKERS := $(shell echo $$(( $(CORES) < 4 ? $(CORES) + 1 : 4 )))
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 BIN_OLDEST := .venv-oldest/bin
@@ -32,10 +29,10 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/resnet_digits.py --min-accuracy 0.95 $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-oldest: $(INSTALLED_OLDEST)
-	$(BIN_OLDEST)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN_OLDEST)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 # Two at a time: each spends most of its time in one thread. What one prints is shown when it ends.
 examples: $(INSTALLED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning.pytorch import LightningDataModule
 from models import CLASSES, FEATURES, Classifier, loader
 
 import compile_callbacks
-from compile_callbacks import PhaseReport, templates
+from compile_callbacks import InductorCompile, PhaseReport, templates
 from compile_callbacks.backend import lifecycle
 from compile_callbacks.command_line import cli
 from compile_callbacks.reporting.table import labels_and_cells
@@ -127,6 +128,14 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
         torch._dynamo.reset()
 
 
+def test_the_page_of_settings_names_every_argument_of_the_callback_and_its_default():
+    section = PAGES["settings.md"].read_text().partition("\n## The callback's arguments\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (\S+) \|", section, re.MULTILINE)
+    found = {name: default.strip("`") for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    arguments = inspect.signature(InductorCompile).parameters.values()
+    assert found == {a.name: "none" if a.default == () else repr(a.default).replace("'", '"') for a in arguments}
+
+
 def test_few_blocks_are_not_run():
     marked = {page: sum(bool(block["mark"]) for block in blocks(page, "python")) for page in WITH_CODE}
     assert {page for page, count in marked.items() if count} <= {"many_gpus.md"}
@@ -211,9 +220,8 @@ EVERY_FIGURE = PhaseReport(
 
 
 def test_the_page_of_settings_names_every_template():
-    rows = {
-        line.split("`")[1]: line for line in PAGES["settings.md"].read_text().splitlines() if line.startswith("| `")
-    }
+    section = PAGES["settings.md"].read_text().partition("\n## Templates\n")[2].partition("\n## ")[0]
+    rows = {line.split("`")[1]: line for line in section.splitlines() if line.startswith("| `")}
     assert list(rows) == templates.names()
     for name, row in rows.items():
         template = templates.get(name)
