@@ -115,6 +115,25 @@ def test_a_gradient_that_differs_is_found():
     assert found.max_abs_error == 0
 
 
+class AtZero(nn.Module):
+    """One of fifty values lies as near to the ReLU's zero as the last bit of the inputs reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.tensor([1.0, -1.0]))
+
+    def forward(self, x):
+        return torch.relu(x @ self.weights)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_value_that_crosses_a_relus_zero_by_rounding_is_no_difference(wrong):
+    module, x = AtZero(), torch.cat([torch.rand(49, 2) + torch.tensor([1.0, 0.0]), torch.tensor([[1 + 2**-23, 1.0]])])
+    last_bit = torch.tensor([1 - 2**-22, 1.0])  # below zero now, where no gradient flows
+    compared = compare_with_eager(module, module, lambda x: module(x * last_bit * (0.9 if wrong else 1)), (x,), {})
+    assert (compared.problem is not None) == wrong
+
+
 def test_gradients_buffers_and_generators_are_as_before():
     net = mlp()
     x = torch.randn(8, FEATURES)

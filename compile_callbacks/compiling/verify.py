@@ -19,6 +19,8 @@ Verify = Literal["off", "warn", "eager", "raise"]
 
 VERIFY: tuple[Verify, ...] = get_args(Verify)
 
+_SAMPLED = 2.0  # what one change of the inputs shows is a sample of what rounding may do
+
 _TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
 
 
@@ -44,7 +46,9 @@ def compare_with_eager(
 
     Random number generators, buffers and ``.grad`` are as before afterwards. Outputs are compared by the norm
     of their difference over the norm of the eager output; gradients by their norms, tensor by tensor, so that no
-    copy of them is kept. Both must agree to `tolerance`, half of the digits that the arithmetic carries.
+    copy of them is kept. Both must agree to `tolerance`, half of the digits that the arithmetic carries, or as well as
+    eager agrees with itself when the inputs change in their last bits: one value that crosses a ReLU's zero changes a
+    gradient by more than half of the digits, and gradients that are zero but for rounding have no digits at all.
 
     Nothing is compared where the target draws random numbers (dropout): Inductor draws others than eager does.
 
@@ -63,9 +67,16 @@ def compare_with_eager(
             return Comparison(left_out=_DREW)
         with _as_before(module):
             actual = _run(module, compiled, *_apart(args, kwargs))
+        allowed = tolerance(module, [*expected.outputs, *_torch.tree_leaves((args, kwargs))])
+        compared = _compare(expected, actual, allowed)
+        if compared.problem is not None:
+            with _as_before(module):
+                shaken = _run(module, eager, *_apart(args, kwargs, shake=_last_bits(allowed)))
+            if [output.shape for output in shaken.outputs] == [output.shape for output in expected.outputs]:
+                compared = _compare(expected, actual, allowed, shaken)
     except torch.OutOfMemoryError as error:
         return Comparison(left_out=_no_memory(error))
-    return _compare(expected, actual, tolerance(module, [*expected.outputs, *_torch.tree_leaves((args, kwargs))]))
+    return compared
 
 
 def call_and_compare(
@@ -123,14 +134,34 @@ def _tf32_allowed() -> bool:
     return torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
 
 
-def _apart(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Copies of the inputs: the target may change them in place, and no gradient goes beyond them."""
+def _last_bits(allowed: float) -> float:
+    """How far inputs are changed to see what rounding may do: six bits of float32, the last one of 16-bit floats.
+
+    Measured on a ResNet-18 of 8x8 images in float32: compiled outputs are as far from eager's as when the inputs change
+    by ten epsilons, and gradients differ by up to 7e-4 of their norms through ReLUs, by 1e-3 to 3e-3 at 64 epsilons.
+    """
+    return allowed**2 * min(64.0, max(1.0, 1 / (32 * allowed))) if allowed else 0.0
+
+
+def _apart(args: Any, kwargs: Any, *, shake: float = 0.0) -> tuple[Any, Any]:
+    """Copies of the inputs: the target may change them in place, and no gradient goes beyond them.
+
+    Args:
+        args: Positional inputs.
+        kwargs: Inputs by name.
+        shake: How far floating-point inputs are changed, relative to themselves.
+    """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         # Of its kind: for a tensor made in inference mode Dynamo would compile once more.
         with torch.inference_mode(tensor.is_inference()):
             # Cloned last: a leaf that requires grad cannot be changed in place.
-            return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+            copied = tensor.detach().requires_grad_(tensor.requires_grad).clone()
+            if shake and tensor.is_floating_point():
+                signs = torch.arange(tensor.numel(), device=tensor.device).remainder(2).mul(2).sub(1)
+                with torch.no_grad():
+                    copied.add_(copied * signs.view(tensor.shape), alpha=shake)
+            return copied
 
     return _torch.tree_map_tensors(copy, args), _torch.tree_map_tensors(copy, kwargs)
 
@@ -160,23 +191,30 @@ def _run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) ->
     return _Run(copies, [float(norm) for norm in norms])
 
 
-def _compare(expected: _Run, actual: _Run, allowed: float) -> Comparison:
+def _compare(expected: _Run, actual: _Run, allowed: float, shaken: _Run | None = None) -> Comparison:
+    """Compare two runs; ``shaken`` is eager's with inputs that differ in their last bits, where that was looked at."""
     if [e.shape for e in expected.outputs] != [a.shape for a in actual.outputs]:
         return Comparison(max_abs_error=math.inf, problem="outputs have other shapes than eager's")
     max_abs_error, problem = 0.0, None
     for index, (e, a) in enumerate(zip(expected.outputs, actual.outputs, strict=True)):
         apart, relative = _difference(e, a)
         max_abs_error = max(max_abs_error, apart)
-        if not relative <= allowed and problem is None:
-            problem = f"output {index} is off by {relative:.2g} of its norm, where rounding may make {allowed:.2g}"
-    largest = max(expected.gradient_norms, default=0.0)
-    norms = zip(expected.gradient_norms, actual.gradient_norms, strict=True)
-    for index, (e_norm, a_norm) in enumerate(norms):
-        # A gradient that is nothing but rounding (a bias before a batch norm) is measured by the largest.
-        off = abs(a_norm - e_norm) / max(e_norm, allowed * largest, 1e-30)
-        if not off <= allowed and problem is None:
-            problem = f"the norm of gradient {index} is off by {off:.2g}, where rounding may make {allowed:.2g}"
+        may = max(allowed, _SAMPLED * _difference(e, shaken.outputs[index])[1]) if shaken else allowed
+        if not relative <= may and problem is None:
+            problem = f"output {index} is off by {relative:.2g} of its norm, where rounding may make {may:.2g}"
+    may = max([allowed, *(_SAMPLED * off for off in _gradients_off(expected, shaken, allowed))]) if shaken else allowed
+    for index, off in enumerate(_gradients_off(expected, actual, allowed)):
+        if not off <= may and problem is None:
+            problem = f"the norm of gradient {index} is off by {off:.2g}, where rounding may make {may:.2g}"
     return Comparison(max_abs_error=max_abs_error, problem=problem)
+
+
+def _gradients_off(expected: _Run, actual: _Run, allowed: float) -> list[float]:
+    """How far the norm of each gradient is off, relative to what eager gives."""
+    # A gradient that is nothing but rounding (a bias before a batch norm) is measured by the largest.
+    least = max(allowed * max(expected.gradient_norms, default=0.0), 1e-30)
+    norms = zip(expected.gradient_norms, actual.gradient_norms, strict=True)
+    return [abs(a_norm - e_norm) / max(e_norm, least) for e_norm, a_norm in norms]
 
 
 def _difference(expected: torch.Tensor, actual: torch.Tensor) -> tuple[float, float]:
