@@ -134,6 +134,23 @@ def test_a_value_that_crosses_a_relus_zero_by_rounding_is_no_difference(wrong):
     assert (compared.problem is not None) == wrong
 
 
+def test_a_target_that_takes_no_other_inputs_is_compared_without_them():
+    calls = []
+
+    def eager(x):
+        calls.append(x)
+        if not torch.equal(x, given):
+            raise ValueError("no such input")
+        return module(x)
+
+    module, given = mlp(), torch.rand(8, FEATURES)
+    compared = compare_with_eager(module, eager, lambda x: 2 * module(x), (given,), {})
+    assert "output 0" in compared.problem
+    assert len(calls) == 2
+    assert (calls[1] <= given).all()  # what has to be at most one stays so
+    assert not torch.equal(calls[1], given)
+
+
 def test_gradients_buffers_and_generators_are_as_before():
     net = mlp()
     x = torch.randn(8, FEATURES)
