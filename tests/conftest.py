@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -20,12 +21,17 @@ with contextlib.suppress(OSError):
         os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Half of what a kernel costs is the link against torch's libraries, in which gold is twice as fast as GNU's own linker.
-if gold := shutil.which("ld.gold"):
+# Not every compiler finds its own libraries for it, so that one library is linked to see.
+if "COMPILER_PATH" not in os.environ and (gold := shutil.which("ld.gold")):
     linker = Path(f"{os.environ['COMPILE_CALLBACKS_TEST_CACHE']}_linker")
     linker.mkdir(exist_ok=True)
     with contextlib.suppress(FileExistsError):
         (linker / "ld").symlink_to(gold)
-    os.environ.setdefault("COMPILER_PATH", str(linker))
+    link = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(linker / "linked.so")]
+    environment = {**os.environ, "COMPILER_PATH": str(linker)}
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        subprocess.run(link, input=b"int one() { return 1; }", env=environment, capture_output=True, check=True)
+        os.environ["COMPILER_PATH"] = str(linker)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; threads that wait for each other only cost time
 
 import pytest
