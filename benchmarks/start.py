@@ -2,7 +2,7 @@
 
 Each measurement is a process of its own, with folders of its own for everything that torch, Triton and the compilers
 keep. The time is that from `compile_phases` to the end of the first step, forward and backward, after one eager step
-that wakes the device; imports are not in it. A run starts
+that wakes the device; imports are not in it, Inductor's included. A run starts
 
 - cold: with nothing, and leaves artifacts behind;
 - warm folder: with the cache folders that a cold run left, as on the same machine;
@@ -22,6 +22,7 @@ python benchmarks/start.py --model transformer --depth 24 --ways "cold,regional 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -76,6 +77,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from compile_callbacks import compile_phases, report_of
 
     warnings.simplefilter("ignore")
+    started = time.perf_counter()
+    importlib.import_module("torch._inductor.compile_fx")  # else the first compile does, for seconds
+    import_seconds = time.perf_counter() - started
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
     module, inputs = (transformer if args.model == "transformer" else convolutional)(args)
@@ -107,7 +111,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     compiled_ms = steady_ms()
     report = report_of(module)
     return {
-        "seconds": loaded_seconds + first_seconds, "load_seconds": loaded_seconds,
+        "seconds": loaded_seconds + first_seconds, "load_seconds": loaded_seconds, "import_seconds": import_seconds,
         "eager_ms": eager_ms, "compiled_ms": compiled_ms,
         "compile_seconds": report.train.compile_seconds, "graphs": report.train.graphs,
         "targets": list(report.train.targets),
@@ -200,7 +204,10 @@ def main() -> None:
         shape = f"{args.depth} layers of width {args.width}, batch {args.batch_size}, length {args.length}"
     eager = step_ms([run for runs_of_way in measured.values() for run in runs_of_way], "eager_ms")
     print(f"\n{args.model}, {shape}, {args.precision}, mode {args.mode}, eager step {eager} ms")
-    print(f"torch {first['torch']}, {first['device']}")
+    import_seconds = statistics.median(
+        run["import_seconds"] for runs_of_way in measured.values() for run in runs_of_way
+    )
+    print(f"torch {first['torch']}, {first['device']}; before that, Inductor is imported in {import_seconds:.1f} s")
     if args.json:
         args.json.write_text(json.dumps({"arguments": vars(args), "runs": measured}, indent=1, default=str))
 
