@@ -68,6 +68,13 @@ class TakesPairs(nn.Module):
         return x.reshape(-1, 2, 8)
 
 
+class ShiftsBySum(nn.Module):
+    """Its second input has the size that an example batch of 1 is doubled to."""
+
+    def forward(self, x, shift):
+        return x + shift.sum()
+
+
 class Raises(nn.Module):
     def forward(self, x):
         return {}["no such key"]
@@ -311,6 +318,12 @@ def test_the_autocast_of_the_settings_does_not_leave_the_package(tmp_path):
         expected = net.eval()(x).detach()
     assert run(x).dtype == torch.float32
     torch.testing.assert_close(run(x), expected.float())
+
+
+def test_inputs_of_another_size_are_no_batch_where_the_example_is_a_batch_of_one(tmp_path):
+    run = exported_program(ShiftsBySum(), (torch.zeros(1, 3), torch.zeros(2)), tmp_path)
+    x, shift = torch.zeros(5, 3), torch.ones(2)
+    torch.testing.assert_close(run(x, shift), ShiftsBySum()(x, shift), rtol=0, atol=0)
 
 
 def test_one_batch_size_is_exported_on_request(tmp_path):

@@ -119,13 +119,17 @@ class CallSpec:
                     raise ValueError(f"input {name!r} is {given}, and was exported as {expected}")
                 continue
             _check(name, expected, value)
-            if None in expected.shape:
+            if has_batch(expected):
                 batches.setdefault(value.shape[0], name)
             found.append(value.contiguous(memory_format=_FORMATS[expected.memory_format]))
         if len(batches) > 1:
             each = " and ".join(f"{size} in {name!r}" for size, name in batches.items())
             raise ValueError(f"the inputs are batches of different sizes: {each}")
         return found
+
+    def batches(self, bound: inspect.BoundArguments) -> list[torch.Tensor]:
+        """The tensors of a call whose dimension 0 is the batch."""
+        return [leaf for name, leaf in _leaves(bound) if has_batch(self.inputs[name])]
 
     def to_json(self) -> str:
         """The description as text, for a package."""
@@ -152,6 +156,11 @@ class CallSpec:
         return ", ".join(
             f"{name}={value}" if isinstance(value, str) else f"{name}: {value}" for name, value in self.inputs.items()
         )
+
+
+def has_batch(described: TensorInput | str) -> bool:
+    """Whether an input is a tensor whose size may change from call to call."""
+    return isinstance(described, TensorInput) and None in described.shape
 
 
 def in_own_layout(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from compile_callbacks.compiling.errors import CompileWarning
 from compile_callbacks.compiling.sharding import check_whole
 from compile_callbacks.compiling.targets import Target
 from compile_callbacks.compiling.verify import Comparison, compare_with_eager
-from compile_callbacks.exporting.call_spec import CallSpec, TensorInput, in_own_layout
+from compile_callbacks.exporting.call_spec import CallSpec, has_batch, in_own_layout
 from compile_callbacks.exporting.exported import SPEC_KEY, ExportedModule, ExportError, Format, load_exported
 from compile_callbacks.exporting.package_files import check_path, check_writable
 from compile_callbacks.exporting.package_options import package_options
@@ -143,28 +143,34 @@ class _Call:
             message = "example_inputs: the first tensor has no dimensions, so no batch; dynamic_batch=False exports it"
             raise ValueError(see(message, "an-input-is-refused"))
         self.device = tensors[0].device
-        self._batch = tensors[0].shape[0] if dynamic_batch else None
+        batch = tensors[0].shape[0] if dynamic_batch else None
         with Explained("an-input-is-refused", TypeError):
-            self.spec = CallSpec.of(module.forward, args, kwargs, self._batch)
+            self.spec = CallSpec.of(module.forward, args, kwargs, batch)
         self._module = module
         self._dtypes: OutputDtypes | None = None
         if config.autocast_enabled:
             with as_deployed(module):
                 self._dtypes = output_dtypes(Target("forward", module), args, kwargs)
         bound = self.spec.bind(args, kwargs)
-        self._args, self._kwargs = _torch.tree_map_tensors(in_own_layout, (bound.args, bound.kwargs))
-        if self._batch == 1:
+        batches = {id(tensor) for tensor in self.spec.batches(bound)}
+        self._batches: list[torch.Tensor] = []
+
+        def example(tensor: torch.Tensor) -> torch.Tensor:
+            own = in_own_layout(tensor)
+            if id(tensor) not in batches:
+                return own
             # Torch takes a size of 1 for a constant; the same program comes out of two equal samples.
-            self._args, self._kwargs = _torch.tree_map_tensors(_doubled, (self._args, self._kwargs))
-            self._batch = 2
+            self._batches.append(torch.cat([own, own]) if batch == 1 else own)
+            return self._batches[-1]
+
+        self._args, self._kwargs = _torch.tree_map_tensors(example, (bound.args, bound.kwargs))
 
     def traced(self) -> Any:
         """The program that ``torch.export`` makes of it."""
         shapes = torch.export.ShapesCollection()
         batch = torch.export.Dim("batch")
-        for leaf in _torch.tree_leaves((self._args, self._kwargs)):
-            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == self._batch:
-                shapes[leaf] = {0: batch}
+        for tensor in self._batches:
+            shapes[tensor] = {0: batch}
         try:
             with _torch.quiet_export():
                 program = _torch.export_program(
@@ -189,9 +195,7 @@ class _Call:
         return check_equal(self._module, eager, package, self._args, self._kwargs)
 
     def _fixes_the_batch(self, name: str, reason: str) -> str:
-        inputs = [
-            n for n, tensor in self.spec.inputs.items() if isinstance(tensor, TensorInput) and None in tensor.shape
-        ]
+        inputs = [name for name, described in self.spec.inputs.items() if has_batch(described)]
         guards = re.findall("generated guard (.+)", reason)
         how = f"takes {guards[0].rstrip('.')} for granted" if guards else "computes with the size as a number"
         return (
@@ -285,10 +289,6 @@ def _check_inputs(module: object, example_inputs: object, example_kwargs: object
     if not isinstance(example_kwargs, Mapping):
         raise TypeError(f"example_kwargs={example_kwargs!r} must map names to inputs")
     return dict(example_kwargs)
-
-
-def _doubled(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor, tensor]) if tensor.dim() and tensor.shape[0] == 1 else tensor
 
 
 def _why(error: Exception) -> str:
