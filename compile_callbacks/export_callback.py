@@ -123,9 +123,12 @@ class AOTInductorExport(Callback):
         if stage != "fit":
             return
         self.report, self._batches, self._compiled_ms = ExportReport(), {}, ()
-        self._find_target(pl_module)
         if trainer.is_global_zero:
             check_writable(self.path)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._find_target(pl_module)  # setup is before configure_model, which may make the submodule
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -186,6 +186,25 @@ def test_what_is_exported_can_be_chosen(tmp_path, make, settings, inputs):
     torch.testing.assert_close(load_exported(callback.path)(**{inputs: x}), expected(module, x), **CLOSE)
 
 
+class MakesItsNet(Classifier):
+    """Its network is made in ``configure_model``."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = None
+
+    def configure_model(self):
+        self.net = self.net or mlp()
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_target_may_be_made_in_configure_model(tmp_path):
+    callback = AOTInductorExport(tmp_path / "net.pt2", weights="last", target="net")
+    fit(callback, make=MakesItsNet, max_epochs=1)
+    assert callback.report.error is None
+    assert callback.path.exists()
+
+
 @pytest.mark.usefixtures("uncompiled")
 def test_the_trainers_precision_is_the_packages(tmp_path):
     callback = AOTInductorExport(tmp_path / "net.pt2", weights="last")
