@@ -30,7 +30,7 @@ from compile_callbacks.reporting.report import CompileReport, uncompiled_report
 from compile_callbacks.reporting.terminal import print_report, say
 from compile_callbacks.session.session import CompileSession
 from compile_callbacks.settings.tune import Mode, Settings, as_settings
-from compile_callbacks.stages import expected_steps, validation_batches
+from compile_callbacks.stages import steps_to_come
 from compile_callbacks.warm_start.artifacts import check_folder
 
 _USERS_LINE = 6  # the stack level at which a warning of the constructor names the line that calls it
@@ -104,6 +104,9 @@ class InductorCompile(Callback):
         }
         self.targets = check_names(targets)
         self.passes = as_passes(passes, "passes")
+        for settings in self.configs.values():
+            if settings is not None:
+                settings.check_beside(self.passes)
         if isinstance(baseline_steps, bool) or not isinstance(baseline_steps, int):
             raise TypeError(f"baseline_steps={baseline_steps!r} must be an integer, 0 or more")
         if baseline_steps < 0:
@@ -182,6 +185,7 @@ class InductorCompile(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer, pl_module, "train")
+        self._expect(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -217,6 +221,7 @@ class InductorCompile(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer, pl_module, "infer")
+        self._expect(trainer)
 
     @override
     def on_validation_batch_start(
@@ -250,6 +255,7 @@ class InductorCompile(Callback):
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer, pl_module, "infer")
+        self._expect(trainer)
 
     @override
     def on_test_batch_start(
@@ -281,6 +287,7 @@ class InductorCompile(Callback):
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer, pl_module, "infer")
+        self._expect(trainer)
 
     @override
     def on_predict_batch_start(
@@ -342,13 +349,16 @@ class InductorCompile(Callback):
                 scope=scope_of(self.targets),
             )
         if not session.running:
-            session.begin(expected_steps(trainer), precision=str(trainer.precision), together=trainer.world_size > 1)
+            session.begin(precision=str(trainer.precision), together=trainer.world_size > 1)
         if self._earlier_state is not None:  # now it is known how many processes there are
             session.resume(self._earlier_state)
             self._earlier_state = None
-        if phase == "infer" and trainer.state.fn == "fit":
-            session.expect(phase, validation_batches(trainer))
         session.enter(phase, weights_stand_still=trainer.state.fn != "fit")
+
+    def _expect(self, trainer: Trainer) -> None:
+        """Tell how many steps are to come: what is tried out, or measured eagerly, must not take most of them."""
+        if self._session and not trainer.sanity_checking:
+            self._session.expect(steps_to_come(trainer))
 
     def _step_begins(self, trainer: Trainer, batch_idx: int) -> None:
         if self._session:

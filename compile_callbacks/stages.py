@@ -12,10 +12,15 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-def expected_steps(trainer: Trainer) -> Mapping[Phase, float]:
-    """Batches to come in each phase of the run that begins; ``math.inf`` where that is not known."""
+def steps_to_come(trainer: Trainer) -> Mapping[Phase, float]:
+    """Batches that remain of the run in each phase; ``math.inf`` where that is not known.
+
+    To be asked when training, a validation, a test or a prediction starts: its loaders are there, and a run that is
+    resumed knows how far it is. Before that, asking for the loaders would have them made from where no run is yet.
+    """
     if trainer.state.fn == "fit":
-        return {"train": _train_batches(trainer), "infer": validation_batches(trainer)}
+        train_batches = _train_batches(trainer)
+        return {"train": train_batches, "infer": _validation_batches(trainer, train_batches)}
     batches: Mapping[str | None, Sequence[float]] = {
         "validate": trainer.num_val_batches,
         "test": trainer.num_test_batches,
@@ -25,17 +30,24 @@ def expected_steps(trainer: Trainer) -> Mapping[Phase, float]:
 
 
 def _train_batches(trainer: Trainer) -> float:
-    # estimated_stepping_batches sets up the data loaders, as Lightning's own schedulers have it do.
-    optimizer_steps = trainer.estimated_stepping_batches
-    return optimizer_steps * trainer.accumulate_grad_batches
+    epochs = math.inf if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
+    done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+    left = epochs * trainer.num_training_batches - done if epochs else 0
+    if trainer.max_steps >= 0:
+        left = min(left, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    return max(0.0, float(left))
 
 
-def validation_batches(trainer: Trainer) -> float:
-    """Validation batches of a fit; ``math.inf`` where that is not known, as before the first validation."""
-    batches = sum(trainer.num_val_batches) if trainer.enable_validation else 0
-    if batches == 0:  # the loaders may not be made yet, or of unknown length
+def _validation_batches(trainer: Trainer, train_batches: float) -> float:
+    """Those of a fit, the validation that is under way included."""
+    if not trainer.enable_validation:
+        return 0.0
+    batches = float(sum(trainer.num_val_batches))  # none where the loaders are not made yet
+    between = trainer.val_check_batch  # infinite: once an epoch, of a length that is not known; None: by the clock
+    if batches == 0 or between is None:
         return math.inf
-    epochs = trainer.max_epochs
-    if epochs is None or epochs < 0:
+    between = min(between, trainer.num_training_batches) * (trainer.check_val_every_n_epoch or 1)
+    if math.isinf(between) or math.isinf(train_batches):
         return math.inf
-    return float(batches * max(1, epochs // (trainer.check_val_every_n_epoch or 1)))
+    validations = train_batches // between + (1 if trainer.validating else 0)
+    return validations * batches if validations else 0.0

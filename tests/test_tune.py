@@ -377,7 +377,8 @@ def test_processes_run_the_same_candidates_and_choose_by_the_slowest():
             say=print,
             gather=gather,
         )
-        tuning.begin(torch.device("cpu"), math.inf)
+        tuning.begin(torch.device("cpu"))
+        tuning.expect(math.inf)
         seen = []
         while tuning.winner is None:
             tuning.step_begins(measured=True)
@@ -402,7 +403,8 @@ def test_a_step_that_not_all_processes_take_does_not_count():
         say=print,
         gather=lambda what: (),
     )
-    tuning.begin(torch.device("cpu"), math.inf)
+    tuning.begin(torch.device("cpu"))
+    tuning.expect(math.inf)
     for _ in range(40):
         tuning.step_begins(measured=True)
         tuning.step_ends(measured=True, sample=True, made_for=dict)

@@ -52,6 +52,7 @@ class Dispatcher:
         self.frozen_regions: dict[Phase, CompiledRegion] = {}
         self.autocasts: dict[Phase, ConfiguredAutocast] = {}
         self.eager = target.eager
+        self.__wrapped__ = self.eager  # Lightning looks through it for what a method is, and which arguments it takes
         self.selected: Callable[..., Any] = self.eager
         self.weights_stand_still = False  # what `by_grad_mode` may rely on
         self.session: Any = None  # whoever compiled the target, where it has to be found again from it

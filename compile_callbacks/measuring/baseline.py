@@ -19,30 +19,30 @@ class Baseline:
 
     def __init__(self, steps: int) -> None:
         self._wanted = steps
-        self._samples = 0
-        self._left: float = 0
-        self._planned = False
+        self._samples = self._steps = 0
+        self._most: float = 0
+        self._planned_for: float | None = None
 
-    def plan(self, expected_steps: float) -> None:
-        """A stage begins; ``expected_steps`` of the phase are to come, ``math.inf`` where that is not known."""
-        if self._planned or self._wanted == 0:
+    def plan(self, steps_to_come: float) -> None:
+        """So many steps of the phase are to come, ``math.inf`` where that is not known; the first number counts."""
+        if self._wanted == 0 or (self._planned_for is not None and math.isfinite(self._planned_for)):
             return
-        self._planned = True
-        room = math.inf if math.isinf(expected_steps) else expected_steps // 2
+        self._planned_for = steps_to_come + self._steps
+        room = math.inf if math.isinf(steps_to_come) else self._planned_for // 2
         self._wanted = int(min(self._wanted, room - WARMUP_STEPS))
         # Twice what is needed, for steps that turn out not to be samples (a ragged batch, another's compile).
-        self._left = min(2 * self._wanted + WARMUP_STEPS, room) if self._wanted > 0 else 0
+        self._most = min(2 * self._wanted + WARMUP_STEPS, room) if self._wanted > 0 else 0
 
     def skip(self) -> None:
         """No eager steps: a baseline is known from before."""
-        self._planned, self._left = True, 0
+        self._planned_for = self._most = 0
 
     @property
     def running(self) -> bool:
         """Whether the next step is to run eagerly."""
-        return self._planned and self._samples < self._wanted and self._left > 0
+        return self._samples < self._wanted and self._steps < self._most
 
     def step(self, *, sample: bool) -> None:
         """An eager step is done."""
-        self._left -= 1
+        self._steps += 1
         self._samples += sample

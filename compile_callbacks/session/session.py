@@ -149,32 +149,24 @@ class CompileSession:
         """Whether a trainer run is under way."""
         return self._running
 
-    def begin(self, expected_steps: Mapping[Phase, float], *, precision: str = "", together: bool = False) -> None:
-        """A trainer run begins: compile in place, and plan the baselines.
+    def begin(self, *, precision: str = "", together: bool = False) -> None:
+        """A trainer run begins: compile in place.
 
         Args:
-            expected_steps: Steps to come by phase, ``math.inf`` where that is not known.
             precision: The trainer's precision.
             together: Whether all processes of the process group, if there is one, begin the same run here.
         """
         self._running = True
         self._cuda = _on_cuda(self.module)
         self._meetings.begin(device_of(self.module), together=together and any(self._settings.values()))
-        steps_of_ranks = self._meetings.gather(dict(expected_steps))
-        expected_steps = {
-            phase: min((steps[phase] for steps in steps_of_ranks), default=own) for phase, own in expected_steps.items()
-        }
         self._warnings.of_settings(self._configs, sharded=is_sharded(self.module), cuda=self._cuda)
         if self._warm_start is not None:
             self._warm_start.begin(self.module)
         self._recorder.listen()
         self._switch.install()
-        for phase, steps in expected_steps.items():
-            self._baselines[phase].plan(steps)
         self._reports.precision = precision
         for phase, tuning in self._tunings.items():
-            store = self._choices if self._meetings.speaks else None
-            tuning.begin(device_of(self.module), expected_steps.get(phase, 0), store)
+            tuning.begin(device_of(self.module), self._choices if self._meetings.speaks else None)
             self._configs[phase] = tuning.config
 
     def end(self, *, keep_compiled: bool = False) -> None:
@@ -200,7 +192,7 @@ class CompileSession:
             weights_stand_still: Whether nobody trains meanwhile, so that weights may be baked in.
             found_from_module: Whether `report_of` and `restore` are to find this session.
         """
-        self.begin({})
+        self.begin()
         if found_from_module:
             self._switch.belongs_to(self)
         self._switch.select_by_grad_mode(frozen=weights_stand_still)
@@ -239,10 +231,19 @@ class CompileSession:
         self._frozen = weights_stand_still
         self._select(compiled=True)
 
-    def expect(self, phase: Phase, steps: float) -> None:
-        """Tell how many steps of a phase the run has, where that was not known when it began."""
-        if (tuning := self._tunings.get(phase)) is not None:
-            tuning.expect(min(self._meetings.gather(steps), default=steps))
+    def expect(self, steps: Mapping[Phase, float]) -> None:
+        """Plan the baselines and what is tried out, by the steps to come; what is planned already stays.
+
+        Args:
+            steps: Steps to come by phase, ``math.inf`` where that is not known.
+        """
+        of_ranks = self._meetings.gather(dict(steps))
+        for phase, own in steps.items():
+            least = min((of_rank[phase] for of_rank in of_ranks), default=own)
+            self._baselines[phase].plan(least)
+            if (tuning := self._tunings.get(phase)) is not None:
+                tuning.expect(least)
+                self._configs[phase] = tuning.config
 
     def step_begins(self, *, first: bool = False, measured: bool = True) -> None:
         """A batch begins.

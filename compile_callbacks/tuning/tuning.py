@@ -121,6 +121,7 @@ class PhaseTuning:
         self._configs: dict[str, InductorConfig] = {}
         self._device = torch.device("cpu")
         self._tuner: Tuner | None = None
+        self._planned = False
         self._store: ChoicesStore | None = None
         self._earlier: dict[str, Choice] = {}
         self._made_for: Mapping[str, str] | None = None
@@ -134,15 +135,15 @@ class PhaseTuning:
 
     # ------------------------------------------------------------------------------------------ what it is told
 
-    def begin(self, device: torch.device, steps_left: float, store: ChoicesStore | None = None) -> None:
-        """A trainer run begins.
+    def begin(self, device: torch.device, store: ChoicesStore | None = None) -> None:
+        """A trainer run begins; `expect` is to follow before a step that is measured.
 
         Args:
             device: Where the module is.
-            steps_left: Steps of the phase to come, ``math.inf`` where that is not known.
             store: Where choices are kept across runs.
         """
         self._store = store
+        self._planned = False
         if self._tuner is None:
             self._device = device
             sharded = any(member.sharded for target in self._switch.targets for member in target.members)
@@ -168,13 +169,15 @@ class PhaseTuning:
                     **dict.fromkeys(idle, f"it asks for CUDA graphs, and {no_cudagraphs}"),
                 },
             )
-        self._plan(self._tuner, steps_left)
         self._use(self._tuner.winner or EAGER)
 
     def expect(self, steps_left: float) -> None:
-        """So many steps of the phase are to come, where `begin` could not know."""
-        if self._tuner is not None and math.isinf(self._tuner.steps_left):
+        """So many steps of the phase are to come, ``math.inf`` where that is not known; the first number counts."""
+        assert self._tuner is not None
+        if not self._planned or math.isinf(self._tuner.steps_left):
+            self._planned = True
             self._plan(self._tuner, steps_left)
+            self._use(self._tuner.winner or EAGER)
 
     def recall(self, fingerprint: str, choice: Choice) -> None:
         """The run that this one resumes chose so, under circumstances of this fingerprint."""

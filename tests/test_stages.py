@@ -1,0 +1,127 @@
+"""How many steps a trainer has before it."""
+
+from __future__ import annotations
+
+import math
+
+import lightning.pytorch as pl
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+from compile_callbacks import InductorCompile
+from compile_callbacks.stages import steps_to_come
+from tests.models import Classifier, loader, trainer
+
+INF = math.inf
+
+
+class Told(pl.Callback):
+    """What is to come in the train and the infer phase, at the start of training and of each validation."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+
+    def _ask(self, trainer, *_):
+        if not trainer.sanity_checking:
+            told = steps_to_come(trainer)
+            self.steps.append((told["train"], told["infer"]))
+
+    on_train_start = on_validation_start = _ask
+
+
+class Stream(IterableDataset):
+    """Batches without a length."""
+
+    def __iter__(self):
+        yield from loader(8)
+
+
+def stream() -> DataLoader:
+    return DataLoader(Stream(), batch_size=None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"max_epochs": 2}, [(16, 8), (8, 8), (0, 4)]),
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, [(16, 8), (8, 8), (0, 4)]),
+        ({"max_epochs": 2, "check_val_every_n_epoch": 2}, [(16, 4), (0, 4)]),
+        ({"max_epochs": 1, "val_check_interval": 0.25}, [(8, 16), (6, 16), (4, 12), (2, 8), (0, 4)]),
+        ({"max_epochs": 1, "val_check_interval": 3}, [(8, 8), (5, 8), (2, 4)]),
+        ({"max_epochs": -1, "max_steps": 10}, [(10, 4), (2, 4)]),
+        ({"max_epochs": 9, "max_steps": 5, "accumulate_grad_batches": 2}, [(10, 4), (2, 4)]),
+        ({"max_epochs": 1, "limit_val_batches": 0}, [(8, 0)]),
+        ({"max_epochs": 1, "limit_train_batches": 2}, [(2, 4), (0, 4)]),
+        ({"max_epochs": 1, "num_sanity_val_steps": 2}, [(8, 4), (0, 4)]),
+    ],
+)
+def test_steps_of_a_fit(settings, told):
+    seen = Told()
+    trainer(seen, **settings).fit(Classifier(), loader(8), loader(4))
+    assert seen.steps == told
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"max_epochs": 1}, [(INF, INF), (INF, INF)]), ({"max_epochs": -1, "max_steps": 6}, [(6, INF)])],
+)
+def test_a_stream_is_of_unknown_length(settings, told):
+    seen = Told()
+    trainer(seen, **settings).fit(Classifier(), stream(), loader(4))
+    assert seen.steps == told
+
+
+def test_a_resumed_run_has_what_is_left(tmp_path):
+    first = trainer(max_epochs=2)
+    first.fit(Classifier(), loader(8), loader(4))
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    seen = Told()
+    trainer(seen, max_epochs=3).fit(Classifier(), loader(8), loader(4), ckpt_path=tmp_path / "two.ckpt")
+    assert seen.steps == [(8, 4), (0, 4)]
+
+
+def test_a_second_fit_has_what_is_left():
+    seen = Told()
+    once = trainer(seen, max_epochs=1)
+    module = Classifier()
+    once.fit(module, loader(8), loader(4))
+    once.fit_loop.max_epochs = 2
+    once.fit(module, loader(8), loader(4))
+    assert seen.steps == [(8, 4), (0, 4), (8, 4), (0, 4)]
+
+
+def test_loaders_are_made_when_lightning_makes_them(tmp_path):
+    class Asks(Classifier):
+        def train_dataloader(self):
+            made_at.append((self.trainer.global_step, self.trainer.current_epoch))
+            return loader(8)
+
+    made_at: list[tuple[int, int]] = []
+    first = trainer(InductorCompile(None, None), max_epochs=1)
+    first.fit(Asks())
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    trainer(InductorCompile(None, None), max_epochs=2).fit(Asks(), ckpt_path=tmp_path / "one.ckpt")
+    assert made_at == [(0, 0), (8, 1)]
+
+
+def test_a_stream_has_a_baseline():
+    callback = InductorCompile("default", None, baseline_steps=2)
+    trainer(callback).fit(Classifier(), stream())
+    assert callback.report.train.speedup is not None
+
+
+def test_a_few_validation_batches_run_compiled():
+    callback = InductorCompile(None, "default")
+    trainer(callback, max_epochs=2, num_sanity_val_steps=0).fit(Classifier(), loader(2), loader(4))
+    assert callback.report.infer.graphs == 1
+    assert callback.report.infer.speedup is not None
+
+
+def test_loaders_are_made_anew_while_a_step_is_compiled():
+    class Plain(Classifier):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0]).square().mean()
+
+    callback = InductorCompile("default", None, targets=["training_step"], baseline_steps=0)
+    trainer(callback, max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(Plain(), loader(2))
+    assert callback.report.train.graphs == 1
