@@ -100,6 +100,10 @@ def compile_phases(
         "train": _without_trainer(train_mode, "train_mode"),
         "infer": _without_trainer(infer_mode, "infer_mode"),
     }
+    passes = as_passes(passes, "passes")
+    for config in configs.values():
+        if config is not None:
+            config.check_beside(passes)
     check_choice("on_error", on_error, ON_ERROR)
     check_choice("verify", verify, VERIFY)
     check_choice("new_shapes", new_shapes, NEW_SHAPES)
@@ -129,7 +133,7 @@ def compile_phases(
         module,
         found,
         configs,
-        passes=as_passes(passes, "passes"),
+        passes=passes,
         settings=RegionSettings(on_error=on_error, verify=verify, new_shapes=new_shapes),
         cache_dir=folder,
         scope=scope_of(names),

@@ -40,6 +40,7 @@ class Scale(GraphPass):
         ),
         ({"options": {"max_fusion_size": True}}, TypeError, ["options['max_fusion_size']=True", "int"]),
         ({"options": {3: True}}, TypeError, ["3"]),
+        ({"options": {"max-autotune": True, "max_autotune": True}}, ValueError, ["'max_autotune' in two spellings"]),
         ({"options": ["max_autotune"]}, TypeError, ["options=['max_autotune']", "list"]),
         ({"options": {"post_grad_custom_post_pass": 3}}, TypeError, ["post_grad_custom_post_pass", "3"]),
         ({"mode": "default", "options": {"max_autotune": True}}, ValueError, ["mode='default'", "options="]),
@@ -54,7 +55,7 @@ class Scale(GraphPass):
         ({"passes": [lambda graph, is_inference: None]}, TypeError, ["passes", "graph_pass"]),
         ({"passes": 3}, TypeError, ["passes=3"]),
         (
-            {"passes": [Scale()], "options": {"post_grad_custom_post_pass": Scale()}},
+            {"passes": [Scale()], "options": {"post-grad-custom-post-pass": Scale()}},
             ValueError,
             ["post_grad_custom_post_pass", "passes"],
         ),
@@ -65,6 +66,12 @@ def test_config_refuses_bad_settings_by_name(settings, error, said):
         InductorConfig(**settings)
     for words in said:
         assert words in str(caught.value)
+
+
+def test_two_spellings_of_an_option_are_one_setting():
+    dashes, own = InductorConfig(options={"max-autotune": True}), InductorConfig(options={"max_autotune": True})
+    assert dashes == own
+    assert dashes.to_dict() == own.to_dict() == {"options": {"max_autotune": True}}
 
 
 @pytest.mark.parametrize("mode", list(torch._inductor.list_mode_options()))

@@ -13,7 +13,16 @@ from models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 from processes import run_in_new_process
 from torch import nn
 
-from compile_callbacks import CompileWarning, InductorCompile, InductorConfig, graph_pass, templates
+from compile_callbacks import (
+    CompileWarning,
+    InductorCompile,
+    InductorConfig,
+    Tune,
+    _torch,
+    compile_phases,
+    graph_pass,
+    templates,
+)
 
 NAMES = ["triton", "cpp_wrapper", "cutlass", "aten", "cudagraphs", "max_autotune", "freezing", "tma"]
 NEED_A_GPU = {"triton", "cutlass", "tma"}
@@ -32,6 +41,41 @@ def test_the_eight_templates_are_there_and_their_options_known_to_the_installed_
         assert template.description
         assert set(template.options) <= set(torch._inductor.list_options())
         assert bool(template.fallback) == (template.missing(torch.device("cpu")) is not None)
+
+
+@pytest.fixture
+def another_torch(monkeypatch):
+    """Have the library's own templates meet a torch whose Inductor has other options."""
+
+    def meet(*, lacks):
+        names = torch._inductor.list_options()
+        monkeypatch.setattr(_torch, "option_names", lambda: {*names} - lacks)
+        templates._own.cache_clear()
+
+    yield meet
+    monkeypatch.undo()
+    templates._own.cache_clear()
+
+
+def test_an_option_that_torch_dropped_is_left_out_and_told_by_name(another_torch):
+    another_torch(lacks={"freezing", "max_autotune_conv_backends"})
+    assert templates.names() == NAMES
+    cpu = torch.device("cpu")
+    assert dict(templates.get("aten").options) == {"max_autotune_gemm_backends": "ATEN"}
+    said = templates.get("aten").falls_back(cpu)
+    assert "needs Inductor's max_autotune_conv_backends='ATEN', which torch" in said
+    assert said.endswith("does not take; it falls back to its other options")
+    assert templates.get("freezing").falls_back(cpu).endswith("it falls back to mode 'default' as it is")
+    assert templates.get("cpp_wrapper").falls_back(cpu) is None
+    with pytest.raises(ValueError, match="options key='freezing' is unknown"):
+        templates.Template(name="mine", description="", options={"freezing": True})
+
+
+def test_an_option_that_torch_renamed_goes_by_the_name_that_it_knows(another_torch, monkeypatch):
+    monkeypatch.setattr(templates, "_FORMER_NAMES", {"cpp_wrapper": ("freezing",)})
+    another_torch(lacks={"cpp_wrapper"})
+    assert dict(templates.get("cpp_wrapper").options) == {"freezing": True}
+    assert templates.get("cpp_wrapper").falls_back(torch.device("cpu")) is None
 
 
 def fit(*callbacks, make=Classifier, **settings):
@@ -190,11 +234,35 @@ def test_users_register_their_own():
         ({"name": 3}, TypeError, "name=3"),
         ({"mode": "fast"}, ValueError, "mode='fast'"),
         ({"options": {"epilogue_fussion": True}}, ValueError, "epilogue_fusion"),
+        ({"options": {"max_autotune": "yes"}}, TypeError, r"options\['max_autotune'\]='yes' must be of type bool"),
+        ({"options": {"post_grad_custom_post_pass": 3}}, TypeError, r"options\['post_grad_custom_post_pass'\]"),
+        ({"options": None}, TypeError, "options=None must map"),
     ],
 )
 def test_templates_that_cannot_be_are_refused(arguments, error, said):
     with pytest.raises(error, match=said):
         templates.Template(**{"name": "mine", "description": "", **arguments})
+
+
+def test_a_pass_of_a_template_and_passes_at_its_hook_point_are_refused():
+    options = {"post-grad-custom-post-pass": changes_nothing}
+    templates.register(templates.Template(name="mine", description="with a pass", options=options))
+    try:
+        refused = "template='mine' with its option 'post_grad_custom_post_pass' and passes=.* use the same hook point"
+        with pytest.raises(ValueError, match=refused):
+            InductorConfig(template="mine", passes=[changes_nothing])
+        with pytest.raises(ValueError, match=refused):
+            InductorCompile("mine", passes=[changes_nothing])
+        with pytest.raises(ValueError, match=refused):
+            InductorCompile(None, Tune(["mine", "default"]), passes=[changes_nothing])
+        with pytest.raises(ValueError, match=refused):
+            compile_phases(nn.Linear(2, 2), infer_mode="mine", passes=[changes_nothing])
+        without = InductorConfig(
+            template="mine", options={"post_grad_custom_post_pass": None}, passes=[changes_nothing]
+        )
+        assert without.resolved_options()["post_grad_custom_post_pass"] is None
+    finally:
+        templates.unregister("mine")
 
 
 def test_the_librarys_own_stay():

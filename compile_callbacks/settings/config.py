@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,18 @@ from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
 from compile_callbacks.files.whole_files import appears_whole
 from compile_callbacks.links import checks_settings
-from compile_callbacks.passes import HOOK_OPTIONS, GraphPass, as_passes, pass_hook, pass_identity, pass_name
+from compile_callbacks.passes import GraphPass, as_passes, pass_identity, pass_name
 from compile_callbacks.phases import Phase
 from compile_callbacks.references import reference_to
 from compile_callbacks.settings import templates
 from compile_callbacks.settings.config_checks import (
     as_autocast_dtype,
+    check_hook_points,
     check_mode,
-    check_options,
     check_template,
     dtype_name,
 )
+from compile_callbacks.settings.options import as_options
 
 _DEFAULT_FOLD_LIMIT_MB = 1024
 
@@ -67,8 +67,8 @@ class InductorConfig:
             gradient scaler, which the Trainer's ``precision="16-mixed"`` brings.
 
     Raises:
-        ValueError: An unknown mode, template or option, ``mode`` together with ``options``, a hook point that is set
-            in ``options`` and used by ``passes``, a ``fold_limit_mb`` that is no positive number, an
+        ValueError: An unknown mode, template or option, ``mode`` together with ``options``, a hook point that
+            ``options`` or the template set and ``passes`` use, a ``fold_limit_mb`` that is no positive number, an
             ``autocast_dtype`` that autocast does not compute in, or one without ``autocast_enabled=True``.
         TypeError: An argument or an option value of the wrong type.
 
@@ -94,9 +94,7 @@ class InductorConfig:
     def __post_init__(self) -> None:
         check_mode(self.mode)
         check_template(self.template)
-        if self.options is None:
-            object.__setattr__(self, "options", {})
-        check_options(self.options)
+        object.__setattr__(self, "options", as_options({} if self.options is None else self.options))
         if self.mode is not None and self.options:
             raise ValueError(
                 f"mode={self.mode!r} and options={dict(self.options)!r} cannot both be given, as in torch.compile; "
@@ -125,15 +123,16 @@ class InductorConfig:
                 f"autocast_dtype={self.autocast_dtype} has no effect with autocast_enabled={self.autocast_enabled}; "
                 "give autocast_enabled=True with it"
             )
-        object.__setattr__(self, "options", types.MappingProxyType(dict(self.options)))
         object.__setattr__(self, "passes", as_passes(self.passes, "passes"))
-        for graph_pass in self.passes:
-            option = HOOK_OPTIONS[pass_hook(graph_pass)]
-            if self.options.get(option) is not None:
-                raise ValueError(
-                    f"options[{option!r}] and passes={self.passes!r} use the same hook point; give all of them in "
-                    "passes, in the order in which they are to run"
-                )
+        self.check_beside(self.passes)
+
+    def check_beside(self, passes: Sequence[Any]) -> None:
+        """Refuse passes at a hook point that ``options`` or the template set.
+
+        Raises:
+            ValueError: There is one.
+        """
+        check_hook_points(passes, self.options, self.template)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping proxy cannot be pickled or deep-copied.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import types
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
-from compile_callbacks.passes import HOOK_OPTIONS, as_passes
+from compile_callbacks.passes import HOOK_OPTIONS, pass_hook
 from compile_callbacks.settings import templates
 
 _AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,38 +55,15 @@ def check_template(template: object) -> None:
     templates.get(template)
 
 
-def check_options(options: object) -> None:
-    """Refuse options that the installed Inductor does not have, and values of other types than its own."""
-    if not isinstance(options, Mapping):
-        raise TypeError(f"options={options!r} must map option names to values, not {type(options).__name__}")
-    for name, value in options.items():
-        if not isinstance(name, str):
-            raise TypeError(f"options has the key {name!r}, which is no option name")
-        if name.replace("-", "_") not in _torch.option_names():
-            raise ValueError(unknown("options key", name, [n for n in sorted(_torch.option_names()) if n[0].islower()]))
-        if name in HOOK_OPTIONS.values():
-            as_passes((value,) if value is not None else (), f"options[{name!r}]")
-        elif not _fits(value, expected := _torch.option_type(name.replace("-", "_"))):
-            raise TypeError(
-                f"options[{name!r}]={value!r} must be of type {_type_name(expected)}, not {type(value).__name__}"
+def check_hook_points(passes: Sequence[Any], options: Mapping[str, Any], template: str | None) -> None:
+    """Refuse passes at a hook point that the options beside them set, or those of a template: one would be lost."""
+    of_template = {} if template is None else templates.get(template).options
+    for graph_pass in passes:
+        option = HOOK_OPTIONS[pass_hook(graph_pass)]
+        given = options if option in options else of_template
+        if given.get(option) is not None:
+            where = f"options[{option!r}]" if given is options else f"template={template!r} with its option {option!r}"
+            raise ValueError(
+                f"{where} and passes={tuple(passes)!r} use the same hook point; give all of them in passes, in the "
+                "order in which they are to run"
             )
-
-
-def _fits(value: object, expected: Any) -> bool:
-    """Whether a value is of an annotated type; an annotation that cannot be judged admits everything."""
-    origin = typing.get_origin(expected)
-    if origin is typing.Literal:
-        return value in typing.get_args(expected)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, choice) for choice in typing.get_args(expected))
-    if origin is not None:
-        return _fits(value, origin)
-    if expected is Callable or not isinstance(expected, type):
-        return True
-    if isinstance(value, bool) and expected is not bool:  # bool is an int to isinstance, and no number to a user
-        return expected is object
-    return isinstance(value, expected)
-
-
-def _type_name(expected: Any) -> str:
-    return expected.__name__ if isinstance(expected, type) else str(expected)

@@ -8,17 +8,19 @@ Example::
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from compile_callbacks import _torch
 from compile_callbacks.choices import unknown
 from compile_callbacks.links import checks_settings
+from compile_callbacks.settings.options import as_options
 
 
 def _nothing_is_missing(device: torch.device) -> str | None:
@@ -57,10 +59,7 @@ class Template:
             raise ValueError(f"name={self.name!r} is no name for a template: it is empty or means something else")
         if self.mode is not None and self.mode not in _torch.mode_names():
             raise ValueError(unknown("mode", self.mode, _torch.mode_names()))
-        for option in self.options:
-            if option not in _torch.option_names():
-                raise ValueError(unknown("options key", option, sorted(_torch.option_names())))
-        object.__setattr__(self, "options", types.MappingProxyType(dict(self.options)))
+        object.__setattr__(self, "options", as_options(self.options))
 
     def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
         """Every Inductor option that the template sets, its mode's among them.
@@ -150,11 +149,56 @@ def _without_tma(device: torch.device) -> str | None:
     return None if _torch.has_triton_tma() else "a Triton that knows the Tensor Memory Accelerator"
 
 
+_FORMER_NAMES: Mapping[str, Sequence[str]] = {}
+"""What options of these templates were called before, the newest name first; none was renamed from 2.11 to 2.15."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OwnTemplate(Template):
+    """One of the library's own: where torch drops one of its options, or its value, the others stay.
+
+    Attributes:
+        left_out: What the installed torch does not take.
+    """
+
+    left_out: tuple[str, ...] = field(default=(), init=False)
+
+    @override
+    def __post_init__(self) -> None:
+        options: dict[str, Any] = {}
+        left_out = []
+        for name, value in self.options.items():
+            if taken := _as_this_torch_takes(name, value):
+                options |= taken
+            else:
+                left_out.append(f"{name}={value!r}")
+        object.__setattr__(self, "options", options)
+        object.__setattr__(self, "left_out", tuple(left_out))
+        super().__post_init__()
+
+    @override
+    def falls_back(self, device: torch.device) -> str | None:
+        reason = super().falls_back(device)
+        if reason is not None or not self.left_out:
+            return reason
+        rest = "its other options" if self.options else f"mode {self.mode or 'default'!r} as it is"
+        options = f"Inductor's {' and '.join(self.left_out)}, which torch {torch.__version__} does not take"
+        return f"template {self.name!r} needs {options}; it falls back to {rest}"
+
+
+def _as_this_torch_takes(name: str, value: Any) -> Mapping[str, Any]:
+    """An option by the newest of its names that the installed torch knows; empty where it takes none of them."""
+    for known in (name, *_FORMER_NAMES.get(name, ())):
+        with contextlib.suppress(ValueError, TypeError):
+            return as_options({known: value})
+    return {}
+
+
 @functools.cache
 def _own() -> dict[str, Template]:
     # Made when asked for: checking option names takes longer than importing this library may.
     own = [
-        Template(
+        _OwnTemplate(
             name="triton",
             description="Matrix products and convolutions as Triton kernels, chosen by measuring; ATen where none fits",
             mode="max-autotune-no-cudagraphs",
@@ -167,12 +211,12 @@ def _own() -> dict[str, Template]:
             missing=_without_triton,
             fallback="max-autotune-no-cudagraphs as it is on this device",
         ),
-        Template(
+        _OwnTemplate(
             name="cpp_wrapper",
             description="C++ in place of Python between kernels: less work for the host, longer to compile",
             options={"cpp_wrapper": True},
         ),
-        Template(
+        _OwnTemplate(
             name="cutlass",
             description="Matrix products from CUTLASS beside ATen's, chosen by measuring",
             mode="max-autotune-no-cudagraphs",
@@ -180,27 +224,27 @@ def _own() -> dict[str, Template]:
             missing=_without_cutlass,
             fallback="max-autotune-no-cudagraphs, which chooses among Triton's and ATen's",
         ),
-        Template(
+        _OwnTemplate(
             name="aten",
             description="Matrix products and convolutions from ATen's libraries alone; only what is fused is generated",
             options={"max_autotune_gemm_backends": "ATEN", "max_autotune_conv_backends": "ATEN"},
         ),
-        Template(
+        _OwnTemplate(
             name="cudagraphs",
             description="CUDA graphs: a step is launched as a whole, for models whose host is slower than their GPU",
             mode="reduce-overhead",
         ),
-        Template(
+        _OwnTemplate(
             name="max_autotune",
             description="Kernels chosen by measuring, and CUDA graphs: the fastest steps, the longest compile",
             mode="max-autotune",
         ),
-        Template(
+        _OwnTemplate(
             name="freezing",
             description="Weights baked in where they stand still (test, predict); without effect in training",
             options={"freezing": True},
         ),
-        Template(
+        _OwnTemplate(
             name="tma",
             description="Matrix products as persistent Triton kernels that load through the Tensor Memory Accelerator",
             mode="max-autotune-no-cudagraphs",

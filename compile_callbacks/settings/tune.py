@@ -112,6 +112,15 @@ class Tune:
         """The graph passes of all candidates."""
         return tuple(graph_pass for config in self.configs for graph_pass in config.passes)
 
+    def check_beside(self, passes: Sequence[Any]) -> None:
+        """Refuse passes at a hook point that the options or the template of a candidate set.
+
+        Raises:
+            ValueError: There is one.
+        """
+        for config in self.configs:
+            config.check_beside(passes)
+
     def describe(self) -> str:
         """The candidates and what differs from the default rule, in a line; ``"auto"`` for the mode of that name."""
         names = " | ".join(config.describe() for config in self.configs) or AUTO
