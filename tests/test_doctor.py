@@ -12,6 +12,7 @@ import torch
 
 from compile_callbacks.checks import run
 from compile_callbacks.checks.packages import check_torchvision
+from compile_callbacks.checks.toolchain import check_cpp_compiler
 from compile_callbacks.command_line.cli import main
 
 pytestmark = pytest.mark.newest
@@ -43,9 +44,17 @@ def test_without_a_compiler_it_names_the_piece_and_the_remedy(tmp_path):
     assert "run uncompiled" in missing["consequence"]
     assert "apt-get install g++" in missing["remedy"]
     assert "unset CXX" in missing["remedy"]
-    if not torch.cuda.is_available():
-        assert missing["status"] == checks["compile on CPU"]["status"] == "failed"
+    assert missing["status"] == checks["compile on CPU"]["status"] == "failed"
     assert checks["torch"]["status"] == "ok"
+
+
+def test_beside_a_gpu_a_missing_compiler_is_a_failure_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
+    check = check_cpp_compiler()
+    assert check.status == "failed"
+    assert "'no-such-compiler' does not run" in check.found
+    assert "on any device, the template cpp_wrapper" in check.consequence
 
 
 def test_a_check_that_crashes_is_a_warning(monkeypatch, capsys):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks.checks.check import Check, Status
+from compile_callbacks.checks.check import Check
 from compile_callbacks.failures import in_one_line
 
 _LEAST_CAPABILITY = (7, 0)  # Triton generates code for Volta and later
@@ -27,11 +27,6 @@ def has_gpu() -> bool:
     with contextlib.suppress(Exception):
         return torch.cuda.is_available()
     return False
-
-
-def worse_without_gpu() -> Status:
-    """What a missing piece of the CPU's toolchain is: modules on a GPU do without it."""
-    return "warning" if has_gpu() else "failed"
 
 
 # ---------------------------------------------------------------------------------------------- GPU

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from compile_callbacks import _torch
 from compile_callbacks.checks.check import Check, said
-from compile_callbacks.checks.machine import worse_without_gpu
 from compile_callbacks.checks.remedies import install
 
 _PROGRAM = """\
@@ -30,7 +29,7 @@ def check_cpp_compiler() -> Check:
     except (RuntimeError, OSError, ValueError):
         tried = " and ".join(map(repr, _torch.cpp_compilers_tried()))
         return Check(
-            status=worse_without_gpu(),
+            status="failed",
             found=f"none: {tried} does not run" if tried else "none: CXX is set to nothing",
             consequence=_CONSEQUENCE,
             remedy=cpp_compiler_remedy(),
@@ -42,7 +41,7 @@ def check_cpp_compiler() -> Check:
             threads = ctypes.CDLL(str(_torch.build_cpp(source))).threads()
         except Exception as error:
             return Check(
-                status=worse_without_gpu(),
+                status="failed",
                 found=f"{compiler} cannot build a library with OpenMP: {said(error)}",
                 consequence=_CONSEQUENCE,
                 remedy=f"{install('openmp')} for clang; else {cpp_compiler_remedy()}",
