@@ -510,6 +510,19 @@ def test_the_next_run_begins_with_the_choice_and_checks_it(monkeypatch, tmp_path
     assert len(list((tmp_path / "choices").iterdir())) == 2
 
 
+def test_a_choice_that_left_a_candidate_out_is_for_runs_that_are_no_longer(monkeypatch, tmp_path):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+
+    def run(epochs):
+        ours = InductorCompile("auto", None, cache_dir=tmp_path)
+        fit(ours, batches=20, epochs=epochs)
+        return ours.report.train.trials[0]["reason"] or ""
+
+    assert "earlier run" not in run(2)  # eager: 40 steps repay no compile
+    assert "chosen in an earlier run" in run(2)
+    assert "earlier run" not in run(3)
+
+
 def test_what_a_choice_holds_for_is_all_that_may_change_the_fastest(monkeypatch):
     def made_for(module=None, **changed):
         given = {
@@ -572,11 +585,6 @@ def test_a_folder_that_cannot_be_written_costs_the_choice_and_not_the_run(monkey
     fit(ours, batches=30)
     assert ours.report.train.mode == "default"
     assert "the choice could not be kept for later runs" in caplog.text
-
-
-def test_a_choice_that_a_longer_run_might_not_make_is_not_kept(tmp_path):
-    fit(InductorCompile("auto", None, cache_dir=tmp_path), batches=20)
-    assert not (tmp_path / "choices").exists()
 
 
 @pytest.mark.parametrize("cache_dir", [3, True])

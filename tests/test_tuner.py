@@ -236,7 +236,7 @@ def test_where_the_steps_are_known_late_a_run_is_as_long_as_it_then_turns_out():
 
 
 @pytest.mark.parametrize("rule", ["throughput", "first", "latency", "latency_budget"])
-def test_a_choice_is_provisional_where_another_candidate_was_not_worth_its_compile(rule):
+def test_a_choice_holds_for_no_longer_run_where_another_candidate_was_not_worth_its_compile(rule):
     def why_not(name, known):
         return "too dear" if name == "dear" and known.steps_left < 1000 else None
 
@@ -244,18 +244,28 @@ def test_a_choice_is_provisional_where_another_candidate_was_not_worth_its_compi
     tuner = Tuner(["dear", "a"], rule=rule, why_not=why_not, **budget_ms)
     machine = Machine({"eager": 10, "a": 5, "dear": 1})
     tuner.plan(500)
-    assert (machine.run(tuner), tuner.provisional) == ("a", True)
+    assert (machine.run(tuner), tuner.holds_for_steps) == ("a", 500)
     assert verdicts(tuner)["dear"] == "not tried"
     tuner.plan(5000)
-    assert (machine.run(tuner), tuner.provisional) == ("dear", False)
+    assert (machine.run(tuner), tuner.holds_for_steps) == ("dear", math.inf)
 
 
-def test_a_choice_is_provisional_where_it_was_cut_short_and_not_where_it_is_clear():
+@pytest.mark.parametrize(("steps", "believed"), [(500, True), (501, False), (math.inf, False)])
+@pytest.mark.parametrize("name", ["eager", "a"])
+def test_a_remembered_choice_is_forgotten_in_a_longer_run(name, steps, believed):
+    tuner = Tuner(["a", "b"])
+    tuner.plan(steps)
+    tuner.remember(name, 500)
+    chosen = Machine({"eager": 10, "a": 8, "b": 5}).run(tuner)
+    assert (chosen, tuner.holds_for_steps) == ((name, 500) if believed else ("b", math.inf))
+
+
+def test_a_choice_holds_for_no_run_where_it_was_cut_short_and_for_all_where_it_is_clear():
     short = Tuner(["a"], budget_seconds=5)
     Machine({"eager": 1000, "a": 500}).run(short)
     clear = Tuner(["a"])
     Machine({"eager": 10, "a": 5}).run(clear)
-    assert (short.provisional, clear.provisional) == (True, False)
+    assert (short.holds_for_steps, clear.holds_for_steps) == (0, math.inf)
 
 
 def test_only_steps_of_equal_work_are_compared():

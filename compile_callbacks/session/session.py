@@ -172,6 +172,7 @@ class CompileSession:
     def end(self, *, keep_compiled: bool = False) -> None:
         """The trainer run is over: the module is an ordinary one again, unless it is to stay compiled."""
         self._running = False
+        self._meetings.end()
         self._recorder.stop()
         self._timer.abandon()
         self._keep_artifacts()
@@ -288,6 +289,8 @@ class CompileSession:
         Args:
             work: What was to be done in it; steps of equal work are compared.
         """
+        if self._phase == "infer":
+            self._meetings.after_inference()
         compiles_before, traces_before = self._seen_before_step
         disturbed = self._meetings.disturbed or self._recorder.compiles_seen != compiles_before
         self._meetings.step_ends()
@@ -315,6 +318,10 @@ class CompileSession:
             )
             self._configs[self._phase] = tuning.config
         self._select(compiled=True)
+
+    def last_step_ended(self) -> None:
+        """The last step of a stage without backward passes is done; what is logged for all processes comes next."""
+        self._meetings.after_steps()
 
     def leave(self, phase: Phase) -> None:
         """A stage of this phase ends: say what ran and was not compiled, unless that has been said."""
@@ -349,8 +356,8 @@ class CompileSession:
             return
         for phase, choice in state.get("choices", {}).items():  # states before `Tune` have none
             if phase in self._tunings:
-                found = Choice(candidate=choice["candidate"], key=choice["key"])
-                self._tunings[phase].recall(choice["fingerprint"], found)
+                held = {name: choice[name] for name in ("candidate", "key", "holds_for_steps")}
+                self._tunings[phase].recall(choice["fingerprint"], Choice(**held))
         for phase in PHASES:
             self._timer.restore(phase, state["baselines"][phase])
             if state["baselines"][phase]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,13 @@ class Choice:
     Attributes:
         candidate: The candidate's settings, in a line; ``"eager"`` for eager.
         key: `InductorConfig.key` of the same; empty for eager.
+        holds_for_steps: The longest run, in steps of the phase, that it holds for: a longer one can repay what was not
+            worth its compile.
     """
 
     candidate: str
     key: str = ""
+    holds_for_steps: float = field(default=math.inf, compare=False)
 
 
 class ChoicesStore:
@@ -103,10 +107,10 @@ class ChoicesStore:
         try:
             if data["made_for"] != dict(made_for):
                 return None
-            candidate, key = data["candidate"], data["key"]
-        except (KeyError, TypeError):
+            candidate, key, steps = str(data["candidate"]), str(data["key"]), data["holds_for_steps"]
+            return Choice(candidate=candidate, key=key, holds_for_steps=math.inf if steps is None else float(steps))
+        except (KeyError, TypeError, ValueError):
             return None
-        return Choice(candidate=candidate, key=key) if isinstance(candidate, str) and isinstance(key, str) else None
 
     def save(self, made_for: Mapping[str, str], choice: Choice, trials: list[dict[str, Any]]) -> str | None:
         """Keep a choice.
@@ -119,8 +123,9 @@ class ChoicesStore:
         Returns:
             Why it could not be kept, or ``None``.
         """
-        data = {"candidate": choice.candidate, "key": choice.key, "made_for": dict(made_for), "trials": trials}
-        return self._files.save(fingerprint(made_for), data)
+        steps = choice.holds_for_steps if math.isfinite(choice.holds_for_steps) else None
+        data = {"candidate": choice.candidate, "key": choice.key, "holds_for_steps": steps}
+        return self._files.save(fingerprint(made_for), {**data, "made_for": dict(made_for), "trials": trials})
 
 
 def _digest(data: Any) -> str:

@@ -55,7 +55,8 @@ class Tuner:
         for name, reason in (skip or {}).items():
             self._others[name].rule_out("not tried", reason)
         self._scores = Scores(rule, steps, min_speedup, latency_budget_ms, {EAGER: self._eager, **self._others})
-        self.provisional = False
+        self.holds_for_steps = 0.0
+        """The longest run, in steps of the phase, that would choose the same; 0 where the choice was cut short."""
         """Whether a longer run, or one with a larger budget, might choose otherwise."""
         self._rule = rule
         self._steps = steps
@@ -69,6 +70,7 @@ class Tuner:
         self._cut_off: list[Candidate] = []
         self._run_steps = self._looked_at_steps = 0.0  # of the run, and of the longest that found them not worth it
         self._remembered: Candidate | None = None
+        self._remembered_for_steps = 0.0
         self._rounds = 0
         self._turns: list[Candidate] = []
         self._steps_of_block = self._samples_of_block = 0
@@ -100,14 +102,19 @@ class Tuner:
                 self._leave_for_now(one, few)
             self._settle(None)
 
-    def remember(self, name: str) -> None:
-        """An earlier run chose this candidate: it is compared with eager alone, before any other is tried."""
-        if self.winner is not None:
+    def remember(self, name: str, held_for_steps: float = math.inf) -> None:
+        """An earlier run chose this candidate: it is compared with eager alone, before any other is tried.
+
+        Args:
+            name: The candidate.
+            held_for_steps: The longest run, in steps of the phase, that the choice holds for: a longer one forgets it.
+        """
+        if self.winner is not None or held_for_steps < self._run_steps:
             return
         if name == EAGER:
-            self._choose(self._eager, "chosen in an earlier run")
+            self._choose(self._eager, "chosen in an earlier run", holds_for_steps=held_for_steps)
         elif name in self._others and not self._others[name].out:
-            self._remembered = self._others[name]
+            self._remembered, self._remembered_for_steps = self._others[name], held_for_steps
             self._turns = [self._turns[0], self._remembered]
 
     @property
@@ -300,7 +307,8 @@ class Tuner:
         elif self._scores.proven(one.name):
             self._remembered = None
             if self._scores.passes(one.name):
-                self._choose(one, "chosen in an earlier run, and faster than eager in this one")
+                reason = "chosen in an earlier run, and faster than eager in this one"
+                self._choose(one, reason, holds_for_steps=self._remembered_for_steps)
 
     def _conclude(self, one: Candidate) -> None:
         """A candidate has its samples: it is chosen, or out."""
@@ -328,11 +336,13 @@ class Tuner:
         if self._rule == "latency_budget":
             left = [one for one in left if self._scores.within_latency_budget(one.name)][:1] or left
         best = min(left, key=lambda one: self._scores.measure_ms(one.name), default=self._eager)
-        self._choose(best, reason, early=reason is not None)
+        self._choose(best, reason, holds_for_steps=None if reason is None else 0.0)
 
-    def _choose(self, winner: Candidate, reason: str | None = None, *, early: bool = False) -> None:
+    def _choose(self, winner: Candidate, reason: str | None = None, *, holds_for_steps: float | None = None) -> None:
         self.winner = winner.name
-        self.provisional = early or bool(self._not_worth)
+        if holds_for_steps is None:
+            holds_for_steps = self._looked_at_steps if self._not_worth else math.inf
+        self.holds_for_steps = holds_for_steps
         self._eager.rule_out("beaten")
         for one in self._in_play():
             if one.steps:

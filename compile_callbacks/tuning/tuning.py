@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -248,12 +248,11 @@ class PhaseTuning:
         trials = self._tuner.trials()
         return trials if self._tuner.winner is not None or any(trial.samples for trial in trials) else ()
 
-    def choice(self) -> dict[str, str] | None:
+    def choice(self) -> dict[str, Any] | None:
         """What was chosen, and the fingerprint of what for, as plain data; ``None`` while nothing is."""
-        if self.winner is None or self._made_for is None:
+        if self._tuner is None or self._tuner.winner is None or self._made_for is None:
             return None
-        choice = self._as_choice(self.winner)
-        return {"fingerprint": fingerprint(self._made_for), "candidate": choice.candidate, "key": choice.key}
+        return {"fingerprint": fingerprint(self._made_for), **asdict(self._as_choice(self._tuner.winner))}
 
     # ------------------------------------------------------------------------------------------ what these call
 
@@ -308,11 +307,12 @@ class PhaseTuning:
         choice = next((of_process for of_process in self._gather(found) if of_process is not None), None)
         known = [self._as_choice(name) for name in (EAGER, *self._configs)]
         if choice is not None and choice in known:
-            tuner.remember(choice.candidate)
+            tuner.remember(choice.candidate, choice.holds_for_steps)
             self._checked = choice.candidate if tuner.remembers else None
 
     def _as_choice(self, name: str) -> Choice:
-        return Choice(candidate=name, key="" if name == EAGER else self._configs[name].key())
+        steps = 0.0 if self._tuner is None else self._tuner.holds_for_steps
+        return Choice(candidate=name, key="" if name == EAGER else self._configs[name].key(), holds_for_steps=steps)
 
     def _why_not(self, name: str, known: Known) -> str | None:
         if (reason := why_not_affordable(name, self._configs, known)) is not None:
@@ -338,8 +338,8 @@ class PhaseTuning:
             self._keep(tuner, tuner.winner)
 
     def _keep(self, tuner: Tuner, winner: str) -> None:
-        """Keep the choice for later runs, unless a longer one could choose otherwise."""
-        if self._store is None or self._made_for is None or tuner.provisional:
+        """Keep the choice for later runs, unless it was cut short."""
+        if self._store is None or self._made_for is None or not tuner.holds_for_steps:
             return
         told = [trial.to_dict() for trial in tuner.trials()]
         if problem := self._store.save(self._made_for, self._as_choice(winner), told):
