@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 _SHOWN = 3  # more names than this are no help in one message
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -23,14 +24,15 @@ def class_name(module: nn.Module) -> str:
 def architecture_key(module: nn.Module) -> str:
     """A hash of the classes, names and settings of a module's parts, and of its weights' names, shapes and dtypes.
 
-    Equal for modules that were built alike, also in another process; values and devices do not count.
+    Equal for modules that were built alike, also in another process; values and devices do not count, nor shapes that a lazy
+    module does not know yet.
     """
     parts = [
         (name, class_name(part), _ADDRESS.sub("", part.extra_repr()))
         for name, part in module.named_modules(remove_duplicate=False)
     ]
     weights = [
-        (name, list(tensor.shape), str(tensor.dtype))
+        (name, None if is_lazy(tensor) else list(tensor.shape), str(tensor.dtype))
         for named in (module.named_parameters, module.named_buffers)
         for name, tensor in named(remove_duplicate=False)
     ]

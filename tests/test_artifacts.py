@@ -91,18 +91,19 @@ def test_a_file_holds_what_fits_into_the_limit(tmp_path):
 
 def test_files_that_were_loaded_longest_ago_make_room(tmp_path):
     store = ArtifactStore(tmp_path, limit_mb=1000 / 2**20)
-    names = ["a", "b", "c"]
+    names = [letter * 32 for letter in "abc"]
     for age, key in enumerate(names):
         store.save(key, [GRAPH])
         os.utime(store.path(key), (0, time.time() - 100 + age))
-    abandoned, in_use = tmp_path / ".a.1.tmp", tmp_path / ".b.2.tmp"
-    for path in (abandoned, in_use):
-        path.touch()
-    os.utime(abandoned, (0, time.time() - 7200))
-    (tmp_path / "users.txt").write_text("u" * 5000)
-    store.load("a")
-    store.save("d", [Artifact("inductor", "d", b"d" * 700)])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".b.2.tmp", "a.artifacts", "d.artifacts", "users.txt"]
+    abandoned, in_use, users = f".{'a' * 32}.1.0000000a.tmp", f".{'b' * 32}.2.0000000b.tmp", ["my.artifacts", "my.tmp"]
+    for name in (abandoned, in_use, *users):
+        (tmp_path / name).write_text("" if name == in_use else "u" * 5000)
+    for name in (abandoned, *users):
+        os.utime(tmp_path / name, (0, time.time() - 7200))
+    store.load("a" * 32)
+    store.save("d" * 32, [Artifact("inductor", "d", b"d" * 600)])
+    kept = [f"{letter * 32}.artifacts" for letter in "ad"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([in_use, *kept, *users])
 
 
 def test_a_file_cut_off_anywhere_is_damaged(store):

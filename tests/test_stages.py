@@ -6,11 +6,11 @@ import math
 
 import lightning.pytorch as pl
 import pytest
+from models import Classifier, loader, trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.stages import steps_to_come
-from tests.models import Classifier, loader, trainer
 
 INF = math.inf
 

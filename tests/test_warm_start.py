@@ -12,12 +12,20 @@ from processes import run_in_new_process
 from torch import nn
 from uncached import Uncached
 
-from compile_callbacks import CompileWarning, InductorCompile, InductorConfig, compile_phases, report_of, restore
+from compile_callbacks import (
+    CompileWarning,
+    InductorCompile,
+    InductorConfig,
+    _torch,
+    compile_phases,
+    report_of,
+    restore,
+)
 from compile_callbacks.reporting.report import CompileReport
 from compile_callbacks.warm_start.artifact_file import Artifact
 from compile_callbacks.warm_start.artifacts import ArtifactStore
 from compile_callbacks.warm_start.artifacts_key import artifacts_key
-from compile_callbacks.warm_start.warm_start import WarmStart, _writes
+from compile_callbacks.warm_start.warm_start import WarmStart
 
 # A run of both phases: prediction compiles anew what validation compiled, because it runs under inference_mode.
 RUN = """
@@ -223,23 +231,39 @@ def test_functions_have_keys_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rank", "device", "writes"),
+    ("rank", "device", "others", "writes"),
     [
-        (None, "cpu", True),
-        ("0", "cpu", True),
-        ("1", "cpu", False),
-        ("0", "cuda:0", True),
-        ("1", "cuda:1", True),  # its graphs name cuda:1, and are kept apart
-        ("1", "cuda:0", False),  # a GPU for each process, by CUDA_VISIBLE_DEVICES
-        ("8", "cuda:0", False),  # the first GPU of the second machine
+        (None, "cpu", [], True),
+        (None, "cuda:1", [], True),  # a single process on the second GPU
+        ("0", "cpu", [], True),  # torchrun, and no trainer: they do not meet
+        ("1", "cpu", [], False),
+        ("1", "cuda:1", [], True),
+        ("1", "cuda:0", [], False),
+        ("0", "cpu", [(0, "own"), (1, "own")], True),
+        ("1", "cpu", [(0, "own"), (1, "own")], False),
+        ("1", "cuda:3", [(0, "cuda:2"), (1, "own")], True),  # its graphs name cuda:3, and are kept apart
+        ("8", "cuda:0", [(0, "own"), (8, "own")], False),  # the first GPU of the second machine
     ],
 )
-def test_of_ranks_with_the_same_artifacts_the_lowest_keeps_them(monkeypatch, rank, device, writes):
+def test_of_ranks_with_the_same_artifacts_the_lowest_keeps_them(monkeypatch, tmp_path, rank, device, others, writes):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    assert _writes(torch.device(device)) == writes
+    monkeypatch.setattr("compile_callbacks.warm_start.warm_start.device_of", lambda module: torch.device(device))
+    monkeypatch.setattr("compile_callbacks.warm_start.warm_start.artifacts_key", lambda *described: "own")
+    monkeypatch.setattr(_torch, "recorded_artifacts", lambda after: ([("inductor", "graph", b"g")], 1))
+    warm = WarmStart(tmp_path / "kept", {"train": InductorConfig()})
+    warm.begin(mlp(), lambda own: others or [own])
+    warm.save()
+    assert (tmp_path / "kept").exists() == writes
+
+
+def test_lazy_modules_are_known_by_their_parts(tmp_path):
+    lazy = compile_phases(nn.Sequential(nn.LazyLinear(3)), infer_mode=None, verify="off", cache_dir=tmp_path)
+    lazy(torch.randn(2, FEATURES))
+    restore(lazy)
+    assert artifacts_of(tmp_path)
 
 
 def test_another_rank_loads_and_does_not_write(tmp_path, monkeypatch):

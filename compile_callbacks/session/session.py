@@ -90,6 +90,7 @@ class CompileSession:
             recorder=self._recorder,
             settings=settings,
             meetings=self._meetings,
+            warn=warn,
         )
         self._meetings.on_failure = _while_there(self._switch.give_up)
         # What comes from other processes ends with a link already.
@@ -161,7 +162,7 @@ class CompileSession:
         self._meetings.begin(device_of(self.module), together=together and any(self._settings.values()))
         self._warnings.of_settings(self._configs, sharded=is_sharded(self.module), cuda=self._cuda)
         if self._warm_start is not None:
-            self._warm_start.begin(self.module)
+            self._warm_start.begin(self.module, self._meetings.gather)
         self._recorder.listen()
         self._switch.install()
         self._reports.precision = precision

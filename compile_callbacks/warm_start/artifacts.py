@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 import time
@@ -22,6 +23,8 @@ SUFFIX = ".artifacts"
 
 _DEFAULT_LIMIT_MB = 2048
 _MOST_UNUSED_RUNS = 4
+_OWN_FILE = re.compile(r"[0-9a-f]{32}\.artifacts|\.[0-9a-f]{32}\.\d+\.[0-9a-f]{8}\.tmp")
+
 _ABANDONED_SECONDS = 3600
 
 
@@ -221,7 +224,7 @@ class ArtifactStore:
         """Remove what killed writers left, and the files that were loaded longest ago where all are too large."""
         files = []
         for name in os.listdir(folder):
-            if not name.endswith((SUFFIX, ".tmp")):
+            if not _OWN_FILE.fullmatch(name):  # the folder may hold other people's work
                 continue
             with contextlib.suppress(OSError):  # another process was first
                 found = os.stat(name, dir_fd=folder, follow_symlinks=False)

@@ -49,6 +49,7 @@ class WarmStart:
         self._store = ArtifactStore(folder)
         self._settings = dict(configs), tuple(passes)
         self._key: str | None = None
+        self._writes = True
         self._device = torch.device("cpu")
         self._loaded_bytes = self._saved_bytes = 0
         self._seen = 0
@@ -72,14 +73,24 @@ class WarmStart:
             "saved_mb": self._saved_bytes / 2**20,
         }
 
-    def begin(self, module: nn.Module) -> None:
-        """A run begins: what is compiled from here on is the module's. The first time, load."""
+    def begin(self, module: nn.Module, gather: Callable[[Any], Sequence[Any]] = lambda own: [own]) -> None:
+        """A run begins: what is compiled from here on is the module's. The first time, load.
+
+        Args:
+            module: The module.
+            gather: Gives what each process knows: of those with the same key the one of lowest rank writes.
+        """
         _, self._seen = _torch.recorded_artifacts(self._seen)
         self._libraries = set(loaded_libraries())
         if self._key is None:
             self._device = device_of(module)
             self._key = artifacts_key(module, *self._settings, self._device)
             self._load(self._key)
+        rank, of_ranks = _rank(), gather((_rank(), self._key))
+        if len(of_ranks) > 1:
+            self._writes = rank == min(other for other, key in of_ranks if key == self._key)
+        else:  # alone, or one of several that do not meet: on GPUs each of the first machine has its own by the index
+            self._writes = rank is None or rank == (self._device.index or 0)
 
     def _load(self, key: str) -> None:
         try:
@@ -103,7 +114,7 @@ class WarmStart:
     def save(self) -> None:
         """Keep what was compiled, if anything was that is not kept yet."""
         self._collect()
-        if self._key is None or self._used.keys() <= self._kept or not _writes(self._device):
+        if self._key is None or self._used.keys() <= self._kept or not self._writes:
             return
         # Where this fails it is not tried again before something else is compiled.
         self._kept |= self._used.keys()
@@ -136,16 +147,12 @@ class WarmStart:
         self._warn_of(("cache_dir", message), message, entry)
 
 
-def _writes(device: torch.device) -> bool:
-    """Whether this process keeps what it compiled: of all that would keep the same, the one of lowest rank.
-
-    On GPUs those of the first machine: each has a GPU of its own, and so a key of its own.
-    """
+def _rank() -> int | None:
+    """This process's number among those of a run; ``None`` where it is alone."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank = torch.distributed.get_rank()
-    else:
-        rank = int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
-    return rank == (device.index or 0)
+        return torch.distributed.get_rank()
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK")
+    return int(rank) if rank else None
 
 
 def _put(artifact: Artifact) -> None:
