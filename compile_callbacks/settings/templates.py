@@ -153,7 +153,6 @@ _FORMER_NAMES: Mapping[str, Sequence[str]] = {}
 """What options of these templates were called before, the newest name first; none was renamed from 2.11 to 2.15."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class _OwnTemplate(Template):
     """One of the library's own: where torch drops one of its options, or its value, the others stay.
 
@@ -161,7 +160,7 @@ class _OwnTemplate(Template):
         left_out: What the installed torch does not take.
     """
 
-    left_out: tuple[str, ...] = field(default=(), init=False)
+    left_out: tuple[str, ...] = ()
 
     @override
     def __post_init__(self) -> None:
