@@ -30,6 +30,7 @@ Entry = Literal[
     "left-out-of-a-package",
     "no-compiled-graph",
     "no-package",
+    "no-plot",
     "no-time-of-the-compiled-module",
     "nothing-compiles",
     "nothing-is-folded",

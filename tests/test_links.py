@@ -14,6 +14,7 @@ import torch
 import compile_callbacks
 from compile_callbacks import (
     AOTInductorExport,
+    CompileReport,
     CompileWarning,
     GraphPass,
     InductorBackend,
@@ -132,10 +133,11 @@ LINEAR = torch.nn.Linear(2, 2)
         (lambda: InductorBackend().build(LINEAR, [((torch.ones(1, 2),), {})], "gpu"), "a-setting-is-refused"),
         (lambda: InductorBackend.from_dict(LINEAR, {}), "a-setting-is-refused"),
         (lambda: InductorBackend().deactivate(), "a-backend-in-another-state"),
+        (lambda: CompileReport().plot(), "no-plot"),
     ],
 )
 def test_a_refusal_ends_with_its_link(refused, entry):
-    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+    with pytest.raises((TypeError, ValueError, RuntimeError, ImportError)) as caught:
         refused()
     assert LINKED.search(str(caught.value))[1] == entry
 

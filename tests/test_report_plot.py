@@ -163,7 +163,7 @@ def test_plot_says_what_is_missing(monkeypatch):
     with pytest.raises(ValueError, match="no step was timed yet"):
         CompileReport().plot()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"compile-callbacks\[plot\]"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib \[see docs/troubleshooting\.md#no-plot\]$"):
         report_of(timed(*RUN)).plot()
 
 

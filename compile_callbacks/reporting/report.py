@@ -187,7 +187,7 @@ class CompileReport:
         the medians and the step at which compiling has paid for itself. ``figure.savefig("steps.png")`` writes it.
 
         Raises:
-            ImportError: matplotlib is not installed; ``pip install 'compile-callbacks[plot]'`` brings it.
+            ImportError: matplotlib is not installed.
             ValueError: No step was timed yet.
         """
         from compile_callbacks.reporting.report_plot import plot_report  # matplotlib, for those alone who draw

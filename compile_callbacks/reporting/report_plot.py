@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from compile_callbacks.links import see
 from compile_callbacks.phases import PHASES, Phase
 
 if TYPE_CHECKING:
@@ -27,12 +28,11 @@ def plot_report(report: CompileReport) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError(
-            "CompileReport.plot needs matplotlib: pip install 'compile-callbacks[plot]', or pip install matplotlib"
-        ) from error
+        raise ImportError(see("CompileReport.plot needs matplotlib: pip install matplotlib", "no-plot")) from error
     phases = [phase for phase in PHASES if report.phase(phase).series]
     if not phases:
-        raise ValueError("no step was timed yet, so there is nothing to plot: plot after a trainer has run")
+        message = "no step was timed yet, so there is nothing to plot: plot after a trainer has run"
+        raise ValueError(see(message, "no-plot"))
     figure = Figure(figsize=(10, 3.2 * len(phases)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot, which would choose and keep a backend for the whole process
     for phase, axes in zip(phases, figure.subplots(len(phases), 1, squeeze=False)[:, 0], strict=True):
