@@ -34,7 +34,8 @@ def main(dist: Path, folder: Path) -> None:
     assert modules <= set(inside), modules - set(inside)
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "tests/conftest.py", "examples/README.md"} <= files
+    needed = {"pyproject.toml", "README.md", "LICENSE", "tests/conftest.py", "examples/README.md", ".ci/run"}
+    assert needed <= files, needed - files
     version = subprocess.run(
         [sys.executable, "-c", IMPORT, str(folder.resolve())],
         env=os.environ | {"PYTHONPATH": str(folder.resolve())},
