@@ -301,7 +301,6 @@ FAILING_COMPILERS = [
         Fault(name, cause, alone=True, strike=lambda place, how=how: breaking_compiler(place, how)),
         place,
         id=f"{name}-{place}",
-        marks=pytest.mark.newest,
     )
     for name, cause, how, place in [
         ("compiler_fails", "no space left on device", "echo no space left on device && exit 1", PLACES[0]),

@@ -31,7 +31,7 @@ def page(tmp_path_factory):
     """Loads a tab of TensorBoard, on the logs of two runs."""
     torch._dynamo.reset()
     logdir = tmp_path_factory.mktemp("logs")
-    for run, mode in {"first": "default", "second": "max-autotune-no-cudagraphs"}.items():
+    for run, mode in {"first": "default", "second": "aten"}.items():
         logger = TensorBoardLogger(logdir, name="", version=run)
         callback = InductorCompile(train_mode=mode, baseline_steps=2)
         trainer(callback, logger=logger, max_epochs=2).fit(WithHparams(), loader(12), loader(8))
@@ -73,7 +73,7 @@ def test_custom_scalars_tab_has_eager_and_compiled_on_one_chart(page):
 
 def test_text_tab_has_the_report_as_tables(page):
     driver = page("text")
-    wanted = {"speedup", "mode", "max-autotune-no-cudagraphs", "torch"}
+    wanted = {"speedup", "mode", "aten", "torch"}
     browser.wait_for(driver, lambda: "Compile report" in browser.texts(driver, "h2"), "the report's heading")
     browser.wait_for(driver, lambda: wanted <= set(browser.texts(driver, "td")), f"cells {wanted}")
 
@@ -84,6 +84,6 @@ def test_hparams_tab_has_one_row_a_run_with_modes_and_figures(page):
     def shown():
         return browser.texts(driver, "vaadin-grid-cell-content")
 
-    wanted = {"lr", "compile/train_mode", "compile/infer_mode", "default", "max-autotune-no-cudagraphs"}
+    wanted = {"lr", "compile/train_mode", "compile/infer_mode", "default", "aten"}
     browser.wait_for(driver, lambda: wanted <= set(shown()), f"cells {wanted}")
     assert sorted(cell for cell in shown() if cell.startswith(("first", "second"))) == ["first", "second"]

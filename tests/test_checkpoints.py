@@ -10,6 +10,8 @@ from processes import run_in_new_process
 
 from compile_callbacks import InductorCompile
 
+pytestmark = pytest.mark.newest
+
 
 def fit(module, tmp_path, *callbacks, **kwargs):
     fitted = trainer(

@@ -26,6 +26,7 @@ from uncached import Uncached
 from compile_callbacks import CompileError, CompileWarning, InductorCompile, InductorConfig
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("fault", "place"), [*MATRIX, *FAILING_COMPILERS])
 def test_a_failure_costs_speed_and_nothing_else(fault, place):
     callback = fault.callback(place)

@@ -145,7 +145,6 @@ def eager_run(tmp_path_factory):
     ("place", "how", "seconds"),
     [
         ("compiler", "ctrl-c", 90),  # a terminal signals the C++ compiler, too
-        ("compiler", "sigint", 90),
         ("pass", "sigterm", 4),  # Lightning ends the step before it heeds a SIGTERM
     ],
 )

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from compile_callbacks import CompileError, InductorCompile
 from compile_callbacks.compiling.shapes import RETURNING_SHAPE_CALLS, shapes, signature
 
+pytestmark = pytest.mark.newest
+
 
 def ragged(rows=11):
     generator = torch.Generator().manual_seed(0)

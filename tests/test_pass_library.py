@@ -12,6 +12,8 @@ from compile_callbacks.pass_library.max_pool_backward import max_pool2d_backward
 from compile_callbacks.pass_library.squeeze_excitation import two_layers
 from compile_callbacks.testing import check_pass
 
+pytestmark = pytest.mark.newest
+
 PASSES = [TritonMaxPoolBackward, TritonSqueezeExcitation]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CLOSE = {"rtol": 3e-2, "atol": 3e-2}  # bfloat16, of values about 1

@@ -12,6 +12,8 @@ from compile_callbacks import CompileError, InductorCompile, RecordGraphs, graph
 from compile_callbacks.passes import call_before, count_ops, find_nodes, replace_node
 from compile_callbacks.testing import check_pass
 
+pytestmark = pytest.mark.newest
+
 aten = torch.ops.aten
 
 

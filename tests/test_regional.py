@@ -17,6 +17,8 @@ from compile_callbacks import InductorCompile, InductorConfig, Tune, compile_pha
 from compile_callbacks.compiling.errors import CompileError, CompileWarning
 from compile_callbacks.compiling.targets import RepeatedBlocks, check_names, find_targets
 
+pytestmark = pytest.mark.newest
+
 WIDTH = 16
 
 

@@ -17,6 +17,8 @@ from uncached import Uncached
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, InductorConfig, PhaseReport
 from compile_callbacks.reporting.report import seconds_saved
 
+pytestmark = pytest.mark.newest
+
 
 class Broken(nn.Module):
     def __init__(self):

@@ -18,6 +18,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from compile_callbacks import InductorCompile
 from compile_callbacks.reporting.tensorboard import DATA_TAG
 
+pytestmark = pytest.mark.newest
+
 ENTRY = {"compile/train_mode": "default", "compile/infer_mode": "default", "compile/targets": "forward, net"}
 FIGURES = {f"step/{p}/{n}" for p in ("train", "infer") for n in ("speedup", "eager_ms", "compiled_ms")} | {
     "compile/train/seconds",

@@ -31,6 +31,8 @@ from compile_callbacks.settings.tune import as_settings, named
 from compile_callbacks.tuning.choices_store import Choice, ChoicesStore, circumstances, fingerprint
 from compile_callbacks.tuning.tuning import Observed, PhaseTuning
 
+pytestmark = pytest.mark.newest
+
 # Two settings that compute the same in other code.
 PLAIN, UNFUSED = InductorConfig(), InductorConfig(options={"epilogue_fusion": False})
 

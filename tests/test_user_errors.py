@@ -17,6 +17,8 @@ from torch import nn
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile, graph_pass
 
+pytestmark = pytest.mark.newest
+
 
 @graph_pass
 def broken(graph, is_inference):

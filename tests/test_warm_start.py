@@ -27,6 +27,8 @@ from compile_callbacks.warm_start.artifacts import ArtifactStore
 from compile_callbacks.warm_start.artifacts_key import artifacts_key
 from compile_callbacks.warm_start.warm_start import WarmStart
 
+pytestmark = pytest.mark.newest
+
 # A run of both phases: prediction compiles anew what validation compiled, because it runs under inference_mode.
 RUN = """
 import json, sys, warnings
@@ -74,7 +76,6 @@ def run_in_a_new_process(tmp_path, cache, kept):
     return json.loads(run_in_new_process(RUN, kept, environment=environment).splitlines()[-1])
 
 
-@pytest.mark.newest
 def test_a_second_run_on_an_empty_cache_compiles_nothing(tmp_path):
     kept = tmp_path / "kept"
     first = run_in_a_new_process(tmp_path, "first", kept)
