@@ -37,6 +37,7 @@ def main():
     trainer.fit(model, *loaders())
 
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    weights = weights.to(trainer.strategy.root_device)  # fit leaves the module on the CPU, where NCCL gathers nothing
     everyones = trainer.strategy.all_gather(weights).reshape(trainer.world_size, -1)
     accuracy = float(trainer.callback_metrics["accuracy"])
     checkpoint = Path(tempfile.gettempdir(), "compile_callbacks_ddp.ckpt")
