@@ -1,12 +1,12 @@
 """Deploy: a trained module as a `.pt2` package behind a small HTTP server, and a client that asks it.
 
 What it teaches: `export` writes a package of compiled code with its weights; `load_exported` gives a callable that
-checks its inputs; the server needs neither Lightning nor the module's source. Without arguments it trains, exports,
-serves, asks, and ends; a server runs by itself too:
+checks its inputs; the server needs neither Lightning nor the module's source. It trains, exports, serves, asks, and
+ends; with `--package` the package stays, for a server that runs until it is interrupted and a client of its own:
 
-    python examples/serve.py                          # all of it, once
-    python examples/serve.py --serve digits.pt2 --port 8080
-    curl -d '{"images": [[0, 0, ...]]}' http://127.0.0.1:8080
+    python examples/serve.py --package digits.pt2
+    python examples/serve.py --serve digits.pt2 --port 8080  # until interrupted; what follows in another terminal
+    python -c 'import json; print(json.dumps({"images": [[0.5] * 64]}))' | curl -d @- http://127.0.0.1:8080
 """
 
 import argparse
@@ -68,7 +68,8 @@ def train_and_export(path: Path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--serve", type=Path, help="serve this package until interrupted")
+    parser.add_argument("--package", type=Path, help="leave the package here (default: it goes with the program)")
+    parser.add_argument("--serve", type=Path, help="serve this package until interrupted, and do nothing else")
     parser.add_argument("--port", type=int, default=8080)
     args = parser.parse_args()
     if args.serve:
@@ -77,7 +78,7 @@ def main():
     from digits import check
 
     with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder, "digits.pt2")
+        package = args.package or Path(folder, "digits.pt2")
         model, (images, labels) = train_and_export(package)
         print(f"{package.name}  {package.stat().st_size / 1e6:.1f} MB")
         server = make_server(package, port=0)  # any port that is free
