@@ -6,6 +6,7 @@ import warnings
 
 from compile_callbacks import _torch
 from compile_callbacks.compiling.errors import CompileWarning
+from compile_callbacks.compiling.once import WarnOnce
 from compile_callbacks.compiling.region_settings import RegionSettings
 from compile_callbacks.failures import describe_failure, in_one_line
 from compile_callbacks.links import Entry, see
@@ -22,18 +23,22 @@ class Fallback:
         recorder: Told of each failure.
         meetings: Where the other processes hear of it.
         settings: What a failure does.
+        warn: Warns of what several processes find once, and in the one that speaks for all.
 
     Attributes:
         gave_up: Whether the target runs eagerly for good.
         settings: What a failure does.
     """
 
-    def __init__(self, owner: Owner, recorder: CompileRecorder, meetings: Meetings, settings: RegionSettings) -> None:
+    def __init__(
+        self, owner: Owner, recorder: CompileRecorder, meetings: Meetings, settings: RegionSettings, warn: WarnOnce
+    ) -> None:
         self.gave_up = False
         self.settings = settings
         self._owner = owner
         self._recorder = recorder
         self._meetings = meetings
+        self._warn = warn
         self._failed_here = False
         self._warned = False
         self._unsaid: list[tuple[str, Entry]] = []
@@ -76,10 +81,15 @@ class Fallback:
             message += f" (the whole of it: callback.report.{phase}.events)"
             warnings.warn(see(message, "the-compiler-failed"), CompileWarning, stacklevel=3)
 
-    def say(self, message: str, entry: Entry) -> None:
-        """Warn, or have the process that speaks for all warn."""
-        if not self._meetings.warn_elsewhere((self._owner, message), see(message, entry)):
-            warnings.warn(see(message, entry), CompileWarning, stacklevel=4)
+    def say(self, message: str, entry: Entry, *, subject: str | None = None) -> None:
+        """Warn once, or have the process that speaks for all warn.
+
+        Args:
+            message: What to say.
+            entry: Where the docs tell of it.
+            subject: What it is about, where processes that find the same say it with other figures.
+        """
+        self._warn((self._owner, subject or message), message, entry)
 
     def say_later(self, message: str, entry: Entry) -> None:
         """Warn when the call is over: within the backend, a warning that is made an error would end in Dynamo."""

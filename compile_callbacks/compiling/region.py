@@ -15,6 +15,7 @@ from compile_callbacks.compiling.errors import CompileError
 from compile_callbacks.compiling.fallback import Fallback, describe, entry_of
 from compile_callbacks.compiling.graph_compiler import GraphCompiler
 from compile_callbacks.compiling.isolation import Isolation
+from compile_callbacks.compiling.once import WarnOnce
 from compile_callbacks.compiling.region_settings import RegionSettings
 from compile_callbacks.compiling.shapes import ShapePolicy, shapes, signature
 from compile_callbacks.compiling.snapshot import Snapshot
@@ -47,6 +48,7 @@ class CompiledRegion:
         recorder: Told of everything that happens.
         isolation: Shared with the regions of the same switch.
         meetings: Where several processes wait for each other's compiles.
+        warn: Warns of each subject once, whichever of the processes finds it.
         settings: What the region does beside compiling.
         frozen: Bake the weights in, and anew when they changed; see `WeightWatch` and `suspect_weights`.
         name: What the settings are called, where the phase has several.
@@ -62,6 +64,7 @@ class CompiledRegion:
         recorder: CompileRecorder,
         isolation: Isolation | None = None,
         meetings: Meetings | None = None,
+        warn: WarnOnce | None = None,
         settings: RegionSettings | None = None,
         frozen: bool = False,
         name: str | None = None,
@@ -75,7 +78,8 @@ class CompiledRegion:
         self._recorder = recorder
         self._isolation = isolation or Isolation()
         self._meetings = meetings or Meetings()
-        self._fallback = Fallback(self.owner, recorder, self._meetings, settings)
+        warn = warn or WarnOnce(self._meetings.warn_elsewhere)
+        self._fallback = Fallback(self.owner, recorder, self._meetings, settings, warn)
         self._compiler = GraphCompiler(target, self.owner, config, passes, recorder=recorder, fallback=self._fallback)
         self._verified_calls = VerifiedCalls(
             self.owner,

@@ -12,6 +12,7 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks.compiling.autocast import ConfiguredAutocast
 from compile_callbacks.compiling.isolation import Isolation
+from compile_callbacks.compiling.once import WarnOnce
 from compile_callbacks.compiling.region import CompiledRegion
 from compile_callbacks.compiling.region_settings import RegionSettings
 from compile_callbacks.compiling.targets import Compiled, Target
@@ -107,6 +108,7 @@ class PhaseSwitch:
         recorder: Told of everything that happens while compiling.
         settings: What regions do beside compiling.
         meetings: Where several processes wait for each other's compiles.
+        warn: Warns of each subject once, whichever of the processes finds it.
     """
 
     def __init__(
@@ -118,12 +120,14 @@ class PhaseSwitch:
         recorder: CompileRecorder,
         settings: RegionSettings | None = None,
         meetings: Meetings | None = None,
+        warn: WarnOnce | None = None,
     ) -> None:
         self.targets = tuple(targets)
         self._passes = tuple(passes)
         self._recorder = recorder
         self._settings = settings or RegionSettings()
         self._meetings = meetings or Meetings()
+        self._warn = warn or WarnOnce(self._meetings.warn_elsewhere)
         self._isolation = Isolation()
         self._dispatchers_of = [[Dispatcher(member) for member in target.members] for target in targets]
         self._made: dict[tuple[Phase, str | None], list[_Made]] = {}
@@ -285,6 +289,7 @@ class PhaseSwitch:
                 recorder=self._recorder,
                 isolation=self._isolation,
                 meetings=self._meetings,
+                warn=self._warn,
                 settings=self._settings if name is None else self._settings.for_trial(),
                 frozen=frozen,
                 name=name,

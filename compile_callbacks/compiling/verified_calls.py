@@ -11,7 +11,7 @@ from compile_callbacks.compiling.errors import CompileError
 from compile_callbacks.compiling.fallback import Fallback
 from compile_callbacks.compiling.isolation import Isolation
 from compile_callbacks.compiling.targets import Target
-from compile_callbacks.compiling.verify import Comparison, call_and_compare, compare_with_eager
+from compile_callbacks.compiling.verify import Comparison, call_and_compare, compare_with_eager, why_not_alone
 from compile_callbacks.links import see
 from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.processes.meetings import Meetings
@@ -63,7 +63,7 @@ class VerifiedCalls:
             kwargs: Inputs by name.
         """
         self._unverified.remove(member)
-        if left_out := member.why_not_twice():
+        if left_out := member.why_not_twice() or why_not_alone(member.module):
             self._note(left_out)
             return compiled(*args, **kwargs)
 
@@ -110,4 +110,4 @@ class VerifiedCalls:
             message += "; it runs eagerly from here on (verify='eager')"
             if not self._meetings.speaks:
                 return  # the first process says so when it hears of it
-        self._fallback.say(message, "differs-from-eager")
+        self._fallback.say(message, "differs-from-eager", subject="difference")

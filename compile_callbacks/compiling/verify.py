@@ -69,7 +69,7 @@ def compare_with_eager(
             actual = _run(module, compiled, *_apart(args, kwargs))
         allowed = tolerance(module, [*expected.outputs, *_torch.tree_leaves((args, kwargs))])
         compared = _compare(expected, actual, allowed)
-        # A target may hold collectives (a synchronised batch norm): all processes call it equally often.
+        # A target may hold collectives of the user's: all processes call it equally often.
         if compared.problem is not None or _among_others():
             shaken = _shaken(module, eager, args, kwargs, allowed)
             if shaken is not None and shaken.is_like(expected):
@@ -77,6 +77,12 @@ def compare_with_eager(
     except torch.OutOfMemoryError as error:
         return Comparison(left_out=_no_memory(error))
     return compared
+
+
+def why_not_alone(module: nn.Module) -> str | None:
+    """Why one process is not to call a module more often than another, which may fail to compile it."""
+    synced = any(isinstance(part, nn.SyncBatchNorm) and part.training for part in module.modules())
+    return _SYNCED if synced and _among_others() else None
 
 
 def call_and_compare(
@@ -262,6 +268,7 @@ def _as_before(module: nn.Module) -> Iterator[Snapshot]:
         snapshot.restore()
 
 
+_SYNCED = "its batch norm is synchronised: each call of it waits for a call in every other process"
 _DREW = "it draws random numbers, and compiled code draws others than eager code"
 
 
