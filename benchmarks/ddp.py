@@ -12,7 +12,7 @@ Times are medians of blocks of steps, synchronised at both ends. "scaling" is im
 same way, times the number of GPUs. The last line has what a meeting of the processes costs, of which there is one a
 step: a wait on the host, while the GPU works.
 
-python benchmarks/ddp.py [--gpus 1 2] [--batch-size 128] [--steps 80] [--mode default] [--json FILE]
+python benchmarks/ddp.py [--gpus 1 2] [--batch-size 256] [--steps 80] [--mode default] [--json FILE]
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--mode", default="default")
-    parser.add_argument("--batch-size", type=int, default=128, help="of each process")
+    parser.add_argument("--batch-size", type=int, default=256, help="of each process")
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--block", type=int, default=BLOCK_STEPS, help="steps that are timed together")
