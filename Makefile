@@ -42,6 +42,10 @@ examples: $(INSTALLED)
 example-%:
 	$(BIN)/python examples/$*.py $(SHORT_$*)
 
+# The others start their processes by Lightning.
+example-ddp:
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/ddp.py
+
 example-cli:
 	$(BIN)/python examples/cli/main.py fit --config examples/cli/config.yaml --trainer.max_epochs 3
 
