@@ -247,6 +247,13 @@ class InductorCompile(Callback):
         self._step_ends("validate", batch, dataloader_idx)
 
     @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session:
+            self._session.last_step_ended()
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave("infer")
         if trainer.state.fn == "fit":

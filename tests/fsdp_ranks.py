@@ -1,6 +1,6 @@
 """Run by each of two processes: cases under FSDP, one after another, and what each process saw of them.
 
-    LOCAL_RANK=0 MASTER_PORT=... python tests/fsdp_ranks.py FOLDER [CASE ...] and the same with LOCAL_RANK=1
+    LOCAL_RANK=0 python tests/fsdp_ranks.py FOLDER [CASE ...] and the same with LOCAL_RANK=1, in a new folder
 
 Leaves ``FOLDER/rank0.json`` and ``rank1.json``. In ``FOLDER`` lies ``one.ckpt``, which one device saved.
 """
@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import FSDPStrategy
+from pairs import join
 from sharded_models import Block, Blocks, Sharded, Whole, WholeForward, data, loader, quiet, two_devices
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -296,6 +297,7 @@ def _by_grad_mode(shard: Callable[[Blocks], nn.Module]) -> dict[str, Any]:
 
 
 def main() -> None:
+    join(FOLDER, "group")
     seen: dict[str, Any] = {}
     for name in sys.argv[2:] or CASES:
         try:
@@ -303,8 +305,7 @@ def main() -> None:
         except Exception:
             seen[name] = {"error": traceback.format_exc()}
             break  # the other rank is somewhere else by now
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else "alone"
-    (FOLDER / f"rank{rank}.json").write_text(json.dumps(seen))
+    (FOLDER / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _TESTS = Path(__file__).parent
@@ -36,9 +36,7 @@ def run_in_new_process(
     with tempfile.TemporaryDirectory() as folder:
         script, printed = Path(folder, "script.py"), Path(folder, "printed")
         script.write_text(textwrap.dedent(source))
-        variables = {**os.environ, **(environment or {})}
-        process = _context.Process(target=_run, args=(script, [str(a) for a in arguments], variables, printed))
-        process.start()
+        process = start_new_process(script, arguments, environment=environment, printed=printed)
         process.join(seconds)
         if process.exitcode is None:
             process.kill()
@@ -46,6 +44,23 @@ def run_in_new_process(
         said = printed.read_text() if printed.exists() else ""
         assert process.exitcode == 0, f"exit status {process.exitcode}: {said[-3000:]}"
         return said
+
+
+def start_new_process(
+    script: Path, arguments: Iterable[object], *, environment: Mapping[str, str] | None = None, printed: Path
+) -> multiprocessing.process.BaseProcess:
+    """Start a script as `run_in_new_process` does, and go on.
+
+    Args:
+        script: The file.
+        arguments: What it finds in ``sys.argv``, as text.
+        environment: Variables beside those of this process. What torch reads when it is imported is not among them.
+        printed: The file that takes what it prints.
+    """
+    variables = {**os.environ, **(environment or {})}
+    process = _context.Process(target=_run, args=(script, [str(a) for a in arguments], variables, printed))
+    process.start()
+    return process
 
 
 def _run(script: Path, arguments: list[str], variables: dict[str, str], printed: Path) -> None:

@@ -1,6 +1,6 @@
 """Run by each of two processes: cases of training together, one after another, and what each process saw of them.
 
-    LOCAL_RANK=0 MASTER_PORT=... python tests/rank_cases.py FOLDER CASE ... and the same with LOCAL_RANK=1
+    LOCAL_RANK=0 python tests/rank_cases.py FOLDER CASE ... and the same with LOCAL_RANK=1, in a new folder
 
 Leaves ``FOLDER/CASE.RANK.json`` of what a case gave, and ``.err`` and ``.out`` of what it printed.
 """
@@ -8,13 +8,13 @@ Leaves ``FOLDER/CASE.RANK.json`` of what a case gave, and ``.err`` and ``.out`` 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
 import time
 import traceback
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,37 +24,41 @@ import torch
 import torch._inductor.graph
 from lightning.pytorch.strategies import DDPStrategy
 from models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from pairs import join
 from torch import nn
 from torch.utils.data import DataLoader
 from uncached import Uncached
 
 from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile, Tune
+from compile_callbacks.processes import ranks
 from compile_callbacks.processes.ranks import Ranks
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
-PATIENCE = float(os.environ.get("RANK_CASES_TIMEOUT", "6"))  # the timeout of collectives where a rank is slow
-SLOW = float(os.environ.get("RANK_CASES_SLOW", "10"))  # and how much longer one rank compiles
+# CONTRIBUTING.md: longer waits.
+PATIENCE = float(os.environ.get("RANK_CASES_TIMEOUT", "4"))  # the timeout of collectives where a rank is slow
+SLOW = float(os.environ.get("RANK_CASES_SLOW", "6"))  # and how much longer one rank compiles
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
+GROUPS = itertools.count()
 
 
 # ------------------------------------------------------------------------------------------ what the cases use
 
 
-def new_group() -> None:
-    """A process group is to be made anew: each has a port and a timeout of its own."""
+def new_group(timeout: float) -> None:
+    """Make the process group anew: each has a timeout of its own. Lightning takes the one that is there."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    join(FOLDER, f"{sys.argv[2]}.{next(GROUPS)}", timeout)
 
 
 def fit(module: Classifier, *callbacks: pl.Callback, timeout: float = 300, ddp: Any = None, **settings: Any) -> Any:
     """Train on both processes, in a process group of its own."""
-    new_group()
-    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=timeout), **(ddp or {}))
-    train = settings.pop("train", None) or loader(12)
+    new_group(timeout)
+    strategy = DDPStrategy(process_group_backend="gloo", **(ddp or {}))
+    train, validate = settings.pop("train", None) or loader(12), settings.pop("validate", None) or loader(8, seed=2)
     path = settings.pop("ckpt_path", None)
     ours = trainer(*callbacks, **({"strategy": strategy, "devices": 2, "num_sanity_val_steps": 0} | settings))
-    ours.fit(module, train, loader(8, seed=2), ckpt_path=path)
+    ours.fit(module, train, validate, ckpt_path=path)
     return ours
 
 
@@ -100,8 +104,8 @@ class Wide(Classifier):
 
     def __init__(self) -> None:
         width = 520
-        layers = [nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)]
-        super().__init__(nn.Sequential(*layers, nn.ReLU(), nn.Linear(width, CLASSES)))
+        layers = [nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        super().__init__(nn.Sequential(*layers, nn.Linear(width, CLASSES)))
 
 
 class Synced(Classifier):
@@ -222,20 +226,24 @@ def waits_within_a_target() -> dict[str, Any]:
     ours = InductorCompile("default", None, targets=["training_step"], baseline_steps=0)
     eager, compiled = seeded(Synced), seeded(Synced)
     fit(eager)
-    fit(compiled, ours, timeout=60)
+    with mock.patch.object(ranks, "_TURN_SECONDS", 1.0):
+        fit(compiled, ours, timeout=60)
     return {"eager": seen(eager), "compiled": seen(compiled), "report": told(ours)}
 
 
+class SleepsLater(Uncached):
+    """Takes its time, once, for the larger batches of `Growing`."""
+
+    slept = False
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        later = any(node.meta["val"].shape[:1] == (5,) for node in graph.nodes if node.op == "placeholder")
+        if later and not self.slept:
+            self.slept = True
+            time.sleep(SLOW)
+
+
 def slow_recompile() -> dict[str, Any]:
-    class SleepsLater(Uncached):
-        slept = False
-
-        def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
-            later = any(node.meta["val"].shape[:1] == (5,) for node in graph.nodes if node.op == "placeholder")
-            if later and not self.slept:
-                self.slept = True
-                time.sleep(SLOW)
-
     ours = InductorCompile({"dynamic": False}, None, baseline_steps=0, verify="off", passes=[SleepsLater()])
     eager, compiled = seeded(), seeded()
     settings = {"train": DataLoader(Growing(), batch_size=None), "use_distributed_sampler": False}
@@ -244,10 +252,30 @@ def slow_recompile() -> dict[str, Any]:
     return {"eager": seen(eager), "compiled": seen(compiled), "report": told(ours)}
 
 
+class SyncedValidation(Classifier):
+    """Logs a loss for all processes; its batch norm has DDP send buffers to all of them before each step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        out = self(batch[0])
+        self.validation_outputs.append(out.detach().clone())
+        self.log("val_loss", nn.functional.cross_entropy(out, batch[1]), sync_dist=True)
+
+
+def slow_validation() -> dict[str, Any]:
+    """One process compiles in the middle of a validation, and the other goes on to the next step's collective."""
+    ours = InductorCompile(None, {"dynamic": False}, baseline_steps=0, verify="off", passes=[SleepsLater()])
+    eager, compiled = seeded(SyncedValidation), seeded(SyncedValidation)
+    validate = DataLoader(Growing(), batch_size=None)
+    settings = {"train": loader(4), "validate": validate, "use_distributed_sampler": False}
+    fit(eager, **settings)
+    fit(compiled, ours, timeout=PATIENCE, **settings)
+    return {"eager": seen(eager), "compiled": seen(compiled), "report": told(ours)}
+
+
 def uneven_validation() -> dict[str, Any]:
     ours = InductorCompile(None, Tune(["default"], steps=5), verify="off")
     module = seeded()
-    new_group()
+    new_group(300)
     strategy = DDPStrategy(process_group_backend="gloo")
     both = trainer(ours, strategy=strategy, devices=2, use_distributed_sampler=False, max_epochs=8)
     both.fit(module, loader(2), DataLoader(Uneven(), batch_size=None))
@@ -270,8 +298,7 @@ def resumed_from_one() -> dict[str, Any]:
 
 def waiting() -> dict[str, Any]:
     """Meetings by themselves: some that one process leaves out, a wait for a compile, and one in vain."""
-    new_group()
-    torch.distributed.init_process_group("gloo", rank=RANK, world_size=2, timeout=timedelta(seconds=2))
+    new_group(1)
     told: list[float] = []
     ranks = Ranks("here", on_wait=told.append)
     heard, elsewhere = [], None
@@ -279,27 +306,46 @@ def waiting() -> dict[str, Any]:
         heard += ranks.meet().news
         heard += ranks.meet("of zero").news
         elsewhere = ranks.meet(value=RANK).values
-    heard += ranks.meet_before_backward("of one" if RANK else None).news
+    heard += ranks.meet_in_step("of one" if RANK else None).news
     values = ranks.meet(value=RANK).values
+    steps_met = [len(ranks.meet_in_step().news) for _ in range(1 + RANK)]  # a step less in the first process
+    heard += ranks.meet_after_steps(None if RANK else "of zero, after all").news
     if RANK == 1:
         ranks.compile_begins()
-        time.sleep(4)
+        time.sleep(2.5)
         ranks.compile_ends()
     ranks.meet_at_end_of_stage()
     waited = told[-1] if told else 0
     if RANK == 1:
-        time.sleep(5)
+        time.sleep(4)
     began = time.monotonic()
     ranks.meet()
+    in_vain = time.monotonic() - began
+    torch.distributed.destroy_process_group()
     return {
         "follows": ranks.follows,
         "elsewhere": elsewhere,
         "heard": heard,
         "values": values,
+        "steps_met": steps_met,
         "waited": waited,
-        "in_vain": time.monotonic() - began,
+        "in_vain": in_vain,
+        "destroyed_after": time.monotonic() - began,
         "current": ranks.current,
     }
+
+
+def farewell() -> dict[str, Any]:
+    """One process leaves by an error before the other comes to where they would meet."""
+    new_group(300)
+    ranks, heard = Ranks("here"), []
+    began = time.monotonic()
+    if RANK == 0:
+        time.sleep(1.5)
+        heard = ranks.meet("unheard").news
+    else:
+        ranks.leave("of one")
+    return {"heard": heard, "current": ranks.current, "seconds": time.monotonic() - began}
 
 
 def main() -> None:
@@ -320,6 +366,7 @@ def main() -> None:
             except BaseException:
                 result = {"raised": traceback.format_exc()}
         result["warnings"] = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
+        result["groups"] = len(torch.distributed.distributed_c10d._world.pg_map)
         result["wall_seconds"], result["cpu_seconds"] = time.monotonic() - began, sum(os.times()[:4])
         (FOLDER / f"{case}.{RANK}.json").write_text(json.dumps(result))
     if torch.distributed.is_initialized():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -15,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from against_eager import FLOAT32
-from filelock import FileLock
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from pairs import made_once, run_pairs
 from sharded_models import BLOCKS, WIDTH, Blocks, Whole, data, loader, one_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +28,6 @@ from compile_callbacks.compiling.targets import find_targets
 
 pytestmark = pytest.mark.newest
 
-HERE = Path(__file__).parent
 PARTS = [f"net.layers.{index}" for index in range(BLOCKS)]
 ONE_GRAPH = f"net.layers.* ({BLOCKS} blocks, one graph)"
 BFLOAT16 = {"rtol": 0.02, "atol": 0.01}
@@ -42,39 +39,14 @@ BFLOAT16 = {"rtol": 0.02, "atol": 0.01}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, worker_id):
     """What two processes left of all cases, run once; to start them takes longer than most cases do."""
-    alone = worker_id == "master"
-    base = tmp_path_factory.getbasetemp() if alone else tmp_path_factory.getbasetemp().parent
-    folder = base / "fsdp"
-    with FileLock(base / "fsdp.lock"):
-        if not folder.exists():
-            folder.mkdir()
-            _run_pair(folder)
-    return folder
+    return made_once("fsdp", _fill, tmp_path_factory, worker_id)
 
 
-def _run_pair(folder: Path) -> None:
+def _fill(folder: Path) -> None:
     module, trainer = Whole(), one_device(InductorCompile(baseline_steps=0))
     trainer.fit(module, loader(1), loader(1))
     trainer.save_checkpoint(folder / "one.ckpt")
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(20000 + os.getpid() % 10000),
-        "NODE_RANK": "0",
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, str(HERE / "fsdp_ranks.py"), str(folder)]
-    processes = []
-    for rank in ("0", "1"):
-        with (folder / f"printed{rank}").open("w") as printed:
-            given = {"env": {**environment, "LOCAL_RANK": rank}, "cwd": folder, "stdout": printed, "stderr": printed}
-            processes.append(subprocess.Popen(command, **given))
-    try:
-        for process in processes:
-            process.wait(timeout=280)
-    finally:
-        for process in processes:
-            process.kill()
+    run_pairs("fsdp_ranks.py", folder, [])
 
 
 @pytest.fixture
@@ -85,7 +57,7 @@ def seen(folder):
         both = []
         for rank in (0, 1):
             left = folder / f"rank{rank}.json"
-            assert left.exists(), (folder / f"printed{rank}").read_text()[-3000:]
+            assert left.exists(), (folder / f"printed0.{rank}").read_text()[-3000:]
             cases = json.loads(left.read_text())
             assert name in cases, next(reversed(cases.values()))
             if isinstance(cases[name], dict):
@@ -146,6 +118,10 @@ def test_a_compiler_that_fails_on_one_rank_ends_well(seen):
     for rank in ranks:
         assert_close(rank["apart"])
     assert ranks[1]["report"]["train"]["fallbacks"] >= 1
+    # All blocks share a graph: they run eagerly on the other rank, too.
+    told = [event["reason"] for event in ranks[0]["report"]["train"]["events"] if event["kind"] == "fallback"]
+    assert [reason[:8] for reason in told] == ["rank 1: "]
+    assert "no code on this rank" in told[0]
 
 
 def test_sharded_weights_are_not_baked_in(seen):

@@ -42,6 +42,8 @@ class Meetings:
       compiled on every rank before any of them goes on to a collective, in forward or in backward;
     - before each backward pass whose gradients are reduced: a rank that compiles later, for a new shape, is waited for
       there;
+    - at the end of each step of inference, for the same, and after the last of them: DDP sends buffers to all ranks
+      before the next one, and what is logged for all ranks is reduced behind the last one;
     - at the end of each stage.
 
     Outside of steps they do not meet: what one rank alone does there, the others do not wait for.
@@ -81,10 +83,18 @@ class Meetings:
         """
         together = together and torch.distributed.is_available() and torch.distributed.is_initialized()
         self.speaks = not together or torch.distributed.get_rank() == 0
-        if not together or torch.distributed.get_world_size() == 1:
+        together = together and torch.distributed.get_world_size() > 1
+        if self._ranks is not None and not (together and self._ranks.current):
+            self._ranks.close()
             self._ranks = None
-        elif self._ranks is None or not self._ranks.current:
+        if together and self._ranks is None:
             self._ranks = self._joined(f"{device} {_torch.cache_folder()}")
+
+    def end(self) -> None:
+        """A run is over, in the middle of a step maybe: what stays compiled is called by each rank for itself."""
+        self.in_step = False
+        if self._ranks is not None:
+            self._ranks.close()
 
     @property
     def size(self) -> int:
@@ -101,8 +111,16 @@ class Meetings:
 
     def before_backward(self) -> None:
         """A backward pass is to follow, at whose end gradients are reduced."""
-        if self._ranks is not None and self.in_step:
-            self._hear(self._ranks.meet_before_backward(self._told()))
+        self._meet_in_step()
+
+    def after_inference(self) -> None:
+        """All of a step has run that has no backward pass."""
+        self._meet_in_step()
+
+    def after_steps(self) -> None:
+        """The last step of a stage is done, and what follows in all ranks may wait for them."""
+        if self._ranks is not None:
+            self._hear(self._ranks.meet_after_steps(self._told()))
 
     def gather_at_end_of_stage(self, value: _T) -> Sequence[_T]:
         """A stage ends; gives what each rank gave, nothing where ranks were lost."""
@@ -203,6 +221,10 @@ class Meetings:
     def _meet(self) -> None:
         if self._ranks is not None:
             self._hear(self._ranks.meet(self._told()))
+
+    def _meet_in_step(self) -> None:
+        if self._ranks is not None and self.in_step:
+            self._hear(self._ranks.meet_in_step(self._told()))
 
     def _wait(self, seconds: float) -> None:
         if seconds < self._said_at_seconds:  # another wait
