@@ -50,8 +50,8 @@ def test_without_a_compiler_it_names_the_piece_and_the_remedy(tmp_path):
 
 def test_beside_a_gpu_a_missing_compiler_is_a_failure_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
-    check = check_cpp_compiler()
+    with torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        check = check_cpp_compiler()
     assert check.status == "failed"
     assert "'no-such-compiler' does not run" in check.found
     assert "on any device, the template cpp_wrapper" in check.consequence
