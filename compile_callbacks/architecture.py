@@ -24,8 +24,8 @@ def class_name(module: nn.Module) -> str:
 def architecture_key(module: nn.Module) -> str:
     """A hash of the classes, names and settings of a module's parts, and of its weights' names, shapes and dtypes.
 
-    Equal for modules that were built alike, also in another process; values and devices do not count, nor the shapes that
-    a lazy module does not know yet.
+    Equal for modules that were built alike, also in another process; values and devices do not count, nor the shapes
+    that a lazy module does not know yet.
     """
     parts = [
         (name, class_name(part), _ADDRESS.sub("", part.extra_repr()))
