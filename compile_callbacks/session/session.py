@@ -357,8 +357,9 @@ class CompileSession:
             return
         for phase, choice in state.get("choices", {}).items():  # states before `Tune` have none
             if phase in self._tunings:
-                held = {name: choice[name] for name in ("candidate", "key", "holds_for_steps")}
-                self._tunings[phase].recall(choice["fingerprint"], Choice(**held))
+                steps = choice.get("holds_for_steps", 0.0)  # earlier states say nothing of it
+                found = Choice(candidate=choice["candidate"], key=choice["key"], holds_for_steps=steps)
+                self._tunings[phase].recall(choice["fingerprint"], found)
         for phase in PHASES:
             self._timer.restore(phase, state["baselines"][phase])
             if state["baselines"][phase]:
