@@ -46,7 +46,9 @@ def _validation_batches(trainer: Trainer, train_batches: float) -> float:
     between = trainer.val_check_batch  # infinite: once an epoch, of a length that is not known; None: by the clock
     if batches == 0 or between is None:
         return math.inf
-    between = min(between, trainer.num_training_batches) * (trainer.check_val_every_n_epoch or 1)
+    if math.isinf(between):
+        between = trainer.num_training_batches
+    between *= trainer.check_val_every_n_epoch or 1
     if math.isinf(between) or math.isinf(train_batches):
         return math.inf
     validations = train_batches // between + (1 if trainer.validating else 0)

@@ -48,6 +48,7 @@ def stream() -> DataLoader:
         ({"max_epochs": 2, "check_val_every_n_epoch": 2}, [(16, 4), (0, 4)]),
         ({"max_epochs": 1, "val_check_interval": 0.25}, [(8, 16), (6, 16), (4, 12), (2, 8), (0, 4)]),
         ({"max_epochs": 1, "val_check_interval": 3}, [(8, 8), (5, 8), (2, 4)]),
+        ({"max_epochs": 3, "val_check_interval": 12, "check_val_every_n_epoch": None}, [(24, 8), (12, 8), (0, 4)]),
         ({"max_epochs": -1, "max_steps": 10}, [(10, 4), (2, 4)]),
         ({"max_epochs": 9, "max_steps": 5, "accumulate_grad_batches": 2}, [(10, 4), (2, 4)]),
         ({"max_epochs": 1, "limit_val_batches": 0}, [(8, 0)]),

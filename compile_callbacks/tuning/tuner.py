@@ -57,7 +57,6 @@ class Tuner:
         self._scores = Scores(rule, steps, min_speedup, latency_budget_ms, {EAGER: self._eager, **self._others})
         self.holds_for_steps = 0.0
         """The longest run, in steps of the phase, that would choose the same; 0 where the choice was cut short."""
-        """Whether a longer run, or one with a larger budget, might choose otherwise."""
         self._rule = rule
         self._steps = steps
         self._budget_seconds = budget_seconds
