@@ -30,8 +30,9 @@ from compile_callbacks.exporting.export import (
     check_settings,
     export,
 )
-from compile_callbacks.exporting.exported import ExportedModule, ExportError, load_exported
+from compile_callbacks.exporting.exported import ExportedModule, ExportError
 from compile_callbacks.exporting.package_files import check_path, check_writable
+from compile_callbacks.exporting.trial import load_after_trial
 from compile_callbacks.failures import describe_failure, in_one_line
 from compile_callbacks.links import checks_settings, see
 from compile_callbacks.loggers import log_export
@@ -198,7 +199,7 @@ class AOTInductorExport(Callback):
                     dynamic_batch=self.dynamic_batch,
                     verify=False,  # it is compared below, for the figures
                 )
-                package = load_exported(beside)
+                package = load_after_trial(beside, call.args, call.kwargs, device)
                 with autocast_of(self._settings, device.type):
                     compared = self._compare(module, package, call)
                     seconds = time.perf_counter() - started

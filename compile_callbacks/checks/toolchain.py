@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -46,7 +47,27 @@ def check_cpp_compiler() -> Check:
                 consequence=_CONSEQUENCE,
                 remedy=f"{install('openmp')} for clang; else {cpp_compiler_remedy()}",
             )
-    return Check(found=f"{_version_line(compiler)}; OpenMP has {threads} thread{'s' if threads != 1 else ''}")
+    found = f"{_version_line(compiler)}; OpenMP has {threads} thread{'s' if threads != 1 else ''}"
+    if _links_own_libstdcxx(compiler):
+        return Check(
+            status="warning",
+            found=f"{found}; there is no libstdc++.so for it",
+            consequence="it links a C++ library of its own beside torch's: AOTInductor's packages for a GPU may crash",
+            remedy=f"{install('g++')}, or have LIBRARY_PATH name a folder with a link libstdc++.so to libstdc++.so.6",
+        )
+    return Check(found=found)
+
+
+def _links_own_libstdcxx(compiler: str) -> bool:
+    """Whether a compiler for Linux has libstdc++ as an archive alone, which it then links into each library."""
+    if platform.system() != "Linux":
+        return False
+
+    def is_there(library: str) -> bool:
+        command = [*shlex.split(compiler), f"-print-file-name={library}"]  # prints the bare name of what is not there
+        return os.sep in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    return is_there("libstdc++.a") and not is_there("libstdc++.so")
 
 
 def check_python_headers() -> Check:

@@ -24,9 +24,10 @@ from compile_callbacks.compiling.sharding import check_whole
 from compile_callbacks.compiling.targets import Target
 from compile_callbacks.compiling.verify import Comparison, compare_with_eager
 from compile_callbacks.exporting.call_spec import CallSpec, has_batch, in_own_layout
-from compile_callbacks.exporting.exported import SPEC_KEY, ExportedModule, ExportError, Format, load_exported
+from compile_callbacks.exporting.exported import SPEC_KEY, ExportedModule, ExportError, Format
 from compile_callbacks.exporting.package_files import check_path, check_writable
 from compile_callbacks.exporting.package_options import package_options
+from compile_callbacks.exporting.trial import load_after_trial
 from compile_callbacks.failures import describe_failure, in_one_line
 from compile_callbacks.files.whole_files import appears_whole
 from compile_callbacks.links import Entry, Explained, checks_settings, see
@@ -67,7 +68,8 @@ def export(
         format: ``"aoti"``: compiled by AOTInductor, for this kind of device. ``"export"``: the program that
             ``torch.export`` makes, which any device runs, or compiles.
         verify: Whether what ``"aoti"`` compiles is compared with the program that it was compiled from, on the example
-            inputs; the tolerance is in docs/correctness.md. On a GPU it is loaded for that beside the module.
+            inputs; the tolerance is in docs/correctness.md. On a GPU it is loaded for that beside the module, after a
+            process of its own has run it: a package that crashes ends that one.
 
     Returns:
         The path.
@@ -115,7 +117,7 @@ def export(
             with torch.autocast(call.device.type, enabled=False):  # it is in the program
                 _compile(program, beside, settings, call.device, metadata)
             if verify:
-                compared = call.compare(_torch.program_as_module(program), load_exported(beside))
+                compared = call.compare(_torch.program_as_module(program), beside)
                 if compared.left_out:
                     message = f"{path} is not compared with eager: {compared.left_out}"
                     _warn(message, "a-package-is-not-compared")
@@ -190,8 +192,9 @@ class _Call:
             return forward
         return lambda *args, **kwargs: in_dtypes(forward(*args, **kwargs), dtypes)
 
-    def compare(self, eager: nn.Module, package: ExportedModule) -> Comparison:
-        """Compare a package with eager; raises an error where it differs."""
+    def compare(self, eager: nn.Module, path: Path) -> Comparison:
+        """Compare a package with eager; raises an error where it differs, or does not run."""
+        package = load_after_trial(path, self._args, self._kwargs, self.device)
         return check_equal(self._module, eager, package, self._args, self._kwargs)
 
     def _fixes_the_batch(self, name: str, reason: str) -> str:

@@ -107,7 +107,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"path={str(path)!r} does not exist")
-    names, metadata = _read(path)
+    names, metadata = read_package(path)
     made_by = metadata.get("torch")
     spec = CallSpec.from_json(metadata["inputs"]) if "inputs" in metadata else None
     device = str(metadata.get("device", "cpu"))
@@ -129,8 +129,12 @@ def _compiled(path: Path, spec: CallSpec | None) -> Callable[..., Any]:
     return _torch.load_package(str(path)) if spec is not None else _torch.load_foreign_package(str(path))
 
 
-def _read(path: Path) -> tuple[list[str], dict[str, Any]]:
-    """The names of what a package holds, and what it says of itself."""
+def read_package(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """The names of what a package holds, and what it says of itself.
+
+    Raises:
+        ExportError: It is no package, or damaged.
+    """
     if not zipfile.is_zipfile(path):
         raise ExportError(f"{path} is no .pt2 package, or the end of it is missing")
     try:

@@ -1,0 +1,71 @@
+"""A new package runs in another process first: what reads where nothing is ends the process that runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compile_callbacks.exporting import run_package
+from compile_callbacks.exporting.call_spec import CallSpec
+from compile_callbacks.exporting.exported import ExportedModule, ExportError, load_exported, read_package
+from compile_callbacks.failures import describe_failure, in_one_line
+
+_PATIENCE_SECONDS = 300
+
+
+def load_after_trial(
+    path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+) -> ExportedModule:
+    """Load a package that was just made; one for a GPU is first run by another process.
+
+    Seconds go into that: torch is imported anew. On a GPU a crash is likelier, as the C++ code that launches kernels is
+    more, and costs more: an access to memory that is not there takes the GPU from the process for good.
+
+    Args:
+        path: The package.
+        args: Inputs by position.
+        kwargs: Inputs by name.
+        device: Where it runs.
+
+    Raises:
+        ExportError: It ended the process that ran it, or cannot be loaded.
+    """
+    if device.type != "cpu":
+        try_in_new_process(path, args, kwargs)
+    return load_exported(path)
+
+
+def try_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run a package once in a process of its own.
+
+    Args:
+        path: The package.
+        args: Inputs by position.
+        kwargs: Inputs by name.
+
+    Raises:
+        ExportError: The process was ended by a signal, or did not end. An error that it met is none: whoever loads the
+            package meets it too, and knows more of it.
+    """
+    _, metadata = read_package(path)
+    spec = CallSpec.from_json(metadata["inputs"])
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = Path(folder, "inputs.pt")
+        torch.save(spec.tensors(spec.bind(args, kwargs)), tensors)
+        command = [sys.executable, "-W", "ignore", run_package.__file__, str(path), str(tensors)]
+        try:
+            subprocess.run(command, capture_output=True, timeout=_PATIENCE_SECONDS, check=True)
+        except subprocess.TimeoutExpired:
+            raise ExportError(f"the package came to no end within {_PATIENCE_SECONDS} s") from None
+        except subprocess.CalledProcessError as error:
+            if error.returncode < 0:
+                reason = in_one_line(describe_failure(error))
+                raise ExportError(
+                    f"the package crashes: {reason} (compile-callbacks doctor knows compilers that make such packages)"
+                ) from None

@@ -1,0 +1,54 @@
+"""A package that crashes ends the process that tries it, and not the one that made it."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from models import mlp
+
+from compile_callbacks import ExportError, _torch, export
+from compile_callbacks.exporting.trial import load_after_trial
+
+pytestmark = pytest.mark.newest
+
+_CRASHES = """\
+#include <cstdlib>
+__attribute__((constructor)) static void ends_whatever_loads_it() { std::abort(); }
+"""
+
+
+def crashing(package: Path, to: Path) -> Path:
+    """A copy of a package whose code crashes when it is loaded."""
+    source = to.with_suffix(".cpp")
+    source.write_text(_CRASHES)
+    library = Path(_torch.build_cpp(source)).read_bytes()
+    with zipfile.ZipFile(package) as original, zipfile.ZipFile(to, "w") as copy:
+        for entry in original.infolist():
+            copy.writestr(entry, library if entry.filename.endswith(".wrapper.so") else original.read(entry))
+    return to
+
+
+def test_a_package_that_crashes_ends_another_process_alone(tmp_path):
+    net, x, gpu = mlp().eval(), torch.randn(4, 8), torch.device("cuda")
+    package = export(net, (x,), tmp_path / "net.pt2")
+    torch.testing.assert_close(load_after_trial(package, (x,), {}, gpu)(x), net(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ExportError, match=r"the package crashes: python\S* was ended by SIGABRT"):
+        load_after_trial(crashing(package, tmp_path / "crashing.pt2"), (x,), {}, gpu)
+
+
+@pytest.mark.gpu
+def test_an_export_for_a_gpu_that_crashes_is_refused_and_leaves_no_file(tmp_path, monkeypatch):
+    compile_package = _torch.compile_package
+
+    def compile_crashing(program, path, options):
+        made = tmp_path / "made.pt2"
+        compile_package(program, str(made), options)
+        crashing(made, Path(path))
+
+    monkeypatch.setattr(_torch, "compile_package", compile_crashing)
+    with pytest.raises(ExportError, match="was ended by SIGABRT"):
+        export(mlp().cuda(), (torch.randn(4, 8, device="cuda"),), tmp_path / "folder" / "net.pt2")
+    assert not (tmp_path / "folder" / "net.pt2").exists()
