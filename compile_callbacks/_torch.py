@@ -41,6 +41,7 @@ __all__ = [
     "add_node",
     "after_optimizer_steps",
     "aside_of_main_graph",
+    "asks_for_splits_in_ddp",
     "beside_activation_checkpoints",
     "build_cpp",
     "bundled_cache",
@@ -263,11 +264,18 @@ def recompile_limit() -> int:
     return int(config.recompile_limit)
 
 
+def asks_for_splits_in_ddp() -> bool:
+    """Whether somebody chose how Dynamo treats DDP: ``True``, which stands for its splits, is torch's own default."""
+    from torch._dynamo import config
+
+    return config.optimize_ddp is not True
+
+
 def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """``compiled``, called as if outside of `DistributedDataParallel`; costs less than 1 µs a call.
 
     Within its forward Dynamo splits every graph, so that gradients can be reduced while the backward pass of others
-    runs; also graphs that have no backward pass, which the splits make slower. It goes by this attribute of the class.
+    runs; also graphs that have no backward pass. It goes by this attribute of the class.
     """
     from torch.nn.parallel import DistributedDataParallel
 

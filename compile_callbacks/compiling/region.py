@@ -257,8 +257,9 @@ class CompiledRegion:
         )
         if self._guards_hooks:
             compiled = _torch.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
-        if self.owner.phase == "infer" and torch.distributed.is_available():
-            compiled = _torch.outside_ddp(compiled)
+        splits = self.owner.phase == "train" and _torch.asks_for_splits_in_ddp()
+        if torch.distributed.is_available() and not splits:
+            compiled = _torch.outside_ddp(compiled)  # whole graphs were faster (docs/benchmarks.md)
         self._compiled = compiled
         self._compiled_beyond_limit = _torch.with_dynamo_settings(
             compiled, recompile_limit=lambda limit: self._limit_factor * limit
