@@ -188,6 +188,11 @@ def accumulation() -> dict[str, Any]:
     return both(Wide, accumulate_grad_batches=2, ddp={"gradient_as_bucket_view": True, "bucket_cap_mb": 1})
 
 
+def split() -> dict[str, Any]:
+    with mock.patch.object(torch._dynamo.config, "optimize_ddp", "ddp_optimizer"):
+        return both(Wide, ddp={"bucket_cap_mb": 1})
+
+
 def failure() -> dict[str, Any]:
     ours = InductorCompile(baseline_steps=0, verify="off", passes=[Uncached()])
     eager, compiled = seeded(), seeded()

@@ -34,6 +34,7 @@ OTHERS = [
     "find_unused_parameters",
     "static_graph",
     "accumulation",
+    "split",
     "failure",
     "failure_raises",
     "uneven_validation",
@@ -94,7 +95,7 @@ def events(result: dict, phase: str, kind: str) -> list[str]:
 # ------------------------------------------------------------------------------------------ the same results
 
 
-@pytest.mark.parametrize("case", ["plain", "find_unused_parameters", "static_graph", "accumulation"])
+@pytest.mark.parametrize("case", ["plain", "find_unused_parameters", "static_graph", "accumulation", "split"])
 def test_a_run_of_two_processes_equals_the_same_run_without_the_callback(pair, case):
     of_ranks = pair(case)
     for result in of_ranks:
@@ -110,9 +111,9 @@ def test_a_run_of_two_processes_equals_the_same_run_without_the_callback(pair, c
     assert of_ranks[0]["compiled"]["losses"] != of_ranks[1]["compiled"]["losses"]  # each has data of its own
 
 
-def test_graphs_are_split_at_ddps_buckets(pair):
-    assert pair("plain")[0]["report"]["train"]["graphs"] == 1  # one bucket holds all of a tiny model
-    assert pair("accumulation")[0]["report"]["train"]["graphs"] > 1
+def test_graphs_are_split_at_ddps_buckets_where_that_is_asked_for(pair):
+    assert pair("accumulation")[0]["report"]["train"]["graphs"] == 1  # with as many buckets
+    assert pair("split")[0]["report"]["train"]["graphs"] > 1
 
 
 def test_what_one_process_compiled_the_other_finds_in_the_cache(pair):

@@ -57,6 +57,21 @@ def test_beside_a_gpu_a_missing_compiler_is_a_failure_too(monkeypatch):
     assert "on any device, the template cpp_wrapper" in check.consequence
 
 
+def test_a_compiler_with_a_cpp_library_of_its_own_is_a_warning(tmp_path):
+    compiler = tmp_path / "gcc-of-our-own"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *-print-file-name=libstdc++.so*) echo libstdc++.so;; *) exec g++ "$@";; esac\n'
+    )
+    compiler.chmod(0o755)
+    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}):
+        check = check_cpp_compiler()
+    assert check.status == "warning"
+    assert "there is no libstdc++.so for it" in check.found
+    assert "packages for a GPU may crash" in check.consequence
+    assert "LIBRARY_PATH" in check.remedy
+    assert check_cpp_compiler().status == "ok"
+
+
 def test_a_check_that_crashes_is_a_warning(monkeypatch, capsys):
     def crashes():
         raise OSError("no such driver")

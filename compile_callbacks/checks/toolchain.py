@@ -53,7 +53,7 @@ def check_cpp_compiler() -> Check:
             status="warning",
             found=f"{found}; there is no libstdc++.so for it",
             consequence="it links a C++ library of its own beside torch's: AOTInductor's packages for a GPU may crash",
-            remedy=f"{install('g++')}, or have LIBRARY_PATH name a folder with a link libstdc++.so to libstdc++.so.6",
+            remedy=f"{install('g++')} and CXX=g++, or a folder in LIBRARY_PATH where libstdc++.so is libstdc++.so.6",
         )
     return Check(found=found)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compile_callbacks.exporting import run_package
+from compile_callbacks import _torch
 from compile_callbacks.exporting.call_spec import CallSpec
 from compile_callbacks.exporting.exported import ExportedModule, ExportError, load_exported, read_package
 from compile_callbacks.failures import describe_failure, in_one_line
@@ -58,7 +58,7 @@ def try_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, A
     with tempfile.TemporaryDirectory() as folder:
         tensors = Path(folder, "inputs.pt")
         torch.save(spec.tensors(spec.bind(args, kwargs)), tensors)
-        command = [sys.executable, "-W", "ignore", run_package.__file__, str(path), str(tensors)]
+        command = [sys.executable, "-W", "ignore", "-c", _torch.RUN_PACKAGE, str(path), str(tensors)]
         try:
             subprocess.run(command, capture_output=True, timeout=_PATIENCE_SECONDS, check=True)
         except subprocess.TimeoutExpired:
