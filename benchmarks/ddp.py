@@ -1,4 +1,4 @@
-"""ResNet-50 training in Lightning on one GPU and on several under DDP: eager, and compiled with DDP's graph splitting.
+"""ResNet-50 training in Lightning on one GPU and on several under DDP: eager, and compiled, in whole graphs and split.
 
 Each number of GPUs is a run of processes of its own, one a GPU, in which the ways follow one another:
 

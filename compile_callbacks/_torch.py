@@ -33,13 +33,11 @@ __all__ = [
     "OPERATOR_TYPES",
     "RUN_PACKAGE",
     "SHARES_RECOMPILE_LIMIT",
-    "SKIPS_PARAMETER_GUARDS",
     "TORCH_PASSES_FLAG",
     "TORCH_PASS_TYPES",
     "CompilationRecord",
     "GraphBreak",
     "OpOverload",
-    "ParameterSlot",
     "TraceSettings",
     "add_node",
     "after_optimizer_steps",
@@ -91,7 +89,6 @@ __all__ = [
     "option_type",
     "output_code_class",
     "outside_ddp",
-    "parameter_slots",
     "pattern_matcher",
     "program_as_module",
     "put_into_cache",
@@ -106,7 +103,6 @@ __all__ = [
     "serializable",
     "set_timeout",
     "torch_folder",
-    "touch_parameter",
     "tree_leaves",
     "tree_map_tensors",
     "unregister",
@@ -293,34 +289,6 @@ def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:
             DistributedDataParallel._active_ddp_module = active
 
     return call
-
-
-SKIPS_PARAMETER_GUARDS = torch.__version__ < "2.12"
-"""Whether Dynamo's guards are blind to parameters that freeze or thaw, unless it is told to look at all parameters."""
-
-ParameterSlot = tuple[dict[str, Any], str]
-"""Where a module has a parameter: the mapping that holds it, and the name in it."""
-
-
-def parameter_slots(module: torch.nn.Module) -> list[ParameterSlot]:
-    """Where a module and those within it have their parameters."""
-    return [
-        (part._parameters, name)
-        for part in module.modules()
-        for name, parameter in part._parameters.items()
-        if parameter is not None
-    ]
-
-
-def touch_parameter(slot: ParameterSlot) -> None:
-    """Have Dynamo take a mapping of parameters for changed, so that it looks at its guards on them.
-
-    It goes by the version of the mapping, which CPython leaves as it is where a value is replaced by itself.
-    """
-    parameters, name = slot
-    parameter = parameters[name]
-    parameters[name] = None
-    parameters[name] = parameter
 
 
 def hooks_registered() -> int:
@@ -895,8 +863,12 @@ import sys
 import torch
 
 package, inputs = sys.argv[1:]
-torch._inductor.aoti_load_package(package).loader.boxed_run(torch.load(inputs, weights_only=True))
-torch.accelerator.synchronize()
+tensors = torch.load(inputs, weights_only=True)
+if torch.accelerator.is_available():
+    torch.accelerator.set_device_index(max(0, *(tensor.get_device() for tensor in tensors)))
+torch._inductor.aoti_load_package(package).loader.boxed_run(tensors)
+if torch.accelerator.is_available():
+    torch.accelerator.synchronize()
 """
 """A script that runs an AOTInductor package once, on input tensors in a file. It imports torch alone."""
 
@@ -1061,25 +1033,24 @@ class TraceSettings:
 
     - ``torch._inductor.config.freezing``: Dynamo looks at the global alone to decide whether weights become
       constants; ``options={"freezing": True}`` does not reach it.
-    - ``torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags``: Dynamo may skip the guards on parameters of
-      a module whose attributes were not assigned to since, and so does not see ``requires_grad`` change: what thaws
-      would get no gradient. From torch 2.12 on that makes its guards no faster. In torch 2.11 a training step of a
-      ResNet-50 takes half a millisecond longer without; there `TrainableWatch` sees what changes, and the setting is
-      for weights that are moved in and out of the module alone.
+    - ``torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags``: torch 2.11 skips the guards on tensors of a
+      module whose attributes were not assigned to since, and so does not see ``requires_grad`` change: what thaws would
+      get no gradient. Nor does it see another dtype, where that came through ``.data``. Full guards are for training
+      alone; without grad nothing depends on ``requires_grad``. In a tight loop they cost 65 µs a call of a ResNet-50
+      there, and in a training step, where they find nothing of the model in the CPU's caches, half a millisecond. From
+      torch 2.12 on the setting makes no difference to that.
     - Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output:
       a warning about code that is not the user's.
 
     Args:
         ours: Whether the compile that begins is ours.
-        guards_parameters: Whether Dynamo is to look at all parameters in each call.
+        trains: Whether it is for training.
         frozen: Whether weights are to be baked in.
     """
 
-    def __init__(
-        self, *, ours: Callable[[], bool], guards_parameters: Callable[[], bool], frozen: Callable[[], bool]
-    ) -> None:
+    def __init__(self, *, ours: Callable[[], bool], trains: Callable[[], bool], frozen: Callable[[], bool]) -> None:
         self._ours = ours
-        self._guards_parameters = guards_parameters
+        self._trains = trains
         self._frozen = frozen
         self._settings = contextlib.ExitStack()
 
@@ -1100,7 +1071,7 @@ class TraceSettings:
             return
         self._settings.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
-        if self._guards_parameters():
+        if self._trains():
             self._settings.enter_context(torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False))
         if self._frozen():
             self._settings.enter_context(config.patch(freezing=True))

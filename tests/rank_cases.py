@@ -181,7 +181,7 @@ def find_unused_parameters() -> dict[str, Any]:
 
 
 def static_graph() -> dict[str, Any]:
-    return both(ddp={"static_graph": True})
+    return both(Wide, ddp={"static_graph": True, "bucket_cap_mb": 1})
 
 
 def accumulation() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parameters that freeze and thaw between the steps of a loop get gradients as they do in eager."""
+"""What changes of weights between the steps of a loop is seen: gradients and results are those of eager."""
 
 from __future__ import annotations
 
@@ -34,6 +34,20 @@ def put_another_block(net: nn.Sequential) -> None:
     net[1] = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
 
 
+def put_a_frozen_block(net: nn.Sequential) -> None:
+    torch.manual_seed(1)
+    net[1] = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).requires_grad_(False)
+
+
+def freeze_biases(net: nn.Sequential) -> None:
+    for block in net:
+        block[0].bias.requires_grad_(False)
+
+
+def thaw_all(net: nn.Sequential) -> None:
+    net.requires_grad_(True)
+
+
 @pytest.mark.parametrize(
     ("changes", "targets"),
     [
@@ -42,6 +56,8 @@ def put_another_block(net: nn.Sequential) -> None:
         ((replace_by_a_frozen_one, thaw), None),
         ((replace_by_a_frozen_one, thaw), "repeated"),
         ((put_another_block, freeze, thaw), None),
+        ((freeze, put_a_frozen_block, thaw), None),
+        ((freeze_biases, thaw_all), "repeated"),
     ],
 )
 def test_gradients_are_those_of_eager_after_each_change(changes, targets):
@@ -57,4 +73,38 @@ def test_gradients_are_those_of_eager_after_each_change(changes, targets):
                 module(x).square().sum().backward()
             found.append({name: parameter.grad for name, parameter in module.named_parameters()})
         torch.testing.assert_close(found[1], found[0], **FLOAT32)
+    restore(net)
+
+
+class Borrower(nn.Module):
+    """Computes with a module that is in a list, so that its parameters are none of its own."""
+
+    def __init__(self, lent: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+        self.lent = [lent]
+
+    def forward(self, x):
+        return self.lent[0](self.own(x))
+
+
+def test_a_parameter_that_is_not_the_targets_own_gets_its_gradient_once_it_thaws():
+    lent = nn.Linear(8, 8).requires_grad_(False)
+    net = compile_phases(Borrower(lent), train_mode="default", infer_mode=None)
+    x = torch.randn(4, 8)
+    net(x).sum().backward()
+    assert lent.weight.grad is None
+    lent.requires_grad_(True)
+    net(x).sum().backward()
+    assert lent.weight.grad is not None
+    restore(net)
+
+
+def test_weights_of_another_dtype_are_seen():
+    torch.manual_seed(0)
+    net = compile_phases(nn.Sequential(nn.Embedding(5, 8), nn.Tanh()), train_mode="default", infer_mode=None)
+    x = torch.tensor([0, 3])
+    net(x).sum().backward()
+    net.double()
+    torch.testing.assert_close(net(x), net[0].weight[x].tanh())
     restore(net)

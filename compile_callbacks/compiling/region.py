@@ -20,7 +20,6 @@ from compile_callbacks.compiling.region_settings import RegionSettings
 from compile_callbacks.compiling.shapes import ShapePolicy, shapes, signature
 from compile_callbacks.compiling.snapshot import Snapshot
 from compile_callbacks.compiling.targets import Compiled, Target
-from compile_callbacks.compiling.trainable import TrainableWatch
 from compile_callbacks.compiling.verified_calls import VerifiedCalls
 from compile_callbacks.compiling.weights import WeightWatch
 from compile_callbacks.links import see
@@ -94,8 +93,6 @@ class CompiledRegion:
         # Of each block: what calls the first of them differs from what calls the others (a gradient to pass on).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
         self._uncompilable: set[Any] = set()
-        watched = target.members if phase == "train" and _torch.SKIPS_PARAMETER_GUARDS else ()
-        self._trainable = {member: TrainableWatch(member.module) for member in watched if not member.sharded}
         self._guards_hooks = False
         self._hooks_seen = -1
         self._weights = WeightWatch(self._members[0].module)  # baked in where there is one member alone
@@ -143,8 +140,6 @@ class CompiledRegion:
             self._look_for_hooks()
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
             return member.eager(*args, **kwargs)
-        if (watch := self._trainable.get(member)) is not None:
-            watch.look()
         recorder, outer, outer_on_trace = self._recorder, self._recorder.owner, self._recorder.on_trace
         recorder.owner, recorder.on_trace = self.owner, functools.partial(self._remember, member)
         self._before_compile, graphs_before, failure = None, self._compiler.graphs, None
@@ -158,8 +153,9 @@ class CompiledRegion:
             recorder.owner, recorder.on_trace = outer, outer_on_trace
         if failure is not None:
             result = self._without_compiler(member, failure, args, kwargs)
-        if self._compiler.graphs > graphs_before:
-            self._note_graph(member, args, kwargs)
+        if self._compiler.graphs > graphs_before and len(self._members) > 1:
+            looks = signature(args, kwargs), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            self._compiled_of.setdefault(looks, set()).add(member)
         self._fallback.call_is_over()
         return result
 
@@ -283,14 +279,6 @@ class CompiledRegion:
         if not self._guards_hooks and any(member.has_hooks for member in self._members):
             self._guards_hooks = True
             self._compile()
-
-    def _note_graph(self, member: Target, args: Any, kwargs: Any) -> None:
-        """A graph was compiled in a call of a member; it may serve the others."""
-        for watch in self._trainable.values():
-            watch.compiled()
-        if len(self._members) > 1:
-            looks = signature(args, kwargs), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            self._compiled_of.setdefault(looks, set()).add(member)
 
     def _remember(self, member: Target) -> None:
         """Dynamo begins to trace: if it fails behind a graph break, what ran before the break is to be undone."""

@@ -133,12 +133,9 @@ class PhaseSwitch:
         self._made: dict[tuple[Phase, str | None], list[_Made]] = {}
         for phase, config in configs.items():
             self.use(phase, config)
-        sharded = any(member.sharded for target in targets for member in target.members)
-        # Without grad nothing depends on which parameters are trained.
-        guarding: tuple[Phase, ...] = ("train",) if sharded or not _torch.SKIPS_PARAMETER_GUARDS else ()
         self._trace_settings = _torch.TraceSettings(
             ours=lambda: recorder.owner is not None,
-            guards_parameters=lambda: recorder.owner is not None and recorder.owner.phase in guarding,
+            trains=lambda: recorder.owner is not None and recorder.owner.phase == "train",
             frozen=lambda: recorder.owner is not None and recorder.owner.frozen,
         )
         self._before: list[tuple[nn.Module, str, Any]] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from compile_callbacks.exporting.exported import ExportedModule, ExportError, lo
 from compile_callbacks.failures import describe_failure, in_one_line
 
 _PATIENCE_SECONDS = 300
+_CRASHES = {-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
 
 def load_after_trial(
@@ -41,7 +43,7 @@ def load_after_trial(
     return load_exported(path)
 
 
-def try_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def try_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Run a package once in a process of its own.
 
     Args:
@@ -49,9 +51,12 @@ def try_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, A
         args: Inputs by position.
         kwargs: Inputs by name.
 
+    Returns:
+        Whether the process came to its end. What else stopped it, an error or somebody's signal, is no fault of the
+        package that is known: whoever loads it meets the error too, and knows more of it.
+
     Raises:
-        ExportError: The process was ended by a signal, or did not end. An error that it met is none: whoever loads the
-            package meets it too, and knows more of it.
+        ExportError: The package crashed, or did not come to its end in time.
     """
     _, metadata = read_package(path)
     spec = CallSpec.from_json(metadata["inputs"])
@@ -64,8 +69,10 @@ def try_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, A
         except subprocess.TimeoutExpired:
             raise ExportError(f"the package came to no end within {_PATIENCE_SECONDS} s") from None
         except subprocess.CalledProcessError as error:
-            if error.returncode < 0:
+            if error.returncode in _CRASHES:
                 reason = in_one_line(describe_failure(error))
                 raise ExportError(
                     f"the package crashes: {reason} (compile-callbacks doctor knows compilers that make such packages)"
                 ) from None
+            return False
+    return True
