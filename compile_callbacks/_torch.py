@@ -1040,9 +1040,8 @@ class TraceSettings:
     - ``torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags``: torch 2.11 skips the guards on tensors of a
       module whose attributes were not assigned to since, and so does not see ``requires_grad`` change: what thaws would
       get no gradient. Nor does it see another dtype, where that came through ``.data``. Full guards are for training
-      alone; without grad nothing depends on ``requires_grad``. In a tight loop they cost 65 µs a call of a ResNet-50
-      there, and in a training step, where they find nothing of the model in the CPU's caches, half a millisecond. From
-      torch 2.12 on the setting makes no difference to that.
+      alone; without grad nothing depends on ``requires_grad``. What they cost is in docs/correctness.md; from torch
+      2.12 on the setting changes nothing of that.
     - Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output:
       a warning about code that is not the user's.
 

@@ -66,6 +66,8 @@ def try_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, A
         command = [sys.executable, "-W", "ignore", "-c", _torch.RUN_PACKAGE, str(path), str(tensors)]
         try:
             subprocess.run(command, capture_output=True, timeout=_PATIENCE_SECONDS, check=True)
+        except OSError:  # no process can be started, as by a Python that is part of another program
+            return False
         except subprocess.TimeoutExpired:
             raise ExportError(f"the package came to no end within {_PATIENCE_SECONDS} s") from None
         except subprocess.CalledProcessError as error:
