@@ -115,6 +115,12 @@ def test_a_gradient_that_differs_is_found():
     assert found.max_abs_error == 0
 
 
+def test_gradients_that_are_missing_are_a_difference():
+    net = mlp()
+    found = compare_with_eager(net, net, lambda x: net(x).detach(), (torch.randn(8, FEATURES),), {})
+    assert found.problem == "0 weights get a gradient, with eager 6"
+
+
 class AtZero(nn.Module):
     """One of fifty values lies as near to the ReLU's zero as the last bit of the inputs reaches."""
 

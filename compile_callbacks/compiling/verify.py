@@ -223,6 +223,9 @@ def _compare(expected: _Run, actual: _Run, allowed: float, shaken: _Run | None =
     """Compare two runs; ``shaken`` is eager's with inputs that differ in their last bits, where that was looked at."""
     if [e.shape for e in expected.outputs] != [a.shape for a in actual.outputs]:
         return Comparison(max_abs_error=math.inf, problem="outputs have other shapes than eager's")
+    if len(expected.gradient_norms) != len(actual.gradient_norms):
+        numbers = len(actual.gradient_norms), len(expected.gradient_norms)
+        return Comparison(max_abs_error=math.inf, problem="{} weights get a gradient, with eager {}".format(*numbers))
     max_abs_error, problem = 0.0, None
     for index, (e, a) in enumerate(zip(expected.outputs, actual.outputs, strict=True)):
         apart, relative = _difference(e, a)
