@@ -138,6 +138,7 @@ class PhaseSwitch:
             frozen=lambda: recorder.owner is not None and recorder.owner.frozen,
         )
         self._before: list[tuple[nn.Module, str, Any]] | None = None
+        self._selected: tuple[Phase, bool, bool] | None = None
 
     @property
     def shares_graphs(self) -> bool:
@@ -168,8 +169,11 @@ class PhaseSwitch:
             compiled: Whether to run compiled.
             frozen: Whether to run with weights baked in, where the config asks for it.
         """
+        if self._selected == (phase, compiled, frozen):  # as in most steps, and 10 µs a target else
+            return
         for dispatcher in self._dispatchers:
             dispatcher.selected = dispatcher.call(phase, compiled=compiled, frozen=frozen)
+        self._selected = phase, compiled, frozen
 
     def use(self, phase: Phase, config: InductorConfig | None, name: str | None = None) -> None:
         """Have a phase run with these settings from the next `select` on.
@@ -179,6 +183,7 @@ class PhaseSwitch:
             config: The settings; ``None`` for eager.
             name: What they are called, where they are one of several candidates: they are on trial until `choose`.
         """
+        self._selected = None
         if config is not None and (phase, name) not in self._made:
             self._made[phase, name] = [self._make(target, phase, config, name) for target in self.targets]
         for dispatcher in self._dispatchers:
@@ -241,6 +246,7 @@ class PhaseSwitch:
         Args:
             frozen: Whether calls without grad run with weights baked in, where the config asks for it.
         """
+        self._selected = None
         for dispatcher in self._dispatchers:
             dispatcher.weights_stand_still = frozen
             dispatcher.selected = dispatcher.by_grad_mode
