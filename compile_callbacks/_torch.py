@@ -238,69 +238,13 @@ def compile_function(
     *,
     fullgraph: bool,
     dynamic: bool | None,
-    guard_filter: Callable[[Sequence[Any]], list[bool]] | None = None,
 ) -> Callable[..., Any]:
-    """``torch.compile``, isolated from other compiles of the same code where torch can (2.13 and later).
-
-    Args:
-        function: What is compiled.
-        backend: What compiles its graphs.
-        fullgraph: As of ``torch.compile``.
-        dynamic: As of ``torch.compile``.
-        guard_filter: Which guards to keep, as of ``torch.compile``'s option ``"guard_filter_fn"``.
-    """
+    """``torch.compile``, isolated from other compiles of the same code where torch can (2.13 and later)."""
     isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
-    options: dict[str, Any] | None = {"guard_filter_fn": guard_filter} if guard_filter is not None else None
     compiled: Callable[..., Any] = torch.compile(
-        function, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options=options, **isolate
+        function, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **isolate
     )
     return compiled
-
-
-def without_tensor_guards(argument: str, of: Callable[[], set[int]]) -> Callable[[Sequence[Any]], list[bool]]:
-    """A guard filter that leaves out the guards on given tensors, where they are reached from one argument.
-
-    A guard's entry names its kind and its source, ``argument._modules['fc']._parameters['weight']``, and holds the
-    tensor (``torch._dynamo.types.GuardFilterEntry``, 2.11 to 2.15).
-
-    Args:
-        argument: The name of the argument. No other function that is traced should have it: what runs between a graph
-            break and the rest of a call may change tensors that were looked at before the call.
-        of: The ids of the tensors, asked for when a compile ends.
-    """
-
-    def keep(entries: Sequence[Any]) -> list[bool]:
-        tensors = of()
-        return [
-            not (
-                entry.guard_type == "TENSOR_MATCH"
-                and entry.name.startswith(f"{argument}.")
-                and id(entry.value) in tensors
-            )
-            for entry in entries
-        ]
-
-    return keep
-
-
-def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """What tells whether as many tensors are as these are now, in all that Dynamo's guard on a tensor compares.
-
-    It is the check of Dynamo's guards itself, for many tensors at once (2.11 to 2.15): 50 ns for each. As they do, it
-    takes a tensor for another one under another autocast or inference mode.
-    """
-    from torch._C._dynamo.guards import TensorGuards
-
-    # Both are needed: without them torch reads where nothing is, though it does not say so.
-    sizes: Any = [list(tensor.shape) for tensor in tensors]
-    strides: Any = [list(tensor.stride()) for tensor in tensors]
-    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return check
-
-
-def dispatch_keys(tensor: torch.Tensor) -> int:
-    """A tensor's dispatch keys, which tell kinds of tensors apart that are alike in all else (2.11 to 2.15)."""
-    return int(torch._C._dispatch_keys(tensor).raw_repr())
 
 
 def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -1095,18 +1039,21 @@ class TraceSettings:
       constants; ``options={"freezing": True}`` does not reach it.
     - ``torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags``: torch 2.11 skips the guards on tensors of a
       module whose attributes were not assigned to since, and so does not see ``requires_grad`` change: what thaws would
-      get no gradient. Nor does it see another dtype, where that came through ``.data``. From torch 2.12 on the
-      setting changes nothing of that.
+      get no gradient. Nor does it see another dtype, where that came through ``.data``. Full guards are for training
+      alone; without grad nothing depends on ``requires_grad``. What they cost is in docs/correctness.md; from torch
+      2.12 on the setting changes nothing of that.
     - Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output:
       a warning about code that is not the user's.
 
     Args:
         ours: Whether the compile that begins is ours.
+        trains: Whether it is for training.
         frozen: Whether weights are to be baked in.
     """
 
-    def __init__(self, *, ours: Callable[[], bool], frozen: Callable[[], bool]) -> None:
+    def __init__(self, *, ours: Callable[[], bool], trains: Callable[[], bool], frozen: Callable[[], bool]) -> None:
         self._ours = ours
+        self._trains = trains
         self._frozen = frozen
         self._settings = contextlib.ExitStack()
 
@@ -1127,7 +1074,8 @@ class TraceSettings:
             return
         self._settings.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
-        self._settings.enter_context(torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False))
+        if self._trains():
+            self._settings.enter_context(torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False))
         if self._frozen():
             self._settings.enter_context(config.patch(freezing=True))
 

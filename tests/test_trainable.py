@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -107,4 +108,99 @@ def test_weights_of_another_dtype_are_seen():
     net(x).sum().backward()
     net.double()
     torch.testing.assert_close(net(x), net[0].weight[x].tanh())
+    restore(net)
+
+
+class Turning(nn.Module):
+    """Freezes or thaws its second layer while it is called, behind a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), 0
+
+    @torch.compiler.disable
+    def turn(self) -> None:
+        self.calls += 1
+        self.second.requires_grad_(self.calls % 2 == 0)
+
+    def forward(self, x):
+        x = self.first(x)
+        self.turn()
+        return self.second(x)
+
+
+class Adapted(nn.Module):
+    """Runs one of two adapters, which a list of its own names; they differ in rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks = nn.ModuleList([nn.Sequential(nn.Linear(8, rank), nn.Linear(rank, 8)) for rank in (2, 4)])
+        self.ranks[0].requires_grad_(False)
+        self.active = [self.ranks[0]]
+
+    def forward(self, x):
+        return x + self.active[0](x)
+
+
+class Scripted(nn.Sequential):
+    """Holds a part that is compiled by TorchScript."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scripted = torch.jit.script(nn.Linear(8, 8))
+        super().__init__(nn.Linear(8, 8), scripted)
+
+
+def activate_the_other(net: Adapted) -> None:
+    net.active[0] = net.ranks[1]
+
+
+def freeze_first(net: nn.Module) -> None:
+    next(net.parameters()).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [(Turning, lambda net: None), (Adapted, activate_the_other), (Scripted, freeze_first)],
+    ids=["behind a graph break", "by a list of the user's", "beside TorchScript"],
+)
+def test_gradients_are_those_of_eager_however_a_weight_is_reached(make, change):
+    torch.manual_seed(0)
+    eager, net = make(), make()
+    net.load_state_dict(eager.state_dict())
+    # What is compared is called twice, and Turning turns in each call.
+    compile_phases(net, train_mode="default", infer_mode=None, targets="forward", verify="off")
+    x = torch.randn(4, 8, requires_grad=True)
+    for turn in range(4):
+        found = []
+        for module in (eager, net):
+            if turn == 2:
+                change(module)
+            module.zero_grad()
+            module(x).square().sum().backward()
+            found.append({name: parameter.grad for name, parameter in module.named_parameters()})
+        torch.testing.assert_close(found[1], found[0], **FLOAT32)
+    restore(net)
+
+
+class Streaming(nn.Module):
+    """Has a state that each call moves on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(2, 2))
+
+    def forward(self, x):
+        self.state.add_(1)
+        return x.t().contiguous().cumsum(0) + 1
+
+
+def test_a_buffer_that_is_the_input_too_and_changes_meanwhile_is_read_after_the_change():
+    eager = Streaming()
+    net = compile_phases(Streaming(), train_mode=None, infer_mode="default", targets="forward", verify="off")
+    with torch.no_grad():
+        for own in (False, True, True):
+            expected, found = (module(module.state if own else torch.zeros(2, 2)) for module in (eager, net))
+            torch.testing.assert_close(found, expected)
     restore(net)

@@ -21,7 +21,6 @@ from compile_callbacks.compiling.shapes import ShapePolicy, shapes, signature
 from compile_callbacks.compiling.snapshot import Snapshot
 from compile_callbacks.compiling.targets import Compiled, Target
 from compile_callbacks.compiling.verified_calls import VerifiedCalls
-from compile_callbacks.compiling.weight_guards import WeightGuards, WeightsState, difference, replaced
 from compile_callbacks.compiling.weights import WeightWatch
 from compile_callbacks.links import see
 from compile_callbacks.measuring.events import CompileRecorder, Owner
@@ -101,13 +100,7 @@ class CompiledRegion:
         self._baked_in = False
         self._before_compile: Snapshot | None = None
         self._compiled_of: dict[Any, set[Target]] = {}
-        # A function for each state of the weights, without torch's guards on them; one with them for all others.
-        self._functions: dict[WeightsState | None, Callable[..., Any]] = {}
-        self._function_of: dict[Target, Callable[..., Any]] = {}
-        self._weight_guards = {m: WeightGuards(m.module) for m in self._members if not m.sharded}
-        self._guard_filter = _torch.without_tensor_guards(
-            "region_module", functools.partial(replaced, tuple(self._weight_guards.values()))
-        )
+        self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the target, compiled for the phase; of repeated blocks the first."""
@@ -199,7 +192,7 @@ class CompiledRegion:
 
     def free_compiled(self) -> None:
         """Give back what compiled code takes, weights that are folded or baked in among it; the next call compiles."""
-        self._forget_functions()
+        self._compiled = self._compiled_beyond_limit = self._compile_and_call
         self._baked_in = False
         self._compiler.free()
 
@@ -223,31 +216,9 @@ class CompiledRegion:
         self._suspects_weights, self._baked_in = False, True
 
     def _call_compiled(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
-        guards = self._weight_guards.get(member)
-        if (guards is not None and guards.changed()) or member not in self._function_of:
-            self._function_of[member] = self._function_for(guards)
-        function = self._function_of[member]
-        if self._one_limit or (factor := self._limit_factor) == 1:
-            return function(member.module, *args, **kwargs)
-        beyond_limit = _torch.with_dynamo_settings(function, recompile_limit=lambda limit: factor * limit)
-        return beyond_limit(member.module, *args, **kwargs)
-
-    def _function_for(self, guards: WeightGuards | None) -> Callable[..., Any]:
-        """What is compiled for the weights as they are."""
-        state = guards.state if guards is not None else None
-        if state not in self._functions and len(self._functions) >= _torch.recompile_limit():
-            state = None
-        if state not in self._functions:
-            if state is not None and (last := next(reversed(self._functions), None)) is not None:
-                self._recorder.add("recompile", self.owner, reason=difference(last, state))
-            self._functions[state] = self._compile(guards_weights=state is None)
-        return self._functions[state]
-
-    def _forget_functions(self) -> None:
-        self._functions.clear()
-        self._function_of.clear()
-        for guards in self._weight_guards.values():
-            guards.forget()
+        if self._one_limit or self._limit_factor == 1:
+            return self._compiled(member.module, *args, **kwargs)
+        return self._compiled_beyond_limit(member.module, *args, **kwargs)
 
     @property
     def _limit_factor(self) -> int:
@@ -276,21 +247,27 @@ class CompiledRegion:
         )
         raise CompileError(see(message, "a-new-shape"))
 
-    def _compile(self, *, guards_weights: bool) -> Callable[..., Any]:
+    def _compile(self) -> None:
         name = re.sub(r"\W", "_", f"{self.owner.target}_{self.owner.phase}")
         compiled = _torch.compile_function(
             _torch.function_with_own_cache(_calling(self._members[0].function), name),
             self._compiler.compile,
             fullgraph=self._config.fullgraph,
             dynamic=self._config.dynamic,
-            guard_filter=None if guards_weights else self._guard_filter,
         )
         if self._guards_hooks:
             compiled = _torch.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
         as_chosen = self.owner.phase == "train" and _torch.ddp_treatment_is_chosen()
         if torch.distributed.is_available() and not as_chosen:
             compiled = _torch.outside_ddp(compiled)  # whole graphs were faster (docs/many_gpus.md)
-        return compiled
+        self._compiled = compiled
+        self._compiled_beyond_limit = _torch.with_dynamo_settings(
+            compiled, recompile_limit=lambda limit: self._limit_factor * limit
+        )
+
+    def _compile_and_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        self._compile()
+        return self._compiled(module, *args, **kwargs)
 
     def _look_for_hooks(self) -> None:
         """Compile anew where the first hooks were registered: by torch's default a compiled module never learns.
@@ -301,7 +278,7 @@ class CompiledRegion:
         self._hooks_seen = _torch.hooks_registered()
         if not self._guards_hooks and any(member.has_hooks for member in self._members):
             self._guards_hooks = True
-            self._forget_functions()
+            self._compile()
 
     def _remember(self, member: Target) -> None:
         """Dynamo begins to trace: if it fails behind a graph break, what ran before the break is to be undone."""
@@ -328,7 +305,7 @@ def _calling(function: Callable[..., Any]) -> Any:
     # A function of this file: Dynamo compiles nothing where it is handed torch's own _call_impl (traps: torch
     # 2.11 and 2.13 skip frames of torch.nn). The module is an argument, so that its weights are inputs of the graph,
     # which then serves every module of the same structure.
-    def region(region_module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return function(region_module, *args, **kwargs)
+    def region(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
 
     return region
