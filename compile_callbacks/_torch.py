@@ -33,6 +33,7 @@ __all__ = [
     "OPERATOR_TYPES",
     "RUN_PACKAGE",
     "SHARES_RECOMPILE_LIMIT",
+    "SKIPS_GUARDS_ON_WEIGHTS",
     "TORCH_PASSES_FLAG",
     "TORCH_PASS_TYPES",
     "CompilationRecord",
@@ -220,6 +221,9 @@ _CONTROL_FLOW = (_exc.RestartAnalysis, _exc.SkipFrame)
 
 SHARES_RECOMPILE_LIMIT = "isolate_recompiles" not in inspect.signature(torch.compile).parameters
 """Whether two settings of one code object use up one ``recompile_limit`` (torch before 2.13)."""
+
+SKIPS_GUARDS_ON_WEIGHTS = torch.__version__.startswith("2.11.")
+"""Whether torch overlooks what ``.data`` changes in a weight, as ``module.double()`` does; see `TraceSettings`."""
 
 
 def function_with_own_cache(function: types.FunctionType, name: str) -> types.FunctionType:
@@ -1040,8 +1044,9 @@ class TraceSettings:
     - ``torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags``: torch 2.11 skips the guards on tensors of a
       module whose attributes were not assigned to since, and so does not see ``requires_grad`` change: what thaws would
       get no gradient. Nor does it see another dtype, where that came through ``.data``. Full guards are for training
-      alone; without grad nothing depends on ``requires_grad``. What they cost is in docs/correctness.md; from torch
-      2.12 on the setting changes nothing of that.
+      alone: without grad nothing depends on ``requires_grad``, and dtypes are looked at by a `DtypeWatch`, for a
+      tenth of the time. What they cost is in docs/correctness.md; from torch 2.12 on the setting changes nothing of
+      that.
     - Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output:
       a warning about code that is not the user's.
 

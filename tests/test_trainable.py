@@ -101,13 +101,16 @@ def test_a_parameter_that_is_not_the_targets_own_gets_its_gradient_once_it_thaws
     restore(net)
 
 
-def test_weights_of_another_dtype_are_seen():
-    torch.manual_seed(0)
-    net = compile_phases(nn.Sequential(nn.Embedding(5, 8), nn.Tanh()), train_mode="default", infer_mode=None)
+@pytest.mark.parametrize("phase", ["train", "infer"])
+@pytest.mark.parametrize("scripted", [False, True])
+def test_weights_of_another_dtype_are_seen(phase, scripted):
+    eager, net = (nn.Sequential(nn.Embedding(5, 8), Scripted() if scripted else nn.Tanh()) for _ in range(2))
+    net.load_state_dict(eager.state_dict())
+    compile_phases(net, **{"train_mode": None, "infer_mode": None, f"{phase}_mode": "default"}, targets="forward")
     x = torch.tensor([0, 3])
-    net(x).sum().backward()
-    net.double()
-    torch.testing.assert_close(net(x), net[0].weight[x].tanh())
+    with torch.set_grad_enabled(phase == "train"):
+        for change in (nn.Module.float, nn.Module.double, nn.Module.double, nn.Module.float):
+            torch.testing.assert_close(change(net)(x), change(eager)(x), **FLOAT32)
     restore(net)
 
 

@@ -21,7 +21,7 @@ from compile_callbacks.compiling.shapes import ShapePolicy, shapes, signature
 from compile_callbacks.compiling.snapshot import Snapshot
 from compile_callbacks.compiling.targets import Compiled, Target
 from compile_callbacks.compiling.verified_calls import VerifiedCalls
-from compile_callbacks.compiling.weights import WeightWatch
+from compile_callbacks.compiling.weights import DtypeWatch, WeightWatch
 from compile_callbacks.links import see
 from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.phases import Phase
@@ -96,6 +96,8 @@ class CompiledRegion:
         self._guards_hooks = False
         self._hooks_seen = -1
         self._weights = WeightWatch(self._members[0].module)  # baked in where there is one member alone
+        looks_at_dtypes = _torch.SKIPS_GUARDS_ON_WEIGHTS and phase == "infer" and not frozen
+        self._dtypes = {m: DtypeWatch(m.module) for m in self._members} if looks_at_dtypes else {}
         self._suspects_weights = True
         self._baked_in = False
         self._before_compile: Snapshot | None = None
@@ -136,6 +138,8 @@ class CompiledRegion:
             return member.eager(*args, **kwargs)
         if self.owner.frozen:
             self._refreeze_if_weights_changed()
+        if self._dtypes and self._dtypes[member].changed():
+            self.free_compiled()
         if self._hooks_seen != _torch.hooks_registered():
             self._look_for_hooks()
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
