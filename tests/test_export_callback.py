@@ -139,6 +139,7 @@ def test_the_run_is_as_without_the_export(run):
     assert run.compile.report.infer.recompiles == 0
 
 
+@pytest.mark.newest
 def test_a_package_that_differs_from_eager_does_not_replace_an_older_one(tmp_path):
     path = tmp_path / "net.pt2"
     path.write_text("an older package")

@@ -186,6 +186,7 @@ def test_uuid_of_a_sequence_covers_order_and_phase():
     assert len(uuids) == 4
 
 
+@pytest.mark.newest
 def test_uuid_is_the_same_in_another_process(tmp_path, capsys):
     source = textwrap.dedent("""
         import torch

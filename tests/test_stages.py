@@ -105,12 +105,14 @@ def test_loaders_are_made_when_lightning_makes_them(tmp_path):
     assert made_at == [(0, 0), (8, 1)]
 
 
+@pytest.mark.newest
 def test_a_stream_has_a_baseline():
     callback = InductorCompile("default", None, baseline_steps=2)
     trainer(callback).fit(Classifier(), stream())
     assert callback.report.train.speedup is not None
 
 
+@pytest.mark.newest
 def test_a_few_validation_batches_run_compiled():
     callback = InductorCompile(None, "default")
     trainer(callback, max_epochs=2, num_sanity_val_steps=0).fit(Classifier(), loader(2), loader(4))

@@ -301,6 +301,7 @@ def test_data_holds_what_differs():
     }
 
 
+@pytest.mark.newest
 def test_keys_of_settings_from_a_file_are_equal_in_another_process(tmp_path):
     path = tmp_path / "config.json"
     CONFIGS[2].to_json(path)
