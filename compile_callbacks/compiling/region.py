@@ -97,7 +97,8 @@ class CompiledRegion:
         self._hooks_seen = -1
         self._weights = WeightWatch(self._members[0].module)  # baked in where there is one member alone
         looks_at_dtypes = _torch.SKIPS_GUARDS_ON_WEIGHTS and phase == "infer" and not frozen
-        self._dtypes = {m: DtypeWatch(m.module) for m in self._members} if looks_at_dtypes else {}
+        # Weights that are gathered for each call may have another dtype then, by the strategy's precision.
+        self._dtypes = {m: DtypeWatch(m.module) for m in self._members if looks_at_dtypes and not m.sharded}
         self._suspects_weights = True
         self._baked_in = False
         self._before_compile: Snapshot | None = None
@@ -138,7 +139,7 @@ class CompiledRegion:
             return member.eager(*args, **kwargs)
         if self.owner.frozen:
             self._refreeze_if_weights_changed()
-        if self._dtypes and self._dtypes[member].changed():
+        if (dtypes := self._dtypes.get(member)) is not None and dtypes.changed():
             self.free_compiled()
         if self._hooks_seen != _torch.hooks_registered():
             self._look_for_hooks()
