@@ -13,6 +13,7 @@ import functools
 import inspect
 import io
 import os
+import re
 import sys
 import time
 import traceback
@@ -223,7 +224,7 @@ SHARES_RECOMPILE_LIMIT = "isolate_recompiles" not in inspect.signature(torch.com
 """Whether two settings of one code object use up one ``recompile_limit`` (torch before 2.13)."""
 
 SKIPS_GUARDS_ON_WEIGHTS = torch.__version__.startswith("2.11.")
-"""Whether torch overlooks what ``.data`` changes in a weight, as ``module.double()`` does; see `TraceSettings`."""
+"""Whether torch passes over guards on weights, unless it is told not to; see `GuardRefresher` and `TraceSettings`."""
 
 
 def function_with_own_cache(function: types.FunctionType, name: str) -> types.FunctionType:
@@ -242,13 +243,77 @@ def compile_function(
     *,
     fullgraph: bool,
     dynamic: bool | None,
+    guard_filter: Callable[[Sequence[Any]], list[bool]] | None = None,
 ) -> Callable[..., Any]:
-    """``torch.compile``, isolated from other compiles of the same code where torch can (2.13 and later)."""
+    """``torch.compile``, isolated from other compiles of the same code where torch can (2.13 and later).
+
+    Args:
+        function: What is compiled.
+        backend: What compiles its graphs.
+        fullgraph: As of ``torch.compile``.
+        dynamic: As of ``torch.compile``.
+        guard_filter: Which guards to keep, as of ``torch.compile``'s option ``"guard_filter_fn"``.
+    """
     isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
+    if guard_filter is not None:
+        isolate["options"] = {"guard_filter_fn": guard_filter}
     compiled: Callable[..., Any] = torch.compile(
         function, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **isolate
     )
     return compiled
+
+
+def skip_guards_in_registries(argument: str, may: Callable[[], bool]) -> Callable[[Sequence[Any]], list[bool]]:
+    """A guard filter, for torch 2.11, that keeps all guards and has those on registered weights passed over.
+
+    Torch passes over guards on tensors in any dictionary that nothing was put into since they held. Here that is done
+    for a graph whose guards are on no other tensors than weights of one module, on the way by which modules register
+    them, and tensors that are given to the call. (Filters are called after guards are built once, and before they are
+    built for good; an entry names what it is about, ``argument._modules['fc']._parameters['weight']``.)
+
+    Args:
+        argument: The name of the argument that is the module. No other function that is traced should have it: what
+            runs between a graph break and the rest of a call may change weights that were looked at before the call.
+        may: Asked for each graph, when all that it is guarded for is known: whether somebody else looks at the weights.
+    """
+    registered = re.compile(rf"{argument}(?:\._modules\['[^']*'\])*\._(?:parameters|buffers)\['[^']*'\]")
+    given = re.compile(r"(?:args\[\d+\]|kwargs\['\w+'\])(?:\[\d+\])*")
+
+    def keep_all(entries: Sequence[Any]) -> list[bool]:
+        on_tensors = [entry for entry in entries if isinstance(entry.value, torch.Tensor)]
+        if may() and all(
+            not entry.is_global and (registered.fullmatch(entry.name) or given.fullmatch(entry.name))
+            for entry in on_tensors
+        ):
+            # Until the compile ends: `TraceSettings` has another value until then.
+            torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = True
+        return [True] * len(entries)
+
+    return keep_all
+
+
+def tensor_comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """What tells whether as many tensors are as these are now, in all that Dynamo's guard on a tensor compares.
+
+    It is the comparison of Dynamo's guards itself, for many tensors at once (2.11 to 2.15): 60 ns for each. As they do,
+    it takes a tensor for another one under another autocast or inference mode.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    # Both are needed: without them torch reads where nothing is, though it does not say so.
+    sizes: Any = [list(tensor.shape) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
+
+
+def make_look_changed(registry: dict[str, Any]) -> None:
+    """Have Dynamo take a dictionary for one that was changed: it goes by a version that CPython counts.
+
+    A value that is replaced by itself does not count.
+    """
+    registry["compile_callbacks: looked at"] = None
+    del registry["compile_callbacks: looked at"]
 
 
 def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -1043,22 +1108,19 @@ class TraceSettings:
       constants; ``options={"freezing": True}`` does not reach it.
     - ``torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags``: torch 2.11 skips the guards on tensors of a
       module whose attributes were not assigned to since, and so does not see ``requires_grad`` change: what thaws would
-      get no gradient. Nor does it see another dtype, where that came through ``.data``. Full guards are for training
-      alone: without grad nothing depends on ``requires_grad``, and dtypes are looked at by a `DtypeWatch`, for a
-      tenth of the time. What they cost is in docs/correctness.md; from torch 2.12 on the setting changes nothing of
-      that.
+      get no gradient. Nor does it see another dtype, where that came through ``.data``. So they are skipped alone where
+      a `GuardRefresher` looks (`skip_guards_in_registries`), or weights are baked in. What they cost is in
+      docs/correctness.md; from torch 2.12 on the setting changes nothing of that.
     - Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output:
       a warning about code that is not the user's.
 
     Args:
         ours: Whether the compile that begins is ours.
-        trains: Whether it is for training.
         frozen: Whether weights are to be baked in.
     """
 
-    def __init__(self, *, ours: Callable[[], bool], trains: Callable[[], bool], frozen: Callable[[], bool]) -> None:
+    def __init__(self, *, ours: Callable[[], bool], frozen: Callable[[], bool]) -> None:
         self._ours = ours
-        self._trains = trains
         self._frozen = frozen
         self._settings = contextlib.ExitStack()
 
@@ -1079,10 +1141,10 @@ class TraceSettings:
             return
         self._settings.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
-        if self._trains():
-            self._settings.enter_context(torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False))
         if self._frozen():
             self._settings.enter_context(config.patch(freezing=True))
+        elif SKIPS_GUARDS_ON_WEIGHTS:
+            self._settings.enter_context(torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False))
 
     def _end(self, args: Any) -> None:
         self._settings.close()

@@ -7,13 +7,14 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from models import Classifier, loader, trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compile_callbacks import CompileWarning, InductorCompile
 from compile_callbacks.measuring.baseline import Baseline
-from compile_callbacks.measuring.timing import WARMUP_STEPS, StepTimer
+from compile_callbacks.measuring.timing import STEADY_STEPS, WARMUP_STEPS, StepTimer
 from compile_callbacks.reporting.report import PhaseReport, break_even_steps
 
 NAMES = {"seconds", "graphs", "graph_breaks", "recompiles", "cache_hits"}
@@ -75,6 +76,57 @@ def test_settings_of_a_phase_have_samples_of_their_own_and_lose_one_at_each_turn
     assert timer.times("train", "b").compiled_ms == pytest.approx((5,))
     assert timer.times("train").compiled_ms == ()
     assert (timer.compiled_steps("train", "a"), timer.compiled_steps("train", "b")) == (6, 3)
+
+
+class FakeEvent:
+    """A CUDA event that is passed as soon as it is recorded."""
+
+    clock: FakeClock
+    recorded = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        type(self).recorded += 1
+        self.at = self.clock.now
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1000
+
+
+def test_of_steady_steps_on_a_gpu_an_eighth_is_timed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "recorded", 0)
+    FakeEvent.clock = clock = FakeClock()
+    timer = StepTimer(clock)
+
+    def steps(number, *, wanted=False, disturbed=False, ms=4.0):
+        before = FakeEvent.recorded
+        for _ in range(number):
+            timer.start(cuda=True, wanted=wanted)
+            clock.now += ms / 1000
+            timer.stop("train", compiled=True, work="w", disturbed=disturbed)
+        return (FakeEvent.recorded - before) / 2
+
+    assert steps(1, disturbed=True, ms=900) == 1
+    assert steps(STEADY_STEPS) == STEADY_STEPS
+    assert steps(800) == pytest.approx(100, rel=0.3)
+    assert steps(50, wanted=True) == 50
+    while steps(1, disturbed=True, ms=700):  # the host's clock sees it compile, timed or not
+        steps(STEADY_STEPS)
+    assert steps(STEADY_STEPS) == STEADY_STEPS
+    assert timer.compiled_steps("train") >= STEADY_STEPS * 2 + 852
+    series = {of["kind"]: of for of in timer.series("train")}
+    assert series["compiling"]["ms"][0] == 900
+    assert set(series["compiling"]["ms"][1:]) == {700}
+    assert all(ms == pytest.approx(4) for ms in timer.times("train").compiled_ms)
 
 
 def test_only_steps_of_equal_work_are_compared():

@@ -14,6 +14,7 @@ from compile_callbacks import _torch
 from compile_callbacks.compiling.errors import CompileError
 from compile_callbacks.compiling.fallback import Fallback, describe, entry_of
 from compile_callbacks.compiling.graph_compiler import GraphCompiler
+from compile_callbacks.compiling.guard_refresher import GuardRefresher
 from compile_callbacks.compiling.isolation import Isolation
 from compile_callbacks.compiling.once import WarnOnce
 from compile_callbacks.compiling.region_settings import RegionSettings
@@ -21,7 +22,7 @@ from compile_callbacks.compiling.shapes import ShapePolicy, shapes, signature
 from compile_callbacks.compiling.snapshot import Snapshot
 from compile_callbacks.compiling.targets import Compiled, Target
 from compile_callbacks.compiling.verified_calls import VerifiedCalls
-from compile_callbacks.compiling.weights import DtypeWatch, WeightWatch
+from compile_callbacks.compiling.weights import WeightWatch
 from compile_callbacks.links import see
 from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.phases import Phase
@@ -96,9 +97,10 @@ class CompiledRegion:
         self._guards_hooks = False
         self._hooks_seen = -1
         self._weights = WeightWatch(self._members[0].module)  # baked in where there is one member alone
-        looks_at_dtypes = _torch.SKIPS_GUARDS_ON_WEIGHTS and phase == "infer" and not frozen
-        # Weights that are gathered for each call may have another dtype then, by the strategy's precision.
-        self._dtypes = {m: DtypeWatch(m.module) for m in self._members if looks_at_dtypes and not m.sharded}
+        self._guard_filter = _torch.skip_guards_in_registries("region_module", self._all_are_refreshed)
+        self._guard_refreshers: dict[Target, GuardRefresher] = {}
+        if _torch.SKIPS_GUARDS_ON_WEIGHTS and not frozen and not any(m.sharded for m in self._members):
+            self._guard_refreshers = {m: GuardRefresher(m.module) for m in self._members}
         self._suspects_weights = True
         self._baked_in = False
         self._before_compile: Snapshot | None = None
@@ -139,8 +141,6 @@ class CompiledRegion:
             return member.eager(*args, **kwargs)
         if self.owner.frozen:
             self._refreeze_if_weights_changed()
-        if (dtypes := self._dtypes.get(member)) is not None and dtypes.changed():
-            self.free_compiled()
         if self._hooks_seen != _torch.hooks_registered():
             self._look_for_hooks()
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
@@ -221,9 +221,17 @@ class CompiledRegion:
         self._suspects_weights, self._baked_in = False, True
 
     def _call_compiled(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
+        if (refresher := self._guard_refreshers.get(member)) is not None:
+            refresher.refresh(args, kwargs, guarded=self._compiler.graphs > 0)
         if self._one_limit or self._limit_factor == 1:
             return self._compiled(member.module, *args, **kwargs)
         return self._compiled_beyond_limit(member.module, *args, **kwargs)
+
+    def _all_are_refreshed(self) -> bool:
+        """A graph was compiled: whether no guards on weights need to be looked at in a call, of whichever member."""
+        for refresher in self._guard_refreshers.values():
+            refresher.compiled()
+        return all(refresher.covers_all() for refresher in self._guard_refreshers.values())
 
     @property
     def _limit_factor(self) -> int:
@@ -259,6 +267,7 @@ class CompiledRegion:
             self._compiler.compile,
             fullgraph=self._config.fullgraph,
             dynamic=self._config.dynamic,
+            guard_filter=self._guard_filter if self._guard_refreshers else None,
         )
         if self._guards_hooks:
             compiled = _torch.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
@@ -310,7 +319,7 @@ def _calling(function: Callable[..., Any]) -> Any:
     # A function of this file: Dynamo compiles nothing where it is handed torch's own _call_impl (traps: torch
     # 2.11 and 2.13 skip frames of torch.nn). The module is an argument, so that its weights are inputs of the graph,
     # which then serves every module of the same structure.
-    def region(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return function(module, *args, **kwargs)
+    def region(region_module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return function(region_module, *args, **kwargs)
 
     return region

@@ -135,7 +135,6 @@ class PhaseSwitch:
             self.use(phase, config)
         self._trace_settings = _torch.TraceSettings(
             ours=lambda: recorder.owner is not None,
-            trains=lambda: recorder.owner is not None and recorder.owner.phase == "train",
             frozen=lambda: recorder.owner is not None and recorder.owner.frozen,
         )
         self._before: list[tuple[nn.Module, str, Any]] | None = None

@@ -1,4 +1,4 @@
-"""Whether weights are still what they were: for code that has them baked in, and where torch does not look."""
+"""Whether weights are still what they were, for code that has them baked in."""
 
 from __future__ import annotations
 
@@ -46,30 +46,6 @@ class WeightWatch:
 
     def _read_versions(self) -> list[tuple[int, int]]:
         return [(tensor.data_ptr(), tensor._version) for tensor in self._tensors]
-
-
-class DtypeWatch:
-    """Tells whether a module's weights have other dtypes than when it was last asked, or when it was made.
-
-    What reads them as they were before would compute with other numbers. This costs 0.1 µs a weight.
-
-    Args:
-        module: The module whose parameters and buffers are watched.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        # Not the tensors: those may be exchanged for others, and are not to be kept.
-        registries = (registry for part in module.modules() for registry in (part._parameters, part._buffers))
-        self._registries = [registry for registry in registries if registry]
-        self._dtypes = self._read()
-
-    def changed(self) -> bool:
-        """Whether any dtype is another one than at the last call."""
-        before, self._dtypes = self._dtypes, self._read()
-        return self._dtypes != before
-
-    def _read(self) -> list[torch.dtype]:
-        return [tensor.dtype for registry in self._registries for tensor in registry.values() if tensor is not None]
 
 
 def contents(module: nn.Module) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections import Counter, defaultdict, deque
@@ -20,6 +21,12 @@ in them (a CUDA graph is warmed up in its first call and recorded in its second)
 
 KEPT_SAMPLES = 1000
 """Samples kept of each kind of work, the latest ones: a month of training must not fill the memory."""
+
+STEADY_STEPS = 100
+"""Steps on a GPU that ran in the same way with nothing compiled: of those after them one in `TIMED_OF_STEADY` is timed,
+as two CUDA events take the host 50 µs to 250 µs, which small steps wait for."""
+
+TIMED_OF_STEADY = 8
 
 _UNREAD_SPANS = 64  # so many CUDA events are left unread before those that the GPU has passed are read
 
@@ -101,8 +108,9 @@ class StepTimer:
     """Times steps and keeps those that are samples.
 
     On a GPU a step is timed by CUDA events, which are read when the GPU has passed them or somebody asks: steady
-    training is not synchronised. A step is no sample while anything compiles in it, nor are the `WARMUP_STEPS`
-    after that or after a change between eager and compiled. Samples are compared only with samples of equal work.
+    training is not synchronised. Where it has been steady for `STEADY_STEPS`, not every step is timed. A step is no
+    sample while anything compiles in it, nor are the `WARMUP_STEPS` after that or after a change between eager and
+    compiled. Samples are compared only with samples of equal work.
 
     Args:
         clock: Seconds, rising; for steps on a CPU.
@@ -117,10 +125,22 @@ class StepTimer:
         self._restored: dict[Phase, dict[str, tuple[float, ...]]] = {}
         self._series: dict[Phase, dict[tuple[StepKind, str | None], StepSeries]] = defaultdict(dict)
         self._running: _Span | None = None
+        self._timed = True
+        self._steady: tuple[_Way | None, int] = None, 0  # the way of the last steps, and how many there were of it
+        self._chance = random.Random(0)  # not every eighth: every second or fourth step may be one of its own kind
 
-    def start(self, *, cuda: bool) -> None:
-        """A step begins."""
-        self._running = _Span(cuda, self._clock)
+    def start(self, *, cuda: bool, wanted: bool = True) -> None:
+        """A step begins.
+
+        Args:
+            cuda: Whether it runs on a GPU.
+            wanted: Whether it is to be timed in any case.
+        """
+        _, steady_steps = self._steady
+        unsteady = steady_steps < STEADY_STEPS
+        self._timed = wanted or not cuda or unsteady or self._chance.randrange(TIMED_OF_STEADY) == 0
+        # The host's clock costs nothing, and is good enough for a step that turns out to compile.
+        self._running = _Span(cuda and self._timed, self._clock)
 
     def takes_turn(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> None:
         """The next step runs otherwise than the one before it: where that had settled before, it is no sample."""
@@ -149,6 +169,10 @@ class StepTimer:
         key = phase, compiled, settings
         self._steps[key] += 1
         self._steps_of[phase] += 1
+        last, steady_steps = self._steady
+        self._steady = key, 0 if disturbed or key != last else steady_steps + 1
+        if not (self._timed or disturbed):
+            return False
         self._keep_order(phase, "compiling" if disturbed else "compiled" if compiled else "eager", settings, span)
         if disturbed:
             self._settled[key] = 0
@@ -173,7 +197,7 @@ class StepTimer:
         """The steps of a phase in order, a mapping for each way in which they ran; waits for the GPU.
 
         Each has ``kind`` (see `StepKind`), ``settings`` (the candidate, where the phase has had several), ``steps``
-        (their numbers in the phase, from 1) and ``ms``; of many steps an even choice, see `StepSeries`.
+        (their numbers in the phase, from 1) and ``ms``; of many timed steps an even choice, see `StepSeries`.
         """
         found = []
         for (kind, settings), series in self._series[phase].items():

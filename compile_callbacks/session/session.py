@@ -268,7 +268,9 @@ class CompileSession:
             if measured:
                 self._memory.start(self._phase, compiled=self._compiled, settings=self._candidate)
         if measured:
-            self._timer.start(cuda=self._cuda)
+            # What is compared with something else needs all of its samples.
+            wanted = not self._compiled or (tuning is not None and tuning.winner is None)
+            self._timer.start(cuda=self._cuda, wanted=wanted)
 
     def backward_begins(self) -> None:
         """A backward pass is to follow, at whose end processes reduce their gradients."""
