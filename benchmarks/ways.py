@@ -28,6 +28,9 @@ from compile_callbacks.reporting.environment import environment
 WARM_UP_STEPS = 3
 """Steps before each block that are not timed: other processes have used the device since the last one."""
 
+TIMED_CORES = 4
+"""Cores that a process has while it is timed on a GPU: one for the steps, one for backward passes, two to spare."""
+
 _SETTLE_EVERY = 5
 _MOST_PREPARING_STEPS = 5000
 
@@ -82,6 +85,8 @@ class Player:
                 done += 1
         turn.give()
         seconds = time.perf_counter() - started - (turn.waited_seconds - waited)
+        if torch.cuda.is_initialized():
+            share_cores()
         told = {"first_step_seconds": first_step_seconds, "prepare_seconds": seconds, "prepare_steps": done}
         self._connection.send(("ready", told | {"compile_seconds": turn.compile_seconds} | self._tell()))
         while (steps := self._connection.recv()) is not None:
@@ -96,6 +101,18 @@ class Player:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # others are to have room for theirs
             self._connection.send(("block", None if turn.compiles > compiles else milliseconds))
+
+
+def share_cores() -> None:
+    """Run on a few cores from here on, the same in all processes.
+
+    Others may keep some cores of a machine busier than others, and small steps wait for the host: a process that
+    stays where it was started would be compared by where that is.
+    """
+    cores = sorted(os.sched_getaffinity(0))[-TIMED_CORES:]
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 class Pace(pl.Callback):

@@ -268,8 +268,8 @@ def skip_guards_in_registries(argument: str, may: Callable[[], bool]) -> Callabl
 
     Torch passes over guards on tensors in any dictionary that nothing was put into since they held. Here that is done
     for a graph whose guards are on no other tensors than weights of one module, on the way by which modules register
-    them, and tensors that are given to the call. (Filters are called after guards are built once, and before they are
-    built for good; an entry names what it is about, ``argument._modules['fc']._parameters['weight']``.)
+    them, and tensors that are given to the call, as they are or in lists. (A filter is called when guards have been
+    built, and before they are built for good; an entry has the name of what it is about.)
 
     Args:
         argument: The name of the argument that is the module. No other function that is traced should have it: what
@@ -280,11 +280,10 @@ def skip_guards_in_registries(argument: str, may: Callable[[], bool]) -> Callabl
     given = re.compile(r"(?:args\[\d+\]|kwargs\['\w+'\])(?:\[\d+\])*")
 
     def keep_all(entries: Sequence[Any]) -> list[bool]:
-        on_tensors = [entry for entry in entries if isinstance(entry.value, torch.Tensor)]
-        if may() and all(
-            not entry.is_global and (registered.fullmatch(entry.name) or given.fullmatch(entry.name))
-            for entry in on_tensors
-        ):
+        # What is about an attribute of a weight is about something that nobody else looks at.
+        on_tensors = [e for e in entries if isinstance(e.value, torch.Tensor) or registered.match(e.name)]
+        known = (e for e in on_tensors if registered.fullmatch(e.name) or given.fullmatch(e.name))
+        if may() and not any(e.is_global for e in on_tensors) and len(list(known)) == len(on_tensors):
             # Until the compile ends: `TraceSettings` has another value until then.
             torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = True
         return [True] * len(entries)
@@ -1111,6 +1110,8 @@ class TraceSettings:
       get no gradient. Nor does it see another dtype, where that came through ``.data``. So they are skipped alone where
       a `GuardRefresher` looks (`skip_guards_in_registries`), or weights are baked in. What they cost is in
       docs/correctness.md; from torch 2.12 on the setting changes nothing of that.
+    - ``torch._dynamo.config.use_recursive_dict_tags_for_guards``: with it, torch 2.11 does not see that something is
+      put into a registry that was empty. It is left as it is where the setting before is.
     - Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output:
       a warning about code that is not the user's.
 
@@ -1144,7 +1145,8 @@ class TraceSettings:
         if self._frozen():
             self._settings.enter_context(config.patch(freezing=True))
         elif SKIPS_GUARDS_ON_WEIGHTS:
-            self._settings.enter_context(torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False))
+            shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
+            self._settings.enter_context(torch._dynamo.config.patch(dict.fromkeys(shortcuts, False)))
 
     def _end(self, args: Any) -> None:
         self._settings.close()

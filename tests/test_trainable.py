@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
+from itertools import chain
 
 import pytest
 import torch
 from against_eager import FLOAT32
 from torch import nn
 
-from compile_callbacks import compile_phases, restore
+from compile_callbacks import _torch, compile_phases, restore
 
 
 def blocks() -> nn.Sequential:
@@ -145,6 +146,41 @@ class Adapted(nn.Module):
         return x + self.active[0](x)
 
 
+class Attributed(nn.Module):
+    """Computes with tensors that are no parameters, in containers of its own, one of them a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.masks, self.scales = nn.Linear(8, 8), (torch.ones(8),), {"one": torch.ones(8)}
+
+    def forward(self, x):
+        return self.linear(x) * self.masks[0] * self.scales["one"]
+
+
+class Late(nn.Module):
+    """Multiplies by what is registered in a part that has nothing at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.late = nn.Linear(8, 8), nn.Module()
+
+    def forward(self, x):
+        x = self.linear(x)
+        for factor in self.late._parameters.values():
+            x = x * factor
+        return x
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("factor", torch.full((8,), 1 / 3))
+
+    def forward(self, x):
+        return self.linear(x) * self.factor
+
+
 class Scripted(nn.Sequential):
     """Holds a part that is compiled by TorchScript."""
 
@@ -159,30 +195,88 @@ def activate_the_other(net: Adapted) -> None:
     net.active[0] = net.ranks[1]
 
 
+def tensors_of(net: nn.Module) -> dict[str, torch.Tensor]:
+    found = dict(net.named_parameters())
+    if isinstance(net, Attributed):
+        found |= {"masks.0": net.masks[0], "scales.one": net.scales["one"]}
+    return found
+
+
+def toggle(name: str):
+    def change(net: nn.Module) -> None:
+        tensor = tensors_of(net)[name]
+        tensor.requires_grad_(not tensor.requires_grad)
+
+    return change
+
+
+def single(name: str):
+    def change(net: nn.Module) -> None:
+        net.get_buffer(name).data = net.get_buffer(name).float()
+
+    return change
+
+
+def double(name: str):
+    def change(net: nn.Module) -> None:
+        net.get_buffer(name).data = net.get_buffer(name).double()
+
+    return change
+
+
+def register(net: Late) -> None:
+    net.late.factor = nn.Parameter(torch.full((8,), 2.0))
+
+
+def make_anew(net: nn.Sequential) -> None:
+    torch.manual_seed(1)
+    net[1][0].__init__(8, 8)
+
+
+def tie(net: nn.Sequential) -> None:
+    net[1][0].weight = net[0][0].weight
+
+
 def freeze_first(net: nn.Module) -> None:
     next(net.parameters()).requires_grad_(False)
 
 
 @pytest.mark.parametrize(
-    ("make", "change"),
-    [(Turning, lambda net: None), (Adapted, activate_the_other), (Scripted, freeze_first)],
-    ids=["behind a graph break", "by a list of the user's", "beside TorchScript"],
-)
-def test_gradients_are_those_of_eager_however_a_weight_is_reached(make, change):
+    ("make", "changes"),
+    [
+        (Turning, []),
+        (Adapted, [activate_the_other]),
+        (Scripted, [freeze_first]),
+        (Attributed, [toggle("masks.0"), toggle("masks.0"), toggle("scales.one"), toggle("scales.one")]),
+        (Late, [register, toggle("late.factor"), toggle("late.factor")]),
+        (blocks, [make_anew, toggle("1.0.weight")]),
+        (blocks, [put_another_block, toggle("1.0.weight"), toggle("1.0.weight")]),
+        (blocks, [tie, toggle("0.0.weight"), toggle("0.0.weight")]),
+        (Buffered, [double("factor"), single("factor")]),
+    ],
+    ids=[
+        "behind a graph break", "by a list of the user's", "beside TorchScript", "no parameters", "registered later",
+        "registries made anew", "in another block", "tied", "buffer",
+    ],
+)  # fmt: skip
+def test_gradients_are_those_of_eager_however_a_weight_is_reached(make, changes):
     torch.manual_seed(0)
     eager, net = make(), make()
     net.load_state_dict(eager.state_dict())
     # What is compared is called twice, and Turning turns in each call.
     compile_phases(net, train_mode="default", infer_mode=None, targets="forward", verify="off")
     x = torch.randn(4, 8, requires_grad=True)
-    for turn in range(4):
+    # In the second call after a change nothing is new.
+    for change in [None, None, *chain.from_iterable((change, None) for change in changes)]:
         found = []
         for module in (eager, net):
-            if turn == 2:
+            if change is not None:
                 change(module)
-            module.zero_grad()
+            tensors = tensors_of(module)
+            for tensor in tensors.values():
+                tensor.grad = None
             module(x).square().sum().backward()
-            found.append({name: parameter.grad for name, parameter in module.named_parameters()})
+            found.append({name: tensor.grad for name, tensor in tensors.items()})
         torch.testing.assert_close(found[1], found[0], **FLOAT32)
     restore(net)
 
@@ -199,11 +293,67 @@ class Streaming(nn.Module):
         return x.t().contiguous().cumsum(0) + 1
 
 
-def test_a_buffer_that_is_the_input_too_and_changes_meanwhile_is_read_after_the_change():
+@pytest.mark.parametrize("phase", ["train", "infer"])
+def test_a_buffer_that_is_the_input_too_and_changes_meanwhile_is_read_after_the_change(phase):
     eager = Streaming()
-    net = compile_phases(Streaming(), train_mode=None, infer_mode="default", targets="forward", verify="off")
-    with torch.no_grad():
-        for own in (False, True, True):
+    modes = {"train_mode": None, "infer_mode": None, f"{phase}_mode": "default"}
+    net = compile_phases(Streaming(), **modes, targets="forward", verify="off")
+    with torch.set_grad_enabled(phase == "train"):
+        for own in (False, False, True, True, False, True):
             expected, found = (module(module.state if own else torch.zeros(2, 2)) for module in (eager, net))
             torch.testing.assert_close(found, expected)
     restore(net)
+
+
+class Sharing(nn.Module):
+    """Blocks that are alike and share a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), self.shared, nn.Tanh()) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_part_that_blocks_share_gets_its_gradient_once_it_thaws():
+    eager = Sharing()
+    net = compile_phases(copy.deepcopy(eager), train_mode="default", infer_mode=None, targets="repeated", verify="off")
+    x = torch.randn(4, 8)
+    for trained in (True, True, False, False, True, True):
+        found = []
+        for module in (eager, net):
+            module.shared.requires_grad_(trained)
+            module.zero_grad()
+            module(x).square().sum().backward()
+            found.append({name: parameter.grad for name, parameter in module.named_parameters()})
+        torch.testing.assert_close(found[1], found[0], **FLOAT32)
+    restore(net)
+
+
+@pytest.mark.skipif(not _torch.SKIPS_GUARDS_ON_WEIGHTS, reason="this torch looks at all weights in each call")
+@pytest.mark.parametrize(
+    ("make", "skips"), [(blocks, True), (Streaming, True), (Attributed, False), (Adapted, False), (Scripted, False)]
+)
+def test_guards_are_passed_over_where_all_that_they_are_on_is_compared(monkeypatch, make, skips):
+    found = []
+    skip_guards = _torch.skip_guards_in_registries
+
+    def spying(*args):
+        keep = skip_guards(*args)
+
+        def spy(entries):
+            kept = keep(entries)
+            found.append(torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags)
+            return kept
+
+        return spy
+
+    monkeypatch.setattr(_torch, "skip_guards_in_registries", spying)
+    net = compile_phases(make(), train_mode="default", infer_mode=None, targets="forward", verify="off")
+    net(torch.zeros(2, 2) if make is Streaming else torch.zeros(4, 8))
+    restore(net)
+    assert set(found) == {skips}

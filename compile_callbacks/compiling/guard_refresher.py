@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from compile_callbacks import _torch
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
+_END = object()  # sets one sequence apart from another that begins like it
 
 
 class GuardRefresher:
@@ -33,8 +34,9 @@ class GuardRefresher:
         self._holders: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._registries: list[dict[str, Any]] = []
-        self._parts: list[nn.Module | None] = []
-        self._registered = self._tensors = 0
+        # Held until the next call, so that nothing new is taken for them because it lies where they lay.
+        self._registered: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
         self._ids: set[int] = set()
         self._given = False
         self._are_same: Callable[..., bool] | None = None
@@ -73,13 +75,10 @@ class GuardRefresher:
         found = self._find_registries()
         self._holders, self._names = [holder for holder, _ in found], [name for _, name in found]
         self._registries = [holder[name] for holder, name in found]
-        of_modules = self._registries[: self._names.count("_modules")]  # which come first
-        self._parts = list(chain.from_iterable(map(dict.values, of_modules)))
-        registered = self._all_registered()
-        tensors = self._tensors_of(registered)
-        self._registered, self._tensors = len(registered), len(tensors)
-        self._ids = set(map(id, tensors))
-        self._are_same = _torch.tensor_comparison(tensors) if all(map(_is_plain, tensors)) else None
+        self._registered = [*self._all_registered()]
+        self._tensors = [value for value in self._registered if isinstance(value, torch.Tensor)]
+        self._ids = set(map(id, self._tensors))
+        self._are_same = _torch.tensor_comparison(self._tensors) if all(map(_is_plain, self._tensors)) else None
 
     def _find_registries(self) -> list[tuple[dict[str, Any], str]]:
         """Where something is registered: what holds the registry, and by what name."""
@@ -87,13 +86,11 @@ class GuardRefresher:
         return [(holder, name) for holder, name in found if type(holder.get(name)) is dict and holder[name]]
 
     def _same_as_before(self, are_same: Callable[..., bool]) -> bool:
-        if not all(map(is_, map(dict.get, self._holders, self._names), self._registries)):
-            return False
-        registered = self._all_registered()
-        if len(registered) != self._registered or not all(map(is_, registered, self._parts)):
-            return False
-        tensors = self._tensors_of(registered)
-        return len(tensors) == self._tensors and are_same(*tensors)
+        return (
+            all(map(is_, map(dict.get, self._holders, self._names), self._registries))
+            and all(map(is_, self._all_registered(), self._registered))
+            and are_same(*self._tensors)
+        )
 
     def _gives_registered(self, inputs: Any) -> bool:
         """Whether a registered tensor is among a call's inputs; in dictionaries torch looks at guards itself."""
@@ -101,11 +98,8 @@ class GuardRefresher:
             return any(map(self._gives_registered, inputs))
         return id(inputs) in self._ids
 
-    def _all_registered(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._registries)))
-
-    def _tensors_of(self, registered: list[Any]) -> list[torch.Tensor]:
-        return [value for value in registered[len(self._parts) :] if value is not None]
+    def _all_registered(self) -> Iterator[Any]:
+        return chain(chain.from_iterable(map(dict.values, self._registries)), (_END,))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
