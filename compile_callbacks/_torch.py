@@ -264,27 +264,31 @@ def compile_function(
 
 
 def skip_guards_in_registries(argument: str, may: Callable[[], bool]) -> Callable[[Sequence[Any]], list[bool]]:
-    """A guard filter, for torch 2.11, that keeps all guards and has those on registered weights passed over.
+    """What torch 2.11 takes for a guard filter: it keeps all guards, and has those on registered weights passed over.
 
     Torch passes over guards on tensors in any dictionary that nothing was put into since they held. Here that is done
     for a graph whose guards are on no other tensors than weights of one module, on the way by which modules register
-    them, and tensors that are given to the call, as they are or in lists. (A filter is called when guards have been
-    built, and before they are built for good; an entry has the name of what it is about.)
+    them, and inputs of the call. A filter is called when a graph is compiled, before its guards are built for good, and
+    an entry has the name of what it is about. So it can choose by a setting; `TraceSettings` takes that back.
 
     Args:
         argument: The name of the argument that is the module. No other function that is traced should have it: what
             runs between a graph break and the rest of a call may change weights that were looked at before the call.
-        may: Asked for each graph, when all that it is guarded for is known: whether somebody else looks at the weights.
+        may: Asked for each such graph: whether somebody else looks at the weights.
     """
-    registered = re.compile(rf"{argument}(?:\._modules\['[^']*'\])*\._(?:parameters|buffers)\['[^']*'\]")
-    given = re.compile(r"(?:args\[\d+\]|kwargs\['\w+'\])(?:\[\d+\])*")
+    weight = re.compile(rf"{argument}(?:\._modules\['[^']*'\])*\._(?:parameters|buffers)\['[^']*'\]")
+    # Not what is in an input, which may be a dictionary that is given again; and `args` may be somebody else's.
+    of_inputs = re.compile(r"args\[\d+\]|kwargs\['\w+'\]")
 
     def keep_all(entries: Sequence[Any]) -> list[bool]:
         # What is about an attribute of a weight is about something that nobody else looks at.
-        on_tensors = [e for e in entries if isinstance(e.value, torch.Tensor) or registered.match(e.name)]
-        known = (e for e in on_tensors if registered.fullmatch(e.name) or given.fullmatch(e.name))
-        if may() and not any(e.is_global for e in on_tensors) and len(list(known)) == len(on_tensors):
-            # Until the compile ends: `TraceSettings` has another value until then.
+        on_tensors = [e for e in entries if isinstance(e.value, torch.Tensor) or weight.match(e.name)]
+        if (
+            any(entry.name.startswith(argument) for entry in entries)
+            and all(weight.fullmatch(e.name) or of_inputs.fullmatch(e.name) for e in on_tensors)
+            and not any(entry.is_global for entry in on_tensors)
+            and may()
+        ):
             torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = True
         return [True] * len(entries)
 
@@ -295,7 +299,7 @@ def tensor_comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """What tells whether as many tensors are as these are now, in all that Dynamo's guard on a tensor compares.
 
     It is the comparison of Dynamo's guards itself, for many tensors at once (2.11 to 2.15): 60 ns for each. As they do,
-    it takes a tensor for another one under another autocast or inference mode.
+    it takes a tensor for another one under another autocast or inference mode. No tensor may be there twice.
     """
     from torch._C._dynamo.guards import TensorGuards
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from itertools import chain
 
 import pytest
@@ -12,6 +13,7 @@ from against_eager import FLOAT32
 from torch import nn
 
 from compile_callbacks import _torch, compile_phases, restore
+from compile_callbacks.compiling.guard_refresher import GuardRefresher
 
 
 def blocks() -> nn.Sequential:
@@ -319,18 +321,65 @@ class Sharing(nn.Module):
         return x
 
 
-def test_a_part_that_blocks_share_gets_its_gradient_once_it_thaws():
+def test_a_part_that_blocks_share_gets_its_gradient_once_it_thaws_whichever_block_is_called():
     eager = Sharing()
     net = compile_phases(copy.deepcopy(eager), train_mode="default", infer_mode=None, targets="repeated", verify="off")
     x = torch.randn(4, 8)
-    for trained in (True, True, False, False, True, True):
+    for trained, block in ((True, 0), (True, 1), (False, 1), (True, 0), (True, 1), (False, 0), (False, 2), (True, 2)):
         found = []
         for module in (eager, net):
             module.shared.requires_grad_(trained)
             module.zero_grad()
-            module(x).square().sum().backward()
+            module.blocks[block](x).square().sum().backward()
             found.append({name: parameter.grad for name, parameter in module.named_parameters()})
         torch.testing.assert_close(found[1], found[0], **FLOAT32)
+    restore(net)
+
+
+class Indexing(nn.Module):
+    """Computes with what is in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, tensors):
+        return self.linear(tensors[0]) * tensors[1]
+
+
+class Storing(nn.Module):
+    """Gives a dictionary of its own the name that the inputs of a call have elsewhere, behind a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.store = nn.Linear(8, 8), {"factor": torch.ones(8)}
+
+    def forward(self, *args):
+        kwargs = self.store
+        torch._dynamo.graph_break()
+        return self.linear(args[0]) * kwargs["factor"]
+
+
+@pytest.mark.parametrize("container", [dict, list], ids=["dictionary", "list"])
+def test_an_input_in_a_container_that_is_given_again_gets_its_gradient_once_it_needs_one(container):
+    net = compile_phases(Indexing(), train_mode="default", infer_mode=None, targets="forward", verify="off")
+    factor = torch.ones(8)
+    tensors = [torch.ones(2, 8), factor]
+    inputs = dict(enumerate(tensors)) if container is dict else tensors
+    for needed in (False, False, True, True, False, True):
+        factor.requires_grad_(needed).grad = None
+        net(inputs).sum().backward()
+        assert (factor.grad is not None) == needed
+    restore(net)
+
+
+def test_a_tensor_under_the_name_of_the_inputs_gets_its_gradient_once_it_needs_one():
+    net = compile_phases(Storing(), train_mode="default", infer_mode=None, targets="forward", verify="off")
+    factor = net.store["factor"]
+    for needed in (False, False, True, True, False, True):
+        factor.requires_grad_(needed).grad = None
+        net(torch.ones(2, 8)).sum().backward()
+        assert (factor.grad is not None) == needed
     restore(net)
 
 
@@ -357,3 +406,42 @@ def test_guards_are_passed_over_where_all_that_they_are_on_is_compared(monkeypat
     net(torch.zeros(2, 2) if make is Streaming else torch.zeros(4, 8))
     restore(net)
     assert set(found) == {skips}
+
+
+def test_only_what_changed_or_is_given_makes_registries_look_changed(monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(_torch, "make_look_changed", looked_at.append)
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    net[2].weight = net[0].weight  # tied
+    refresher = GuardRefresher(net)
+
+    def refreshes(*args, guarded=True):
+        looked_at.clear()
+        refresher.refresh(args, {}, guarded=guarded)
+        return bool(looked_at)
+
+    assert not refreshes(guarded=False)
+    assert not refreshes(torch.ones(2))
+    for change, expected in {
+        lambda: None: False,
+        lambda: net[0].weight.data.add_(1): False,
+        lambda: net[0].requires_grad_(False): True,
+        net[1].double: True,
+        lambda: net.__setitem__(1, nn.BatchNorm1d(2)): True,
+        lambda: setattr(net[0], "bias", nn.Parameter(torch.ones(2))): True,
+        lambda: net[0].__init__(2, 2): True,
+        lambda: net.append(nn.Linear(2, 2)): True,
+        lambda: net.pop(-1): True,
+    }.items():
+        change()
+        assert refreshes() == expected
+        assert not refreshes()
+    assert [refreshes(net[1].running_mean), refreshes(torch.ones(2)), refreshes()] == [True, True, False]
+    old = weakref.ref(net[0].weight)
+    net.load_state_dict({name: tensor.clone() for name, tensor in net.state_dict().items()}, assign=True)
+    assert old() is None  # though no call followed
+    assert refreshes()
+    assert refresher.takes_over()
+    net[0].weight = nn.Parameter(torch.ones(2, 2).to_sparse())
+    assert [refreshes(), refreshes()] == [True, True]
+    assert not refresher.takes_over()

@@ -97,10 +97,10 @@ class CompiledRegion:
         self._guards_hooks = False
         self._hooks_seen = -1
         self._weights = WeightWatch(self._members[0].module)  # baked in where there is one member alone
-        self._guard_filter = _torch.skip_guards_in_registries("region_module", self._all_are_refreshed)
-        self._guard_refreshers: dict[Target, GuardRefresher] = {}
-        if _torch.SKIPS_GUARDS_ON_WEIGHTS and not frozen and not any(m.sharded for m in self._members):
-            self._guard_refreshers = {m: GuardRefresher(m.module) for m in self._members}
+        # Weights that are gathered for each call are others each time.
+        plain = len(self._members) == 1 and not (frozen or self._members[0].sharded)
+        refreshes = _torch.SKIPS_GUARDS_ON_WEIGHTS and plain
+        self._guard_refresher = GuardRefresher(self._members[0].module) if refreshes else None
         self._suspects_weights = True
         self._baked_in = False
         self._before_compile: Snapshot | None = None
@@ -221,17 +221,11 @@ class CompiledRegion:
         self._suspects_weights, self._baked_in = False, True
 
     def _call_compiled(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
-        if (refresher := self._guard_refreshers.get(member)) is not None:
-            refresher.refresh(args, kwargs, guarded=self._compiler.graphs > 0)
+        if self._guard_refresher is not None:
+            self._guard_refresher.refresh(args, kwargs, guarded=self._compiler.graphs > 0)
         if self._one_limit or self._limit_factor == 1:
             return self._compiled(member.module, *args, **kwargs)
         return self._compiled_beyond_limit(member.module, *args, **kwargs)
-
-    def _all_are_refreshed(self) -> bool:
-        """A graph was compiled: whether no guards on weights need to be looked at in a call, of whichever member."""
-        for refresher in self._guard_refreshers.values():
-            refresher.compiled()
-        return all(refresher.covers_all() for refresher in self._guard_refreshers.values())
 
     @property
     def _limit_factor(self) -> int:
@@ -262,12 +256,14 @@ class CompiledRegion:
 
     def _compile(self) -> None:
         name = re.sub(r"\W", "_", f"{self.owner.target}_{self.owner.phase}")
+        refresher = self._guard_refresher
+        guard_filter = _torch.skip_guards_in_registries("region_module", refresher.takes_over) if refresher else None
         compiled = _torch.compile_function(
             _torch.function_with_own_cache(_calling(self._members[0].function), name),
             self._compiler.compile,
             fullgraph=self._config.fullgraph,
             dynamic=self._config.dynamic,
-            guard_filter=self._guard_filter if self._guard_refreshers else None,
+            guard_filter=guard_filter,
         )
         if self._guards_hooks:
             compiled = _torch.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)

@@ -160,7 +160,7 @@ class StepTimer:
             settings: The settings that it was compiled with, where the phase has had several.
 
         Returns:
-            Whether the step is a sample.
+            Whether the step is a sample, which one that was not timed is not.
         """
         span, self._running = self._running, None
         if span is None:
