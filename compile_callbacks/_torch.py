@@ -13,7 +13,6 @@ import functools
 import inspect
 import io
 import os
-import re
 import sys
 import time
 import traceback
@@ -34,7 +33,6 @@ __all__ = [
     "OPERATOR_TYPES",
     "RUN_PACKAGE",
     "SHARES_RECOMPILE_LIMIT",
-    "SKIPS_GUARDS_ON_WEIGHTS",
     "TORCH_PASSES_FLAG",
     "TORCH_PASS_TYPES",
     "CompilationRecord",
@@ -223,9 +221,6 @@ _CONTROL_FLOW = (_exc.RestartAnalysis, _exc.SkipFrame)
 SHARES_RECOMPILE_LIMIT = "isolate_recompiles" not in inspect.signature(torch.compile).parameters
 """Whether two settings of one code object use up one ``recompile_limit`` (torch before 2.13)."""
 
-SKIPS_GUARDS_ON_WEIGHTS = torch.__version__.startswith("2.11.")
-"""Whether torch passes over guards on weights, unless it is told not to; see `GuardRefresher` and `TraceSettings`."""
-
 
 def function_with_own_cache(function: types.FunctionType, name: str) -> types.FunctionType:
     """A copy of ``function`` with a code object, and so a Dynamo cache and recompile limit, of its own.
@@ -243,80 +238,13 @@ def compile_function(
     *,
     fullgraph: bool,
     dynamic: bool | None,
-    guard_filter: Callable[[Sequence[Any]], list[bool]] | None = None,
 ) -> Callable[..., Any]:
-    """``torch.compile``, isolated from other compiles of the same code where torch can (2.13 and later).
-
-    Args:
-        function: What is compiled.
-        backend: What compiles its graphs.
-        fullgraph: As of ``torch.compile``.
-        dynamic: As of ``torch.compile``.
-        guard_filter: Which guards to keep, as of ``torch.compile``'s option ``"guard_filter_fn"``.
-    """
+    """``torch.compile``, isolated from other compiles of the same code where torch can (2.13 and later)."""
     isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
-    if guard_filter is not None:
-        isolate["options"] = {"guard_filter_fn": guard_filter}
     compiled: Callable[..., Any] = torch.compile(
         function, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **isolate
     )
     return compiled
-
-
-def skip_guards_in_registries(argument: str, may: Callable[[], bool]) -> Callable[[Sequence[Any]], list[bool]]:
-    """What torch 2.11 takes for a guard filter: it keeps all guards, and has those on registered weights passed over.
-
-    Torch passes over guards on tensors in any dictionary that nothing was put into since they held. Here that is done
-    for a graph whose guards are on no other tensors than weights of one module, on the way by which modules register
-    them, and inputs of the call. A filter is called when a graph is compiled, before its guards are built for good, and
-    an entry has the name of what it is about. So it can choose by a setting; `TraceSettings` takes that back.
-
-    Args:
-        argument: The name of the argument that is the module. No other function that is traced should have it: what
-            runs between a graph break and the rest of a call may change weights that were looked at before the call.
-        may: Asked for each such graph: whether somebody else looks at the weights.
-    """
-    weight = re.compile(rf"{argument}(?:\._modules\['[^']*'\])*\._(?:parameters|buffers)\['[^']*'\]")
-    # Not what is in an input, which may be a dictionary that is given again; and `args` may be somebody else's.
-    of_inputs = re.compile(r"args\[\d+\]|kwargs\['\w+'\]")
-
-    def keep_all(entries: Sequence[Any]) -> list[bool]:
-        # What is about an attribute of a weight is about something that nobody else looks at.
-        on_tensors = [e for e in entries if isinstance(e.value, torch.Tensor) or weight.match(e.name)]
-        if (
-            any(entry.name.startswith(argument) for entry in entries)
-            and all(weight.fullmatch(e.name) or of_inputs.fullmatch(e.name) for e in on_tensors)
-            and not any(entry.is_global for entry in on_tensors)
-            and may()
-        ):
-            torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = True
-        return [True] * len(entries)
-
-    return keep_all
-
-
-def tensor_comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """What tells whether as many tensors are as these are now, in all that Dynamo's guard on a tensor compares.
-
-    It is the comparison of Dynamo's guards itself, for many tensors at once (2.11 to 2.15): 60 ns for each. As they do,
-    it takes a tensor for another one under another autocast or inference mode. No tensor may be there twice.
-    """
-    from torch._C._dynamo.guards import TensorGuards
-
-    # Both are needed: without them torch reads where nothing is, though it does not say so.
-    sizes: Any = [list(tensor.shape) for tensor in tensors]
-    strides: Any = [list(tensor.stride()) for tensor in tensors]
-    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return check
-
-
-def make_look_changed(registry: dict[str, Any]) -> None:
-    """Have Dynamo take a dictionary for one that was changed: it goes by a version that CPython counts.
-
-    A value that is replaced by itself does not count.
-    """
-    registry["compile_callbacks: looked at"] = None
-    del registry["compile_callbacks: looked at"]
 
 
 def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -1109,13 +1037,13 @@ class TraceSettings:
 
     - ``torch._inductor.config.freezing``: Dynamo looks at the global alone to decide whether weights become
       constants; ``options={"freezing": True}`` does not reach it.
-    - ``torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags``: torch 2.11 skips the guards on tensors of a
-      module whose attributes were not assigned to since, and so does not see ``requires_grad`` change: what thaws would
-      get no gradient. Nor does it see another dtype, where that came through ``.data``. So they are skipped alone where
-      a `GuardRefresher` looks (`skip_guards_in_registries`), or weights are baked in. What they cost is in
-      docs/correctness.md; from torch 2.12 on the setting changes nothing of that.
-    - ``torch._dynamo.config.use_recursive_dict_tags_for_guards``: with it, torch 2.11 does not see that something is
-      put into a registry that was empty. It is left as it is where the setting before is.
+    - ``torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags``: torch 2.11 skips the guards on tensors in a
+      dictionary, as a module's weights are, where nothing was put into it since they held. So it does not see
+      ``requires_grad`` change (what thaws would get no gradient), nor another dtype that came through ``.data``, as
+      ``module.double()`` has it, nor that an input is a buffer which the call changes. What guards on all of them cost
+      is in docs/correctness.md; from torch 2.12 on the setting changes nothing of that.
+    - ``torch._dynamo.config.use_recursive_dict_tags_for_guards``: with it, torch 2.11 does not see that a module which
+      had no parameters is given one.
     - Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output:
       a warning about code that is not the user's.
 
@@ -1146,9 +1074,9 @@ class TraceSettings:
             return
         self._settings.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
-        if self._frozen():
+        if self._frozen():  # `WeightWatch` looks at weights that are baked in
             self._settings.enter_context(config.patch(freezing=True))
-        elif SKIPS_GUARDS_ON_WEIGHTS:
+        elif torch.__version__.startswith("2.11."):
             shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
             self._settings.enter_context(torch._dynamo.config.patch(dict.fromkeys(shortcuts, False)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from itertools import chain
 
 import pytest
@@ -12,8 +11,7 @@ import torch
 from against_eager import FLOAT32
 from torch import nn
 
-from compile_callbacks import _torch, compile_phases, restore
-from compile_callbacks.compiling.guard_refresher import GuardRefresher
+from compile_callbacks import compile_phases, restore
 
 
 def blocks() -> nn.Sequential:
@@ -381,67 +379,3 @@ def test_a_tensor_under_the_name_of_the_inputs_gets_its_gradient_once_it_needs_o
         net(torch.ones(2, 8)).sum().backward()
         assert (factor.grad is not None) == needed
     restore(net)
-
-
-@pytest.mark.skipif(not _torch.SKIPS_GUARDS_ON_WEIGHTS, reason="this torch looks at all weights in each call")
-@pytest.mark.parametrize(
-    ("make", "skips"), [(blocks, True), (Streaming, True), (Attributed, False), (Adapted, False), (Scripted, False)]
-)
-def test_guards_are_passed_over_where_all_that_they_are_on_is_compared(monkeypatch, make, skips):
-    found = []
-    skip_guards = _torch.skip_guards_in_registries
-
-    def spying(*args):
-        keep = skip_guards(*args)
-
-        def spy(entries):
-            kept = keep(entries)
-            found.append(torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags)
-            return kept
-
-        return spy
-
-    monkeypatch.setattr(_torch, "skip_guards_in_registries", spying)
-    net = compile_phases(make(), train_mode="default", infer_mode=None, targets="forward", verify="off")
-    net(torch.zeros(2, 2) if make is Streaming else torch.zeros(4, 8))
-    restore(net)
-    assert set(found) == {skips}
-
-
-def test_only_what_changed_or_is_given_makes_registries_look_changed(monkeypatch):
-    looked_at = []
-    monkeypatch.setattr(_torch, "make_look_changed", looked_at.append)
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
-    net[2].weight = net[0].weight  # tied
-    refresher = GuardRefresher(net)
-
-    def refreshes(*args, guarded=True):
-        looked_at.clear()
-        refresher.refresh(args, {}, guarded=guarded)
-        return bool(looked_at)
-
-    assert not refreshes(guarded=False)
-    assert not refreshes(torch.ones(2))
-    for change, expected in {
-        lambda: None: False,
-        lambda: net[0].weight.data.add_(1): False,
-        lambda: net[0].requires_grad_(False): True,
-        net[1].double: True,
-        lambda: net.__setitem__(1, nn.BatchNorm1d(2)): True,
-        lambda: setattr(net[0], "bias", nn.Parameter(torch.ones(2))): True,
-        lambda: net[0].__init__(2, 2): True,
-        lambda: net.append(nn.Linear(2, 2)): True,
-        lambda: net.pop(-1): True,
-    }.items():
-        change()
-        assert refreshes() == expected
-        assert not refreshes()
-    assert [refreshes(net[1].running_mean), refreshes(torch.ones(2)), refreshes()] == [True, True, False]
-    old = weakref.ref(net[0].weight)
-    net.load_state_dict({name: tensor.clone() for name, tensor in net.state_dict().items()}, assign=True)
-    assert old() is None  # though no call followed
-    assert refreshes()
-    assert refresher.takes_over()
-    net[0].weight = nn.Parameter(torch.ones(2, 2).to_sparse())
-    assert [refreshes(), refreshes()] == [True, True]
-    assert not refresher.takes_over()

@@ -14,7 +14,6 @@ from compile_callbacks import _torch
 from compile_callbacks.compiling.errors import CompileError
 from compile_callbacks.compiling.fallback import Fallback, describe, entry_of
 from compile_callbacks.compiling.graph_compiler import GraphCompiler
-from compile_callbacks.compiling.guard_refresher import GuardRefresher
 from compile_callbacks.compiling.isolation import Isolation
 from compile_callbacks.compiling.once import WarnOnce
 from compile_callbacks.compiling.region_settings import RegionSettings
@@ -97,10 +96,6 @@ class CompiledRegion:
         self._guards_hooks = False
         self._hooks_seen = -1
         self._weights = WeightWatch(self._members[0].module)  # baked in where there is one member alone
-        # Weights that are gathered for each call are others each time.
-        plain = len(self._members) == 1 and not (frozen or self._members[0].sharded)
-        refreshes = _torch.SKIPS_GUARDS_ON_WEIGHTS and plain
-        self._guard_refresher = GuardRefresher(self._members[0].module) if refreshes else None
         self._suspects_weights = True
         self._baked_in = False
         self._before_compile: Snapshot | None = None
@@ -221,8 +216,6 @@ class CompiledRegion:
         self._suspects_weights, self._baked_in = False, True
 
     def _call_compiled(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
-        if self._guard_refresher is not None:
-            self._guard_refresher.refresh(args, kwargs, guarded=self._compiler.graphs > 0)
         if self._one_limit or self._limit_factor == 1:
             return self._compiled(member.module, *args, **kwargs)
         return self._compiled_beyond_limit(member.module, *args, **kwargs)
@@ -256,14 +249,11 @@ class CompiledRegion:
 
     def _compile(self) -> None:
         name = re.sub(r"\W", "_", f"{self.owner.target}_{self.owner.phase}")
-        refresher = self._guard_refresher
-        guard_filter = _torch.skip_guards_in_registries("region_module", refresher.takes_over) if refresher else None
         compiled = _torch.compile_function(
             _torch.function_with_own_cache(_calling(self._members[0].function), name),
             self._compiler.compile,
             fullgraph=self._config.fullgraph,
             dynamic=self._config.dynamic,
-            guard_filter=guard_filter,
         )
         if self._guards_hooks:
             compiled = _torch.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
@@ -315,7 +305,7 @@ def _calling(function: Callable[..., Any]) -> Any:
     # A function of this file: Dynamo compiles nothing where it is handed torch's own _call_impl (traps: torch
     # 2.11 and 2.13 skip frames of torch.nn). The module is an argument, so that its weights are inputs of the graph,
     # which then serves every module of the same structure.
-    def region(region_module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return function(region_module, *args, **kwargs)
+    def region(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
 
     return region

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 _ARGUMENT = re.compile(r"^(?:args\[(?P<position>\d+)\]|kwargs\['(?P<keyword>\w+)'\])(?P<rest>.*)$")
 _MODULE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
-_ATTRIBUTE = re.compile(r"region_module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
+_ATTRIBUTE = re.compile(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
 
 # Guard failures as torch 2.11 to 2.15 write them, and what each says in words; {subject} is the tensor.
 _RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], str]], ...] = (
