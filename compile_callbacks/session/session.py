@@ -268,8 +268,8 @@ class CompileSession:
             if measured:
                 self._memory.start(self._phase, compiled=self._compiled, settings=self._candidate)
         if measured:
-            # What is compared with something else needs all of its samples.
-            wanted = not self._compiled or (tuning is not None and tuning.winner is None)
+            # What is still to be compared with something else needs all of its samples.
+            wanted = self._baselines[self._phase].running or (tuning is not None and tuning.winner is None)
             self._timer.start(cuda=self._cuda, wanted=wanted)
 
     def backward_begins(self) -> None:
