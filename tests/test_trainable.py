@@ -192,16 +192,9 @@ def toggle(name: str):
     return change
 
 
-def single(name: str):
+def cast(name: str, dtype: torch.dtype):
     def change(net: nn.Module) -> None:
-        net.get_buffer(name).data = net.get_buffer(name).float()
-
-    return change
-
-
-def double(name: str):
-    def change(net: nn.Module) -> None:
-        net.get_buffer(name).data = net.get_buffer(name).double()
+        net.get_buffer(name).data = net.get_buffer(name).to(dtype)
 
     return change
 
@@ -227,7 +220,7 @@ def freeze_first(net: nn.Module) -> None:
         (Scripted, [freeze_first]),
         (Late, [register, toggle("late.factor"), toggle("late.factor")]),
         (blocks, [make_anew, toggle("1.0.weight")]),
-        (Buffered, [double("factor"), single("factor")]),
+        (Buffered, [cast("factor", torch.float64), cast("factor", torch.float32)]),
     ],
     ids=[
         "behind a graph break", "by a list of the user's", "beside TorchScript", "registered later",
