@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_callbacks.compiling.backward_thread import BackwardInCallingThread
 from compile_callbacks.compiling.cudagraphs import LastingGradients
 from compile_callbacks.compiling.errors import CompileError
 from compile_callbacks.compiling.once import WarnOnce
@@ -114,7 +113,6 @@ class CompileSession:
         self._choices = ChoicesStore(cache_dir / "choices") if cache_dir else None
         self._say = say
         self._lasting_gradients = LastingGradients()
-        self._backward_thread = BackwardInCallingThread()
         self._running = False
         self._phase: Phase = "train"
         self._compiled = False
@@ -175,7 +173,6 @@ class CompileSession:
     def end(self, *, keep_compiled: bool = False) -> None:
         """The trainer run is over: the module is an ordinary one again, unless it is to stay compiled."""
         self._running = False
-        self._backward_thread.end()  # an exception ends a run within a step
         self._meetings.end()
         self._recorder.stop()
         self._timer.abandon()
@@ -268,8 +265,6 @@ class CompileSession:
         self._seen_before_step = self._recorder.compiles_seen, self._recorder.traces_seen
         if self._cuda:
             torch.compiler.cudagraph_mark_step_begin()
-            if self._compiled and self._phase == "train":
-                self._backward_thread.begin()
             if measured:
                 self._memory.start(self._phase, compiled=self._compiled, settings=self._candidate)
         if measured:
@@ -297,7 +292,6 @@ class CompileSession:
         Args:
             work: What was to be done in it; steps of equal work are compared.
         """
-        self._backward_thread.end()
         if self._phase == "infer":
             self._meetings.after_inference()
         compiles_before, traces_before = self._seen_before_step
