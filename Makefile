@@ -23,6 +23,9 @@ SHORT_resnet_digits := --max-epochs 4 --min-accuracy 0.9 --export
 SHORT_serve := --package build/digits.pt2
 SHORT_resnet_imagefolder := --fake-data --arch resnet18 --image-size 64 --limit-train-batches 8 --limit-val-batches 4
 export UV_HTTP_TIMEOUT ?= 300
+# Where the variable is set, as in many containers, each process of the hundreds here compiles the sources of torch and
+# Lightning anew, for ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-oldest examples lint docs dist clean
 
