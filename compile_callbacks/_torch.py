@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import _functorch
 from torch._dynamo import exc as _exc
 from torch._inductor import custom_graph_pass as _custom_graph_pass
+from torch.autograd import forward_ad
 
 __all__ = [
     "DYNAMO_TRIGGER",
@@ -294,6 +296,14 @@ def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def hooks_registered() -> int:
     """A number that grows with every hook that is registered on any module or tensor of the process."""
     return torch.utils.hooks.RemovableHandle.next_id
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` or forward-mode AD is at work around a call, which Dynamo then leaves alone.
+
+    Asked before each call; 0.1 us. There is no public question for either (2.11 to 2.15).
+    """
+    return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:

@@ -41,6 +41,7 @@ Entry = Literal[
     "sharded-weights",
     "slower-than-eager",
     "the-compiler-failed",
+    "under-a-transform",
 ]
 """The entries of that page, by their anchors."""
 

@@ -113,6 +113,8 @@ class CompiledRegion:
     def _call(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
         if self._isolation.eager:
             return member.eager(*args, **kwargs)
+        if _torch.is_transformed():
+            return self._call_transformed(member, args, kwargs)
         self.ran = True
         try:
             if self._meetings.in_step and self._meetings.is_first(self.owner, member.name):
@@ -130,6 +132,18 @@ class CompiledRegion:
             reason: Which process it was, and why it failed.
         """
         self._fallback.give_up(reason)
+
+    def _call_transformed(self, member: Target, args: Any, kwargs: Any) -> Any:
+        """A call under a transform, which torch would run eagerly; it may also give up other calls of the code then."""
+        if not self.on_trial:
+            target, phase = self.owner[:2]
+            message = (
+                f"calls of target {target!r} under a transform of torch.func or forward-mode AD run eagerly in the "
+                f"{phase} phase: torch compiles a transform together with what it transforms; name the method that holds both "
+                "as the target"
+            )
+            self._fallback.say(message, "under-a-transform", subject="transform")
+        return member.eager(*args, **kwargs)
 
     def _run(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
         if self._fallback.gave_up:
