@@ -139,8 +139,8 @@ class CompiledRegion:
             target, phase = self.owner[:2]
             message = (
                 f"calls of target {target!r} under a transform of torch.func or forward-mode AD run eagerly in the "
-                f"{phase} phase: torch compiles a transform together with what it transforms; name the method that holds both "
-                "as the target"
+                f"{phase} phase: torch compiles a transform together with what it transforms; name the method that "
+                "holds both as the target"
             )
             self._fallback.say(message, "under-a-transform", subject="transform")
         return member.eager(*args, **kwargs)
