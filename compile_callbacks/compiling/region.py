@@ -78,8 +78,8 @@ class CompiledRegion:
         self._recorder = recorder
         self._isolation = isolation or Isolation()
         self._meetings = meetings or Meetings()
-        warn = warn or WarnOnce(self._meetings.warn_elsewhere)
-        self._fallback = Fallback(self.owner, recorder, self._meetings, settings, warn)
+        self._warn = warn or WarnOnce(self._meetings.warn_elsewhere)
+        self._fallback = Fallback(self.owner, recorder, self._meetings, settings, self._warn)
         self._compiler = GraphCompiler(target, self.owner, config, passes, recorder=recorder, fallback=self._fallback)
         self._verified_calls = VerifiedCalls(
             self.owner,
@@ -134,15 +134,14 @@ class CompiledRegion:
         self._fallback.give_up(reason)
 
     def _call_transformed(self, member: Target, args: Any, kwargs: Any) -> Any:
-        """A call under a transform, which torch would run eagerly; it may also give up other calls of the code then."""
-        if not self.on_trial:
-            target, phase = self.owner[:2]
-            message = (
-                f"calls of target {target!r} under a transform of torch.func or forward-mode AD run eagerly in the "
-                f"{phase} phase: torch compiles a transform together with what it transforms; name the method that "
-                "holds both as the target"
-            )
-            self._fallback.say(message, "under-a-transform", subject="transform")
+        """A call under a transform: torch would run it eagerly, and then compile no other call of the code either."""
+        target, phase = self.owner[:2]
+        message = (
+            f"calls of target {target!r} under a transform of torch.func or forward-mode AD run eagerly in the {phase} "
+            "phase: torch compiles a transform together with what it transforms; name the method that holds both as "
+            "the target"
+        )
+        self._warn((target, phase, "transform"), message, "under-a-transform")  # also of a candidate: it holds for all
         return member.eager(*args, **kwargs)
 
     def _run(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
