@@ -30,6 +30,7 @@ from compile_callbacks.reporting.report import CompileReport, uncompiled_report
 from compile_callbacks.reporting.terminal import print_report, say
 from compile_callbacks.session.session import CompileSession
 from compile_callbacks.settings.tune import Mode, Settings, as_settings
+from compile_callbacks.stack_room import StackRoom
 from compile_callbacks.stages import steps_to_come
 from compile_callbacks.warm_start.artifacts import check_folder
 
@@ -131,6 +132,7 @@ class InductorCompile(Callback):
         self.keep_compiled = keep_compiled
         self._session: CompileSession | None = None
         self._key_matcher: KeyMatcher | None = None
+        self._stack_room = StackRoom()
         self._global_step_before = 0
         self._printed = False
         self._earlier_state: dict[str, Any] | None = None
@@ -142,7 +144,7 @@ class InductorCompile(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # What runs or ran belongs to its process: a strategy that spawns processes sends each of them a callback.
-        return {**vars(self), "_session": None, "_key_matcher": None}
+        return {**vars(self), "_session": None, "_key_matcher": None, "_stack_room": StackRoom()}
 
     # ------------------------------------------------------------------------------------------ a trainer run
 
@@ -151,6 +153,7 @@ class InductorCompile(Callback):
         if refused := why_strategy_refused(trainer.strategy):
             raise MisconfigurationException(see(refused, "sharded-weights"))
         self._key_matcher = KeyMatcher(pl_module)
+        self._stack_room.install(trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         self._adopt(pl_module)
         join_hparams(trainer.loggers, lambda: self.report)
 
@@ -380,6 +383,7 @@ class InductorCompile(Callback):
             self._session.leave(phase)
 
     def _end(self) -> None:
+        self._stack_room.remove()
         if self._session:
             self._session.end(keep_compiled=self.keep_compiled)
         if self._key_matcher:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -9,6 +11,7 @@ from models import Classifier, loader, seeded, trainer
 from test_callback import Manual
 
 from compile_callbacks import InductorCompile
+from compile_callbacks.measuring.timing import WARMUP_STEPS
 
 pytestmark = pytest.mark.gpu
 
@@ -84,3 +87,43 @@ def test_step_times_on_a_gpu_come_from_events_and_agree_with_a_stopwatch():
     for report in (ours.report.train, ours.report.infer):
         assert report.samples >= 10
         assert 0 < report.compiled_step_ms < 100  # the truth of it: test_stopwatch.py
+
+
+class Threads(Classifier):
+    """Notes in which thread each backward pass runs; the last of its steps fails where it is to."""
+
+    def __init__(self, fails_at: int | None = None):
+        super().__init__()
+        self.threads: list[int] = []
+        self.fails_at = fails_at
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.fails_at:
+            raise ValueError("a step that fails")
+        out = self.net(batch[0])
+        out.register_hook(lambda gradient: self.threads.append(threading.get_ident()))
+        return torch.nn.functional.cross_entropy(out, batch[1])
+
+
+def thread_of_a_backward() -> int:
+    found: list[int] = []
+    x = torch.ones(2, device="cuda", requires_grad=True)
+    x.register_hook(lambda gradient: found.append(threading.get_ident()))
+    x.sum().backward()
+    return found[0]
+
+
+@pytest.mark.parametrize("fails_at", [None, 10])
+def test_backward_passes_of_compiled_steps_alone_run_in_the_thread_of_the_steps(fails_at):
+    module, own = Threads(fails_at), threading.get_ident()
+    ours = InductorCompile("default", None, baseline_steps=3)
+    fit = trainer(ours, accelerator="cuda", max_epochs=1).fit
+    if fails_at is None:
+        fit(module, loader(12))
+    else:
+        with pytest.raises(ValueError, match="a step that fails"):
+            fit(module, loader(12))
+    eager, compiled = module.threads[: 3 + WARMUP_STEPS], module.threads[3 + WARMUP_STEPS :]
+    assert own not in eager
+    assert compiled == [own] * len(compiled) != []
+    assert thread_of_a_backward() != own

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compile_callbacks.compiling.backward_thread import BackwardInCallingThread
 from compile_callbacks.compiling.cudagraphs import LastingGradients
 from compile_callbacks.compiling.errors import CompileError
 from compile_callbacks.compiling.once import WarnOnce
@@ -113,11 +114,12 @@ class CompileSession:
         self._choices = ChoicesStore(cache_dir / "choices") if cache_dir else None
         self._say = say
         self._lasting_gradients = LastingGradients()
+        self._backward_thread = BackwardInCallingThread()
         self._running = False
         self._phase: Phase = "train"
         self._compiled = False
         self._frozen = False
-        self._cuda = False
+        self._cuda = self._several_devices = False
         self._seen_before_step = (0, 0)
         self._measured = self._first = False
         self._reports = SessionReports(
@@ -159,6 +161,7 @@ class CompileSession:
         """
         self._running = True
         self._cuda = _on_cuda(self.module)
+        self._several_devices = len({weight.device for weight in self.module.parameters()}) > 1
         self._meetings.begin(device_of(self.module), together=together and any(self._settings.values()))
         self._warnings.of_settings(self._configs, sharded=is_sharded(self.module), cuda=self._cuda)
         if self._warm_start is not None:
@@ -173,6 +176,7 @@ class CompileSession:
     def end(self, *, keep_compiled: bool = False) -> None:
         """The trainer run is over: the module is an ordinary one again, unless it is to stay compiled."""
         self._running = False
+        self._backward_thread.end()  # an exception ends a run within a step
         self._meetings.end()
         self._recorder.stop()
         self._timer.abandon()
@@ -265,6 +269,8 @@ class CompileSession:
         self._seen_before_step = self._recorder.compiles_seen, self._recorder.traces_seen
         if self._cuda:
             torch.compiler.cudagraph_mark_step_begin()
+            if self._compiled and self._phase == "train" and not self._several_devices:
+                self._backward_thread.begin()
             if measured:
                 self._memory.start(self._phase, compiled=self._compiled, settings=self._candidate)
         if measured:
@@ -292,6 +298,7 @@ class CompileSession:
         Args:
             work: What was to be done in it; steps of equal work are compared.
         """
+        self._backward_thread.end()
         if self._phase == "infer":
             self._meetings.after_inference()
         compiles_before, traces_before = self._seen_before_step
