@@ -57,17 +57,21 @@ __all__ = [
     "compile_graph",
     "compile_inner",
     "compile_package",
+    "copy_of_graph",
     "cpp_compiler",
     "cpp_compilers_tried",
     "ddp_treatment_is_chosen",
     "default_store",
+    "donated_buffers_kept",
     "export_program",
     "fake_tensor",
     "forget_compiled",
     "forget_generated",
     "function_with_own_cache",
     "generated_with_constants",
+    "gradients_given",
     "graph_breaks",
+    "graph_is_kept",
     "has_call_hooks",
     "has_cutlass",
     "has_flat_weights",
@@ -76,6 +80,7 @@ __all__ = [
     "has_triton_tma",
     "hooks_registered",
     "inference_flag_of_caller",
+    "is_compiled_node",
     "is_decomposed",
     "is_dynamo_wrapper",
     "is_fsdp1_unit",
@@ -85,6 +90,7 @@ __all__ = [
     "load_package",
     "load_program",
     "mode_names",
+    "mutated_inputs",
     "named_leaves",
     "no_cudagraphs",
     "option_names",
@@ -111,6 +117,7 @@ __all__ = [
     "unwrap_dynamo",
     "wants_channels_last",
     "with_dynamo_settings",
+    "wrap_backward",
 ]
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -407,7 +414,7 @@ def compile_graph(
         return output
 
     # compile_fx owns and changes what it is given.
-    eager = _copy(graph_module)
+    eager = copy_of_graph(graph_module)
     while True:
         try:
             with functorch_config.patch(force_non_lazy_backward_lowering=True), _tagged_cache(_autocast_state()):
@@ -418,14 +425,14 @@ def compile_graph(
             raise
         except Exception as error:
             if (others := other_patches(error)) is not None:
-                graph_module, patches = _copy(eager), others
+                graph_module, patches = copy_of_graph(eager), others
             elif fallback(error):
                 return eager.forward
             else:
                 raise
 
 
-def _copy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+def copy_of_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """A graph module of the same weights, with what Dynamo notes down on it for AOTAutograd."""
     copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     vars(copied).update({name: value for name, value in vars(graph_module).items() if name not in vars(copied)})
@@ -435,6 +442,55 @@ def _copy(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             if name.startswith("_dynamo"):
                 setattr(node, name, value)
     return copied
+
+
+# Torch 2.11 to 2.15: what AOTAutograd compiles is the forward and backward of an autograd.Function. The latter refuses
+# to keep its graph where it computes in saved tensors ("donated buffers"), and to be differentiated.
+
+
+def is_compiled_node(node: Any) -> bool:
+    """Whether a node of autograd's graph is a compiled graph's backward pass."""
+    return hasattr(getattr(node, "_forward_cls", None), "num_symints_saved_for_bw")
+
+
+def wrap_backward(node: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have all backward passes of the graph that a compiled node is of run what ``wrap`` makes of theirs."""
+    node._forward_cls.backward = staticmethod(wrap(node._forward_cls.backward))
+
+
+def gradients_given(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
+    """The gradients that a backward pass of a compiled node gets: from torch 2.13 on they come in a list."""
+    return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list) else arguments
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward pass that runs keeps its graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def mutated_inputs(node: Any) -> Sequence[int]:
+    """Positions of the inputs that the graph of a compiled node changes."""
+    return [i for i, info in enumerate(node._forward_cls.metadata.input_info) if info.mutates_data]
+
+
+@contextlib.contextmanager
+def donated_buffers_kept(node: Any) -> Iterator[None]:
+    """Within, a backward pass may keep its graph: saved tensors that it computes in are put back after it."""
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    metadata, saved = node._forward_cls.metadata, [*node.saved_tensors, *node._tensors_no_vc_check]
+    donated = metadata.bw_donated_idxs
+    # Counted from the symbolic integers on, which are the first of what a backward pass is given.
+    buffers = [saved[index - node._forward_cls.num_symints_saved_for_bw] for index in donated or []]
+    copies = [buffer.detach().clone() for buffer in buffers]
+    metadata.bw_donated_idxs = []
+    try:
+        yield
+    finally:
+        metadata.bw_donated_idxs = donated
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
+            for buffer, copied in zip(buffers, copies, strict=True):
+                buffer.copy_(copied)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

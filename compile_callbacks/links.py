@@ -26,6 +26,7 @@ Entry = Literal[
     "cuda-graphs-without-a-gpu",
     "differs-from-eager",
     "freezing-has-no-effect",
+    "gradients-are-differentiated",
     "last-weights-in-a-package",
     "left-out-of-a-package",
     "no-compiled-graph",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +93,23 @@ def in_dtypes(outputs: Any, dtypes: OutputDtypes) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return _torch.tree_map_tensors(cast, outputs)
+
+
+class CurrentAutocast:
+    """The autocast that is in effect where this is made, for later."""
+
+    def __init__(self) -> None:
+        devices = ("cpu", "cuda")
+        self._states = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The same autocast, whatever is in effect there."""
+        with contextlib.ExitStack() as stack:
+            for device, dtype, enabled in self._states:
+                if enabled != torch.is_autocast_enabled(device) or enabled:
+                    stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
+            yield
 
 
 def autocast_of(config: InductorConfig, device: str) -> AbstractContextManager[None]:

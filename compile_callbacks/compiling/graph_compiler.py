@@ -15,6 +15,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks.compiling.cudagraphs import with_lasting_outputs
 from compile_callbacks.compiling.fallback import Fallback, failed_pass
+from compile_callbacks.compiling.repeated_backward import with_repeated_backward
 from compile_callbacks.compiling.sharding import MOVING_WEIGHTS
 from compile_callbacks.compiling.targets import Compiled
 from compile_callbacks.failures import in_one_line
@@ -82,6 +83,7 @@ class GraphCompiler:
         self._device = _device_of(example_inputs)
         self._note_template()
         attempt = _Attempt()
+        eager = _torch.copy_of_graph(graph_module)  # Inductor changes what it compiles
         with self._folding() as inner_compile, _torch.generated_with_constants() as generated:
             compiled = _torch.compile_graph(
                 graph_module,
@@ -99,6 +101,9 @@ class GraphCompiler:
         self._note_passes(attempt)
         self.graphs += 1
         self._recorder.graph_compiled()  # here: Dynamo may restart its analysis from within, and come again
+        if self._owner.phase == "train" and not self._members[0].sharded:
+            target = self._owner.target
+            compiled = with_repeated_backward(compiled, eager, target=target, on_recompute=self._say_recomputed)
         return with_lasting_outputs(compiled) if self._config.uses_cudagraphs else compiled
 
     @property
@@ -135,6 +140,14 @@ class GraphCompiler:
         self._fallback.report(error)
         self._fell_back = True
         return True
+
+    def _say_recomputed(self) -> None:
+        """Say once that gradients are computed eagerly: it is paid for in each step that asks for it."""
+        message = (
+            f"gradients of target {self._owner.target!r} are differentiated (create_graph=True), so these are computed "
+            "eagerly, once more from the target's inputs on; where most steps do so, train_mode=None is faster"
+        )
+        self._fallback.say(message, "gradients-are-differentiated", subject="gradients are differentiated")
 
     # ------------------------------------------------------------------------------------------ templates and passes
 

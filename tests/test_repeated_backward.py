@@ -1,0 +1,292 @@
+"""Backward passes of compiled targets that keep their graph, or are differentiated themselves, against eager."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from models import Classifier, loader, mlp, seeded, trainer
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from compile_callbacks import CompileError, CompileWarning, InductorCompile, compile_phases, restore
+
+DIFFERENTIATED = r"gradients of target 'net' are differentiated \(create_graph=True\)"
+
+
+def smooth(inner: nn.Module | None = None) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), inner or nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Block(nn.Module):
+    """What is repeated: its input goes on beside what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Broken(nn.Module):
+    """A graph break, and a view of an intermediate."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(hidden.unflatten(1, (4, 4)).flatten(1))
+
+
+class Spectral(nn.Module):
+    """Computes with a buffer that it changes, as spectral norm does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.register_buffer("u", torch.ones(8))
+
+    def forward(self, x):
+        self.u.mul_(0.9)
+        return torch.tanh(self.linear(x * self.u))
+
+
+class TwoViews(nn.Module):
+    """Outputs that share memory which is none of its inputs'."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, x):
+        out = torch.tanh(self.linear(x))
+        return out.view(-1), out.view(-1, 3)
+
+
+class Passing(nn.Module):
+    """Its second graph hands on what the first one computed, as it is and as a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return hidden.view(-1), hidden, torch.tanh(self.second(hidden))
+
+
+def penalty(net, x, y):
+    """The loss of a critic: norms of gradients of inputs."""
+    (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+def equation(net, x, y):
+    """The loss of a differential equation: first and second derivatives."""
+    out = net(x)
+    (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    return cross_entropy(out, y) + (second + first).square().mean()
+
+
+def meta(net, x, y):
+    """The norm of the gradient of weights."""
+    loss = cross_entropy(net(x), y)
+    gradients = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+    return loss + 0.01 * sum(gradient.square().sum() for gradient in gradients)
+
+
+def kept(net, x, y):
+    """Three backward passes of one graph."""
+    out = net(x)
+    first = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    second = torch.autograd.grad(out.square().sum(), x, retain_graph=True)[0]
+    return cross_entropy(out, y) * (1 + first.norm() + second.norm())
+
+
+class Repeated(Classifier):
+    def __init__(self, loss_of, net, every=1):
+        super().__init__(net)
+        self.loss_of, self.every = loss_of, every
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch[0].clone().requires_grad_(), batch[1]
+        loss = cross_entropy(self.net(x), y) if batch_idx % self.every else self.loss_of(self.net, x, y)
+        self.losses.append(loss.item())
+        return loss
+
+
+def run(loss_of, make_net, *callbacks, every=1, steps=6, **settings):
+    module = seeded(lambda: Repeated(loss_of, make_net(), every))
+    trainer(*callbacks, **settings).fit(module, loader(steps))
+    state = {name: value for name, value in module.state_dict().items() if "num_batches" not in name}
+    return module.losses, state
+
+
+def compiled(train_mode="default", **settings):
+    return InductorCompile(train_mode, None, **{"baseline_steps": 0, "targets": ["net"], "verify": "raise"} | settings)
+
+
+def same(ours, eager, tolerance=1e-3):
+    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(eager[0]), rtol=tolerance, atol=tolerance)
+    for name, value in eager[1].items():
+        torch.testing.assert_close(ours[1][name], value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("loss_of", [penalty, equation, meta])
+def test_gradients_of_a_compiled_target_can_be_differentiated(loss_of):
+    ours = compiled()
+    with pytest.warns(CompileWarning, match=DIFFERENTIATED) as said:
+        found = run(loss_of, smooth, ours)
+    same(found, run(loss_of, smooth))
+    assert len([warning for warning in said if issubclass(warning.category, CompileWarning)]) == 1
+    assert ours.report.train.graphs == 1
+    assert ours.report.train.fallbacks == 0
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_each_time_and_no_warning():
+    ours = compiled()
+    same(run(kept, smooth, ours), run(kept, smooth))
+    assert ours.report.train.graphs == 1
+
+
+@pytest.mark.parametrize("loss_of", [penalty, kept])
+@pytest.mark.parametrize("make_net", [mlp, Broken], ids=["running statistics", "graph break"])
+@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
+def test_with(make_net, loss_of):
+    same(run(loss_of, make_net, compiled()), run(loss_of, make_net))
+
+
+@pytest.mark.parametrize("loss_of", [equation, kept])
+@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
+def test_under_autocast(loss_of):
+    same(
+        run(loss_of, smooth, compiled(verify="off"), precision="bf16-mixed"),
+        run(loss_of, smooth, precision="bf16-mixed"),
+        tolerance=0.03,
+    )
+
+
+@pytest.mark.parametrize("loss_of", [equation, kept])
+@pytest.mark.filterwarnings("ignore:gradients of target:compile_callbacks.CompileWarning")
+def test_of_repeated_blocks(loss_of):
+    def blocks():
+        return nn.Sequential(Block(), Block(), Block(), nn.Linear(8, 3))
+
+    same(run(loss_of, blocks, compiled(targets="repeated")), run(loss_of, blocks))
+
+
+@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
+def test_of_inputs_whose_sizes_are_symbols():
+    def unequal(loss_of, *callbacks):
+        module = seeded(lambda: Repeated(loss_of, smooth()))
+        for batch_size in (4, 6, 3, 5):
+            trainer(*callbacks).fit(module, loader(2, batch_size))
+        return module.losses, module.state_dict()
+
+    for loss_of in (penalty, kept):
+        same(unequal(loss_of, compiled()), unequal(loss_of))
+
+
+@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
+def test_steps_that_do_not_ask_for_it_are_compiled_all_the_same():
+    ours = compiled()
+    same(run(penalty, smooth, ours, every=3), run(penalty, smooth, every=3))
+    assert ours.report.train.graphs == 1
+
+
+@pytest.mark.parametrize(
+    ("make_net", "why"),
+    [
+        (lambda: smooth(nn.Dropout(0.5)), "draws random numbers"),
+        (Spectral, "computes with an input, such as a buffer, and changes it"),
+    ],
+)
+def test_what_cannot_be_computed_once_more_ends_the_run_with_what_to_do(make_net, why):
+    with pytest.warns(CompileWarning, match=DIFFERENTIATED), pytest.raises(CompileError, match=why) as raised:
+        run(penalty, make_net, compiled(verify="off"))
+    assert "leave it out of targets, or train eagerly (train_mode=None) [see" in str(raised.value)
+
+
+@pytest.mark.parametrize("make_net", [lambda: smooth(nn.Dropout(0.5)), Spectral])
+def test_such_graphs_can_be_kept(make_net):
+    losses, state = run(kept, make_net, compiled(verify="off"))
+    assert len(losses) == 6
+    assert all(value.isfinite().all() for value in state.values())
+
+
+def test_random_numbers_are_drawn_as_if_it_had_not_been_tried():
+    net = smooth(nn.Dropout(0.5))
+    compile_phases(net)
+    x = torch.randn(4, 8, requires_grad=True)
+    out = net(x)
+    before = torch.get_rng_state()
+    with pytest.warns(CompileWarning), pytest.raises(CompileError, match="draws random numbers"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    restore(net)
+
+
+@pytest.mark.parametrize("make_net", [TwoViews, Passing])
+@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
+def test_of_several_outputs(make_net):
+    def loss_of(net, x, y):
+        *others, last = net(x)
+        (gradient,) = torch.autograd.grad(sum(out.square().sum() for out in others), x, create_graph=True)
+        (of_last,) = torch.autograd.grad(last.sum(), x, create_graph=True)
+        return cross_entropy(last, y) + gradient.norm() + of_last.square().sum()
+
+    same(run(loss_of, make_net, compiled()), run(loss_of, make_net))
+
+
+def test_an_input_that_no_gradient_needs_is_not_kept_for_it():
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return x + self.bias
+
+    net = Shift()
+    compile_phases(net)
+    x = torch.randn(4, 8, requires_grad=True)
+    shifted = x * 2
+    gone = weakref.ref(shifted)
+    out = net(shifted)
+    del shifted
+    assert gone() is None
+    with pytest.warns(CompileWarning), pytest.raises(CompileError, match="an input of its graph is gone"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+    restore(net)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("loss_of", [penalty, equation, meta, kept])
+@pytest.mark.parametrize("make_net", [smooth, mlp, Broken], ids=["smooth", "running statistics", "graph break"])
+@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
+def test_on_a_gpu(make_net, loss_of, mode):
+    ours = compiled(train_mode=mode)
+    same(
+        run(loss_of, make_net, ours, accelerator="cuda", steps=12),
+        run(loss_of, make_net, accelerator="cuda", steps=12),
+        tolerance=5e-3,
+    )
+    assert ours.report.train.fallbacks == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_random_numbers_on_a_gpu(mode):
+    net = smooth(nn.Dropout(0.5))
+    with pytest.warns(CompileWarning, match=DIFFERENTIATED), pytest.raises(CompileError, match="draws random numbers"):
+        run(penalty, lambda: net, compiled(train_mode=mode, verify="off"), accelerator="cuda")
+    losses, _ = run(kept, lambda: net, compiled(train_mode=mode, verify="off"), accelerator="cuda", steps=12)
+    assert len(losses) == 12
