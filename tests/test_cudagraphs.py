@@ -89,6 +89,20 @@ def test_step_times_on_a_gpu_come_from_events_and_agree_with_a_stopwatch():
         assert 0 < report.compiled_step_ms < 100  # the truth of it: test_stopwatch.py
 
 
+def test_an_exception_within_a_step_is_the_one_that_is_raised():
+    class Fails(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 8:
+                raise ValueError("a step that fails")
+            return loss
+
+    module = seeded(Fails)
+    with pytest.raises(ValueError, match="a step that fails"):
+        trainer(InductorCompile("reduce-overhead", None, baseline_steps=0), accelerator="cuda").fit(module, loader(12))
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in module.parameters())
+
+
 class Threads(Classifier):
     """Notes in which thread each backward pass runs; the last of its steps fails where it is to."""
 
@@ -113,10 +127,11 @@ def thread_of_a_backward() -> int:
     return found[0]
 
 
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("fails_at", [None, 10])
-def test_backward_passes_of_compiled_steps_alone_run_in_the_thread_of_the_steps(fails_at):
+def test_backward_passes_of_compiled_steps_alone_run_in_the_thread_of_the_steps(fails_at, mode):
     module, own = Threads(fails_at), threading.get_ident()
-    ours = InductorCompile("default", None, baseline_steps=3)
+    ours = InductorCompile(mode, None, baseline_steps=3)
     fit = trainer(ours, accelerator="cuda", max_epochs=1).fit
     if fails_at is None:
         fit(module, loader(12))

@@ -55,6 +55,19 @@ class LastingGradients:
             self._own[id(parameter)] = copy.data_ptr()
 
 
+def drop_overwritten_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Drop the gradients of an earlier step that a later one has overwritten.
+
+    Where an exception ends a run within a step, they are still there, and torch raises an error of its own when the
+    module is moved off the GPU, in the place of the exception.
+    """
+    for parameter in parameters:
+        try:
+            _ = parameter.grad is not None and parameter.grad.data_ptr()
+        except RuntimeError:
+            parameter.grad = None
+
+
 def _is_cuda(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda
 

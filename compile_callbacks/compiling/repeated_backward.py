@@ -15,6 +15,10 @@ from compile_callbacks.compiling.autocast import CurrentAutocast
 from compile_callbacks.compiling.errors import CompileError
 from compile_callbacks.links import see
 
+_PASSES_WATCHED = 20
+"""First backward passes of a graph, in which what it was computed from is kept for a second derivative in any case: who
+asks for these mostly does so from the first step on. After that what nothing else needs is freed as without them."""
+
 _BATCH_NORM = {torch.batch_norm, torch.nn.functional.batch_norm}
 _COUNT = {"add_", operator.iadd}
 
@@ -53,6 +57,8 @@ class _BackwardPasses:
         self._target = target
         self._on_recompute = on_recompute
         self._autocast = CurrentAutocast()  # the one that the graph is compiled for
+        self._recomputed = False
+        self._passes = 0
         self._looked = False
         self._position: int | None = None  # of an output by which autograd's node is found
         self._outputs: dict[int, tuple[int, bool]] = {}  # the node's output: its position, and whether as a view of it
@@ -65,8 +71,9 @@ class _BackwardPasses:
         if self._position is None or (found := _made_by(outputs[self._position])) is None:
             return
         kept = list(inputs)
-        for i in self._activations:
-            kept[i] = _no_longer_than_needed(kept[i])
+        if self._passes >= _PASSES_WATCHED and not self._recomputed:
+            for i in self._activations:
+                kept[i] = _no_longer_than_needed(kept[i])
         found[0].computed_from = kept
 
     def _look(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -91,6 +98,7 @@ class _BackwardPasses:
             if _torch.graph_is_kept():
                 with _torch.donated_buffers_kept(node):
                     return compiled(node, *arguments)
+            self._passes += 1
             vars(node).pop("computed_from", None)
             return compiled(node, *arguments)
 
@@ -99,6 +107,7 @@ class _BackwardPasses:
     def _recompute(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The gradients of a call's inputs, with a graph of their own."""
         self._on_recompute()
+        self._recomputed = True
         inputs = self._inputs_of(node)
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         edges = [None if function is None else GradientEdge(function, nr) for function, nr in node.next_functions]
@@ -136,7 +145,7 @@ class _BackwardPasses:
     def _inputs_of(self, node: Any) -> list[Any]:
         inputs = [value() if isinstance(value, weakref.ref) else value for value in node.computed_from]
         if any(inputs[i] is None for i in self._activations):
-            raise self._refusal("an input of its graph is gone, as nothing needed it for first gradients")
+            raise self._refusal(f"it was not in the first {_PASSES_WATCHED} steps, and an input of its graph is gone")
         return inputs
 
     def _only_notes_down(self, position: int) -> bool:

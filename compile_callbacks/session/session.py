@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compile_callbacks.compiling.backward_thread import BackwardInCallingThread
-from compile_callbacks.compiling.cudagraphs import LastingGradients
+from compile_callbacks.compiling.cudagraphs import LastingGradients, drop_overwritten_gradients
 from compile_callbacks.compiling.errors import CompileError
 from compile_callbacks.compiling.once import WarnOnce
 from compile_callbacks.compiling.region_settings import RegionSettings
@@ -177,6 +177,8 @@ class CompileSession:
         """The trainer run is over: the module is an ordinary one again, unless it is to stay compiled."""
         self._running = False
         self._backward_thread.end()  # an exception ends a run within a step
+        if self._cuda:
+            drop_overwritten_gradients(self.module.parameters())
         self._meetings.end()
         self._recorder.stop()
         self._timer.abandon()
