@@ -2,7 +2,9 @@
 
 
 class CompileError(RuntimeError):
-    """The compiler failed on a target, or it differs from eager or has a new shape, where ``"raise"`` was asked for."""
+    """The compiler failed on a target, or it differs from eager or has a new shape, where ``"raise"`` was asked for; or
+    gradients that cannot be differentiated were to be.
+    """
 
 
 class CompileWarning(UserWarning):
