@@ -2,8 +2,10 @@
 
 
 class CompileError(RuntimeError):
-    """The compiler failed on a target, or it differs from eager or has a new shape, where ``"raise"`` was asked for; or
-    gradients that cannot be differentiated were to be.
+    """A target cannot do what was asked for.
+
+    The compiler failed on it, or it differs from eager or has a new shape, where ``"raise"`` was asked for; or gradients
+    were to be differentiated, and cannot be.
     """
 
 
