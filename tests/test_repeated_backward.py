@@ -127,9 +127,9 @@ class Repeated(Classifier):
         return loss
 
 
-def run(loss_of, make_net, *callbacks, every=1, steps=6, **settings):
+def run(loss_of, make_net, *callbacks, every=1, steps=6, precision="64-true", **settings):
     module = seeded(lambda: Repeated(loss_of, make_net(), every))
-    trainer(*callbacks, **settings).fit(module, loader(steps))
+    trainer(*callbacks, precision=precision, **settings).fit(module, loader(steps))
     state = {name: value for name, value in module.state_dict().items() if "num_batches" not in name}
     return module.losses, state
 
@@ -138,7 +138,7 @@ def compiled(train_mode="default", **settings):
     return InductorCompile(train_mode, None, **{"baseline_steps": 0, "targets": ["net"], "verify": "raise"} | settings)
 
 
-def same(ours, eager, tolerance=1e-3):
+def same(ours, eager, tolerance=1e-8):
     torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(eager[0]), rtol=tolerance, atol=tolerance)
     for name, value in eager[1].items():
         torch.testing.assert_close(ours[1][name], value, rtol=tolerance, atol=tolerance)
@@ -176,7 +176,7 @@ def test_under_autocast():
 @pytest.mark.filterwarnings("ignore:gradients of target:compile_callbacks.CompileWarning")
 def test_of_repeated_blocks():
     def blocks():
-        return nn.Sequential(Block(), Block(), Block(), nn.Linear(8, 3))
+        return nn.Sequential(Block(), Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 3))
 
     same(run(both, blocks, compiled(targets="repeated")), run(both, blocks))
 
@@ -186,7 +186,7 @@ def test_of_inputs_whose_sizes_are_symbols():
     def unequal(loss_of, *callbacks):
         module = seeded(lambda: Repeated(loss_of, smooth()))
         for batch_size in (4, 6, 3, 5):
-            trainer(*callbacks).fit(module, loader(2, batch_size))
+            trainer(*callbacks, precision="64-true").fit(module, loader(2, batch_size))
         return module.losses, module.state_dict()
 
     same(unequal(both, compiled()), unequal(both))
@@ -280,8 +280,8 @@ def test_an_input_that_no_gradient_needs_is_not_kept_for_it():
 def test_on_a_gpu(make_net, loss_of, mode):
     ours = compiled(train_mode=mode)
     same(
-        run(loss_of, make_net, ours, accelerator="cuda", steps=12),
-        run(loss_of, make_net, accelerator="cuda", steps=12),
+        run(loss_of, make_net, ours, accelerator="cuda", precision="32-true", steps=12),
+        run(loss_of, make_net, accelerator="cuda", precision="32-true", steps=12),
         tolerance=5e-3,
     )
     assert ours.report.train.fallbacks == 0
@@ -292,6 +292,7 @@ def test_on_a_gpu(make_net, loss_of, mode):
 def test_random_numbers_on_a_gpu(mode):
     net = smooth(nn.Dropout(0.5))
     with pytest.warns(CompileWarning, match=DIFFERENTIATED), pytest.raises(CompileError, match="draws random numbers"):
-        run(penalty, lambda: net, compiled(train_mode=mode, verify="off"), accelerator="cuda")
-    losses, _ = run(kept, lambda: net, compiled(train_mode=mode, verify="off"), accelerator="cuda", steps=12)
+        run(penalty, lambda: net, compiled(train_mode=mode, verify="off"), accelerator="cuda", precision="32-true")
+    ours = compiled(train_mode=mode, verify="off")
+    losses, _ = run(kept, lambda: net, ours, accelerator="cuda", precision="32-true", steps=12)
     assert len(losses) == 12
