@@ -72,6 +72,7 @@ __all__ = [
     "gradients_given",
     "graph_breaks",
     "graph_is_kept",
+    "has_backward_of_its_own",
     "has_call_hooks",
     "has_cutlass",
     "has_flat_weights",
@@ -473,19 +474,48 @@ def mutated_inputs(node: Any) -> Sequence[int]:
     return [i for i, info in enumerate(node._forward_cls.metadata.input_info) if info.mutates_data]
 
 
+def has_backward_of_its_own(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether a graph has an operator of higher order, which may hide from autograd how it computes its gradient.
+
+    That of `torch.autograd.Function` does. That of an activation checkpoint does not.
+    """
+    from torch._ops import HigherOrderOperator
+
+    for part in graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            higher_order = isinstance(node.target, HigherOrderOperator)
+            if higher_order and node.target is not torch.ops.higher_order.tag_activation_checkpoint:
+                return True
+    return False
+
+
+class _UnpackedOnce:
+    """Autograd's node as a backward pass sees it, its saved tensors unpacked already: some hooks do that once."""
+
+    def __init__(self, node: Any, saved: Sequence[torch.Tensor]) -> None:
+        self._node = node
+        self.saved_tensors = saved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+
 @contextlib.contextmanager
-def donated_buffers_kept(node: Any) -> Iterator[None]:
-    """Within, a backward pass may keep its graph: saved tensors that it computes in are put back after it."""
+def donated_buffers_kept(node: Any) -> Iterator[Any]:
+    """Within, a backward pass may keep its graph: saved tensors that it computes in are put back after it.
+
+    Gives what the backward pass takes for the node.
+    """
     from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-    metadata, saved = node._forward_cls.metadata, [*node.saved_tensors, *node._tensors_no_vc_check]
-    donated = metadata.bw_donated_idxs
+    metadata, unpacked = node._forward_cls.metadata, node.saved_tensors
+    saved, donated = [*unpacked, *node._tensors_no_vc_check], metadata.bw_donated_idxs
     # Counted from the symbolic integers on, which are the first of what a backward pass is given.
     buffers = [saved[index - node._forward_cls.num_symints_saved_for_bw] for index in donated or []]
     copies = [buffer.detach().clone() for buffer in buffers]
     metadata.bw_donated_idxs = []
     try:
-        yield
+        yield _UnpackedOnce(node, unpacked)
     finally:
         metadata.bw_donated_idxs = donated
         with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):

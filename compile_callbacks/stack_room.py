@@ -30,17 +30,20 @@ class StackRoom:
     """
 
     def __init__(self) -> None:
-        self._loops: tuple[Any, ...] = ()
+        self._before: list[tuple[Any, Any]] = []  # loops, and the ``run`` that somebody had set on them
 
     def install(self, *loops: Any) -> None:
         """From here on, each loop's ``run`` has room."""
         self.remove()
         for loop in loops:
+            self._before.append((loop, vars(loop).get("run")))
             loop.run = functools.partial(_call, loop.run)
-        self._loops = loops
 
     def remove(self) -> None:
         """The loops are as they were."""
-        for loop in self._loops:
-            vars(loop).pop("run", None)
-        self._loops = ()
+        for loop, run in self._before:
+            if run is not None:
+                loop.run = run
+            else:
+                vars(loop).pop("run", None)
+        self._before = []

@@ -64,8 +64,9 @@ def drop_overwritten_gradients(parameters: Iterable[torch.nn.Parameter]) -> None
     for parameter in parameters:
         try:
             _ = parameter.grad is not None and parameter.grad.data_ptr()
-        except RuntimeError:
-            parameter.grad = None
+        except RuntimeError as error:
+            if "CUDAGraphs" in str(error):  # others have no address, such as sparse ones
+                parameter.grad = None
 
 
 def _is_cuda(value: object) -> bool:

@@ -101,7 +101,7 @@ class GraphCompiler:
         self._note_passes(attempt)
         self.graphs += 1
         self._recorder.graph_compiled()  # here: Dynamo may restart its analysis from within, and come again
-        if self._owner.phase == "train" and not self._members[0].sharded:
+        if not self._members[0].sharded:
             target = self._owner.target
             compiled = with_repeated_backward(compiled, eager, target=target, on_recompute=self._say_recomputed)
         return with_lasting_outputs(compiled) if self._config.uses_cudagraphs else compiled

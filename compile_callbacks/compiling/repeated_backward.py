@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
 
 from compile_callbacks import _torch
 from compile_callbacks.compiling.autocast import CurrentAutocast
 from compile_callbacks.compiling.errors import CompileError
 from compile_callbacks.links import see
 
-_PASSES_WATCHED = 20
-"""First backward passes of a graph, in which what it was computed from is kept for a second derivative in any case: who
-asks for these mostly does so from the first step on. After that what nothing else needs is freed as without them."""
+_PASSES_WATCHED = 100
+"""First backward passes of a graph, for which it is noted down what each call computed from. Who differentiates them
+mostly does so from the first steps on; others are not to pay for it, in time and in memory."""
 
-_BATCH_NORM = {torch.batch_norm, torch.nn.functional.batch_norm}
-_COUNT = {"add_", operator.iadd}
+_STATISTICS = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
+"""Positions of the arguments that a batch norm changes, and computes nothing with while training."""
+
+_COUNTS = {"add_", operator.iadd}
 
 
 def with_repeated_backward(
@@ -30,7 +30,8 @@ def with_repeated_backward(
 
     Under ``retain_graph=True`` the buffers that the backward pass computes in are put back as they were. Under
     ``create_graph=True`` it computes the graph once more, eagerly, and gives the gradients of that, which autograd can
-    differentiate as often as it is asked to. All other backward passes are the compiled ones.
+    differentiate as often as it is asked to. All other backward passes are the compiled ones. What would be computed
+    otherwise the second time is refused.
 
     Args:
         compiled: Called with the graph's inputs.
@@ -62,19 +63,18 @@ class _BackwardPasses:
         self._looked = False
         self._position: int | None = None  # of an output by which autograd's node is found
         self._outputs: dict[int, tuple[int, bool]] = {}  # the node's output: its position, and whether as a view of it
-        self._activations: list[int] = []  # positions of inputs that have gradients and are no weights
+        self._noted_down: set[int] = set()  # positions of inputs that the graph changes, without computing with them
+        self._why_not: str | None = None
 
     def follow(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """After a call: note down on autograd's node what was computed from."""
+        """After a call: note down on autograd's node what was computed from, as it is now."""
+        if self._passes >= _PASSES_WATCHED and not self._recomputed:
+            return
         if not self._looked:
             self._look(inputs, outputs)
-        if self._position is None or (found := _made_by(outputs[self._position])) is None:
+        if self._position is None or self._why_not or (found := _made_by(outputs[self._position])) is None:
             return
-        kept = list(inputs)
-        if self._passes >= _PASSES_WATCHED and not self._recomputed:
-            for i in self._activations:
-                kept[i] = _no_longer_than_needed(kept[i])
-        found[0].computed_from = kept
+        found[0].computed_from = list(inputs), [_version(value) for value in inputs]
 
     def _look(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Find what is the same in every call."""
@@ -85,8 +85,15 @@ class _BackwardPasses:
             return  # nothing that it computes has a gradient
         self._position, (node, _, _) = next(iter(made.items()))
         self._outputs = {nr: (i, is_view) for i, (_, nr, is_view) in made.items()}
-        tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
-        self._activations = [i for i, value in tensors.items() if value.requires_grad and not value.is_leaf]
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        if len(tensors) != len(node.next_functions) or len(inputs) != len(node.needs_input_grad):
+            self._why_not = "inputs of its graph share their memory"
+        elif not all(self._only_notes_down(i) for i in _torch.mutated_inputs(node)):
+            self._why_not = "its graph changes an input, such as a buffer, that it computes with"
+        elif _torch.has_backward_of_its_own(self._eager):
+            self._why_not = "there is a torch.autograd.Function in it"
+        else:
+            self._noted_down = set(_torch.mutated_inputs(node))
         _torch.wrap_backward(node, self._wrap)
 
     def _wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,62 +103,71 @@ class _BackwardPasses:
             if torch.is_grad_enabled():
                 return self._recompute(node, _torch.gradients_given(arguments))
             if _torch.graph_is_kept():
-                with _torch.donated_buffers_kept(node):
-                    return compiled(node, *arguments)
+                with _torch.donated_buffers_kept(node) as context:
+                    return compiled(context, *arguments)
             self._passes += 1
             vars(node).pop("computed_from", None)
             return compiled(node, *arguments)
 
-        return backward
+        # Else Dynamo would compile this, where a target asks for gradients itself.
+        disabled: Callable[..., Any] = torch.compiler.disable(backward)
+        return disabled
 
     def _recompute(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The gradients of a call's inputs, with a graph of their own."""
         self._on_recompute()
         self._recomputed = True
         inputs = self._inputs_of(node)
-        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        edges = [None if function is None else GradientEdge(function, nr) for function, nr in node.next_functions]
         given = {nr: gradient for nr, gradient in enumerate(gradients) if gradient is not None}
-        if given.keys() - self._outputs.keys():
-            raise self._refusal("its graph changes an input that has a gradient")
-        if len(tensors) != len(edges) or len(inputs) != len(node.needs_input_grad):
-            raise self._refusal("inputs of its graph share their memory")
-        for i in _torch.mutated_inputs(node):
-            if not self._only_notes_down(i):
-                raise self._refusal("its graph computes with an input, such as a buffer, and changes it")
-            inputs[i] = inputs[i].detach().clone()  # it was noted down in the call
-        random_numbers = _RandomNumbers(tensors)
+        # Gradients are those of these views, and not of what an input was computed from, which may be another input.
+        views = {i: value.view_as(value) for i, value in enumerate(inputs) if _has_gradient(value)}
+        copies = {i: inputs[i].detach().clone() for i in self._noted_down}  # it is noted down already
+        random_numbers = _RandomNumbers(inputs)
         with self._autocast.again():
-            outputs = self._eager(*inputs)
+            outputs = self._eager(*[views.get(i, copies.get(i, value)) for i, value in enumerate(inputs)])
         if random_numbers.drawn():
             raise self._refusal("its graph draws random numbers, as dropout does")
+        if not given:
+            return (None,) * len(inputs)
+        computed = [self._output(outputs, nr) for nr in given]
         found = torch.autograd.grad(
-            [self._output(outputs, nr) for nr in given],
-            [edge for edge in edges if edge is not None],
-            list(given.values()),
-            create_graph=True,
-            allow_unused=True,
+            computed, list(views.values()), list(given.values()), create_graph=True, allow_unused=True
         )
-        of_edges = iter(found)
-        of_tensors = iter([None if edge is None else next(of_edges) for edge in edges])
-        return tuple(next(of_tensors) if isinstance(value, torch.Tensor) else None for value in inputs)
+        of_views = dict(zip(views, found, strict=True))
+        return tuple(of_views.get(i) for i in range(len(inputs)))
 
     def _output(self, outputs: Sequence[Any], nr: int) -> torch.Tensor:
         """What an output of autograd's node is among the outputs of the graph."""
+        if nr not in self._outputs:
+            raise self._refusal("its graph changes an input that has a gradient")
         position, is_view = self._outputs[nr]
         output: torch.Tensor = outputs[position]
         return output if not is_view or output._base is None else output._base
 
     def _inputs_of(self, node: Any) -> list[Any]:
-        inputs = [value() if isinstance(value, weakref.ref) else value for value in node.computed_from]
-        if any(inputs[i] is None for i in self._activations):
-            raise self._refusal(f"it was not in the first {_PASSES_WATCHED} steps, and an input of its graph is gone")
-        return inputs
+        """What a call was given, if that is still so."""
+        if self._why_not:
+            raise self._refusal(self._why_not)
+        if (computed_from := getattr(node, "computed_from", None)) is None:
+            raise self._refusal(f"they were not in the first {_PASSES_WATCHED} steps")
+        inputs, versions = computed_from
+        changed = (i for i, value in enumerate(inputs) if _version(value) != versions[i])
+        if set(changed) - self._noted_down:
+            raise self._refusal("an input, a weight or a buffer was changed after the call")
+        had_gradients = iter(function is not None for function, _ in node.next_functions)
+        if any(value.requires_grad != next(had_gradients) for value in inputs if isinstance(value, torch.Tensor)):
+            raise self._refusal("requires_grad of an input or a weight was changed after the call")
+        return list(inputs)
 
     def _only_notes_down(self, position: int) -> bool:
         """Whether an input that the graph changes, such as running statistics, has no part in its outputs."""
-        users = [node for node in self._eager.graph.nodes if node.op == "placeholder"][position].users
-        return all(user.target in _BATCH_NORM or (user.target in _COUNT and not user.users) for user in users)
+        placeholder = [node for node in self._eager.graph.nodes if node.op == "placeholder"][position]
+        for user in placeholder.users:
+            at = {i for i, argument in enumerate(user.args) if argument is placeholder}
+            counts = user.target in _COUNTS and at == {0} and not user.users
+            if not counts and not (at and at <= set(_STATISTICS.get(user.target, ()))):
+                return False
+        return True
 
     def _refusal(self, why: str) -> CompileError:
         message = (
@@ -159,6 +175,15 @@ class _BackwardPasses:
             "out of targets, or train eagerly (train_mode=None)"
         )
         return CompileError(see(message, "gradients-are-differentiated"))
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _version(value: Any) -> int | None:
+    """Changes with each change in place; tensors of inference mode have none."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
 
 
 def _made_by(output: Any, earlier: Collection[Any] = ()) -> tuple[Any, int, bool] | None:
@@ -180,20 +205,15 @@ def _made_by(output: Any, earlier: Collection[Any] = ()) -> tuple[Any, int, bool
     return None
 
 
-def _no_longer_than_needed(activation: torch.Tensor) -> Any:
-    """A weak reference to what autograd keeps, or does not; it keeps a view as another view."""
-    return activation if activation._is_view() else weakref.ref(activation)
-
-
 class _RandomNumbers:
     """Whether random numbers are drawn from here on.
 
     Args:
-        tensors: On the devices that may draw some.
+        inputs: Of what may draw some, on their devices.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._gpus = {value.device for value in inputs if isinstance(value, torch.Tensor) and value.is_cuda}
         self._before = self._states()
 
     def drawn(self) -> bool:
