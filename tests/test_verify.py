@@ -99,16 +99,17 @@ def test_dropout_leaves_the_comparison_out_in_training_alone():
     assert "random numbers" in event["reason"]
 
 
+class HalfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
 def test_a_gradient_that_differs_is_found():
-    class HalfGradient(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient / 2
-
     net = mlp()
     found = compare_with_eager(net, net, lambda x: HalfGradient.apply(net(x)), (torch.randn(8, FEATURES),), {})
     assert "gradient" in found.problem
@@ -138,6 +139,30 @@ def test_a_value_that_crosses_a_relus_zero_by_rounding_is_no_difference(wrong):
     last_bit = torch.tensor([1 - 2**-22, 1.0])  # below zero now, where no gradient flows
     compared = compare_with_eager(module, module, lambda x: module(x * last_bit * (0.9 if wrong else 1)), (x,), {})
     assert (compared.problem is not None) == wrong
+
+
+def normed():
+    """Both biases before batch norms get gradients that are nothing but rounding."""
+    layers = [nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(32, 3))
+
+
+@pytest.mark.parametrize(
+    ("batch", "center", "spread"), [(4096, 0, 1), (4096, 100, 1), (64, 0, 0)], ids=["large", "far from zero", "zeros"]
+)
+def test_a_gradient_that_is_nothing_but_rounding_is_no_difference(batch, center, spread):
+    net = seeded(normed)
+    compiled = torch.compile(net)
+    for _ in range(4):
+        net.load_state_dict(normed().state_dict())
+        x = center + spread * torch.randn(batch, FEATURES)
+        assert compare_with_eager(net, net, compiled, (x,), {}).problem is None
+
+
+def test_a_wrong_gradient_beside_such_ones_is_found():
+    net, x = seeded(normed), torch.rand(64, FEATURES)
+    found = compare_with_eager(net, net, lambda x: net[4:](HalfGradient.apply(net[:4](x))), (x,), {})
+    assert found.problem.startswith("the norm of gradient 0 is off by 0.5, ")
 
 
 def test_a_target_that_takes_no_other_inputs_is_compared_without_them():
