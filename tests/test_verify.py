@@ -177,7 +177,7 @@ def test_a_target_that_takes_no_other_inputs_is_compared_without_them():
     module, given = mlp(), torch.rand(8, FEATURES)
     compared = compare_with_eager(module, eager, lambda x: 2 * module(x), (given,), {})
     assert "output 0" in compared.problem
-    assert len(calls) == 2
+    assert len(calls) == 4
     assert (calls[1] <= given).all()  # what has to be at most one stays so
     assert not torch.equal(calls[1], given)
 
@@ -208,6 +208,21 @@ def test_what_is_not_finite_in_both_is_equal(value):
     bad = torch.tensor([1.0, value])
     assert compare_with_eager(net, lambda: bad, bad.clone, (), {}).problem is None
     assert compare_with_eager(net, lambda: bad, lambda: torch.ones(2), (), {}).problem is not None
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_gradient_that_is_not_finite_in_both_hides_no_other(wrong):
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.root, self.scale = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return self.root.sqrt() + self.scale * x
+
+    net, x = Root(), torch.rand(8)
+    found = compare_with_eager(net, net, lambda x: HalfGradient.apply(net(x)) if wrong else net(x), (x,), {})
+    assert ("gradient 1 is off by 0.5" in found.problem) if wrong else (found.problem is None)
 
 
 def test_tolerance_is_half_of_the_digits_of_the_coarsest_arithmetic():

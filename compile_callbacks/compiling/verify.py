@@ -83,9 +83,7 @@ def compare_with_eager(
             if compared.problem is None and not _among_others():
                 break
             run = _shaken(module, eager, args, kwargs, allowed, number)
-            if run is None:
-                break
-            if run.is_like(expected):
+            if run is not None and run.is_like(expected):
                 shaken.append(run)
                 compared = _compare(expected, actual, allowed, shaken)
     except torch.OutOfMemoryError as error:
@@ -224,6 +222,10 @@ class _Run:
     outputs: list[torch.Tensor]
     gradient_norms: list[float] = field(default_factory=list)
 
+    @property
+    def largest_gradient_norm(self) -> float:
+        return max(filter(math.isfinite, self.gradient_norms), default=0.0)
+
     def is_like(self, other: _Run) -> bool:
         """Whether it gave as many gradients, and outputs of the same shapes."""
         shapes = [[output.shape for output in run.outputs] for run in (self, other)]
@@ -248,7 +250,7 @@ def _run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) ->
 def _random_like(tensor: torch.Tensor) -> torch.Tensor:
     """Values from -1 to 1, the same ones in each call, without a draw from the user's generators."""
     generator = torch.Generator(tensor.device).manual_seed(0)
-    return torch.rand(tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype) * 2 - 1
+    return torch.rand(tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype).mul_(2).sub_(1)
 
 
 def _compare(expected: _Run, actual: _Run, allowed: float, shaken: Sequence[_Run] = ()) -> Comparison:
@@ -274,19 +276,22 @@ def _compare(expected: _Run, actual: _Run, allowed: float, shaken: Sequence[_Run
 
 def _gradients_off(expected: _Run, actual: _Run, smallest: float) -> list[float]:
     """How far the norm of each gradient is off, relative to what eager gives, or to ``smallest`` times the largest."""
-    least = max(smallest * max(expected.gradient_norms, default=0.0), 1e-30)
-    norms = zip(expected.gradient_norms, actual.gradient_norms, strict=True)
-    return [abs(a_norm - e_norm) / max(e_norm, least) for e_norm, a_norm in norms]
+    least = max(smallest * expected.largest_gradient_norm, 1e-30)
+
+    def off(e_norm: float, a_norm: float) -> float:
+        same = a_norm == e_norm or (math.isnan(a_norm) and math.isnan(e_norm))
+        return 0.0 if same else abs(a_norm - e_norm) / max(e_norm, least)
+
+    return [off(*norms) for norms in zip(expected.gradient_norms, actual.gradient_norms, strict=True)]
 
 
 def _gradients_may(expected: _Run, allowed: float, shaken: Sequence[_Run]) -> Iterator[float]:
     """How far rounding may make the norm of each gradient differ."""
     may = gradient_tolerance(allowed)
-    largest = max(expected.gradient_norms, default=0.0)
     changes = [_gradients_off(expected, run, 0.0) for run in shaken]
     for index, norm in enumerate(expected.gradient_norms):
         change = max((run[index] for run in changes), default=0.0)
-        nothing_but_rounding = change > (may if norm < may * largest else _NO_DIGITS)
+        nothing_but_rounding = change > (may if norm < may * expected.largest_gradient_norm else _NO_DIGITS)
         yield _NOISE_SPREAD if nothing_but_rounding else max(may, _SAMPLED * change)
 
 
