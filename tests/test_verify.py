@@ -265,6 +265,68 @@ class ChangesItsInput(nn.Module):
         return self.layer(x)
 
 
+class Momentum(nn.Module):
+    """Holds a copy of its net that follows it in each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.follower = mlp(), mlp().requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for weight, followed in zip(self.follower.parameters(), self.net.parameters(), strict=True):
+                weight.mul_(0.5).add_(followed, alpha=0.5)
+            there = self.follower(x)
+        return self.net(x) + there
+
+
+def test_a_target_that_writes_to_its_weights_is_left_out():
+    module, x = seeded(Momentum), torch.rand(8, FEATURES)
+    assert "its own weights" in compare_with_eager(module, module, module, (x,), {}).left_out
+    compared, result = call_and_compare(module, module, module, (x,), {})
+    assert "its own weights" in compared.left_out
+    assert result.requires_grad
+
+
+class Queue(nn.Module):
+    """Compares with a queue, and then moves it along behind a graph break.
+
+    Torch (2.11 to 2.15) keeps the queue for the backward pass instead of its clone, and finds it changed there.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("queue", torch.randn(16, 3))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        scores = self.net(x)
+        near = scores @ self.queue.clone().T
+        with torch.no_grad():
+            place = int(self.place)
+            self.queue[(torch.arange(len(scores)) + place) % 16] = scores
+            self.place[0] = (place + len(scores)) % 16
+        return scores + near[:, :3]
+
+
+def with_queue():
+    return Classifier(Queue())
+
+
+def test_compiled_code_that_raises_on_the_first_batch_is_left_to_eager():
+    callback = InductorCompile(baseline_steps=0)
+    with pytest.warns(CompileWarning, match="target 'net' runs eagerly in the train phase.*inplace operation"):
+        compiled = losses(callback, make=with_queue)
+    assert compiled == pytest.approx(losses(make=with_queue))  # validation is compiled, and fills the queue too
+    assert callback.report.train.fallbacks == 1
+
+
+def test_compiled_code_that_raises_on_the_first_batch_ends_the_run_where_that_is_asked_for():
+    with pytest.raises(CompileError, match="inplace operation"):
+        losses(InductorCompile(baseline_steps=0, on_error="raise"), make=with_queue)
+
+
 def test_a_target_that_changes_its_input_in_place_does_so_once():
     def make():
         return Classifier(nn.Sequential(nn.Linear(FEATURES, 16), ChangesItsInput()))

@@ -43,7 +43,7 @@ class Fallback:
         self._warned = False
         self._unsaid: list[tuple[str, Entry]] = []
 
-    def report(self, error: Exception) -> None:
+    def report(self, error: BaseException) -> None:
         """The compiler failed on a part of the target."""
         reason = describe(error)
         self._recorder.add("fallback", self._owner, reason=reason)

@@ -21,6 +21,7 @@ from compile_callbacks.compiling.shapes import ShapePolicy, shapes, signature
 from compile_callbacks.compiling.snapshot import Snapshot
 from compile_callbacks.compiling.targets import Compiled, Target
 from compile_callbacks.compiling.verified_calls import VerifiedCalls
+from compile_callbacks.compiling.verify import CompiledCallFailedError
 from compile_callbacks.compiling.weights import WeightWatch
 from compile_callbacks.links import see
 from compile_callbacks.measuring.events import CompileRecorder, Owner
@@ -158,6 +159,9 @@ class CompiledRegion:
         self._before_compile, graphs_before, failure = None, self._compiler.graphs, None
         try:
             result = self._compiled_call(member, args, kwargs)
+        except CompiledCallFailedError as error:
+            failure = error.__cause__
+            self._fallback.gave_up = True  # of other shapes too: no call after this one is made twice
         except Exception as error:
             if not _torch.raised_while_compiling(error):
                 raise
@@ -298,7 +302,7 @@ class CompiledRegion:
         if self._before_compile is None:
             self._before_compile = Snapshot(member.module)
 
-    def _without_compiler(self, member: Target, failure: Exception, args: Any, kwargs: Any) -> Any:
+    def _without_compiler(self, member: Target, failure: BaseException, args: Any, kwargs: Any) -> Any:
         """The call done eagerly, after the compiler gave up on it."""
         if self._before_compile is not None:
             self._before_compile.restore()

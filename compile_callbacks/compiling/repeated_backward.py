@@ -11,6 +11,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks.compiling.autocast import CurrentAutocast
 from compile_callbacks.compiling.errors import CompileError
+from compile_callbacks.compiling.snapshot import version
 from compile_callbacks.links import see
 
 _PASSES_WATCHED = 100
@@ -74,7 +75,7 @@ class _BackwardPasses:
             self._look(inputs, outputs)
         if self._position is None or self._why_not or (found := _made_by(outputs[self._position])) is None:
             return
-        found[0].computed_from = list(inputs), [_version(value) for value in inputs]
+        found[0].computed_from = list(inputs), [version(value) for value in inputs]
 
     def _look(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Find what is the same in every call."""
@@ -151,7 +152,7 @@ class _BackwardPasses:
         if (computed_from := getattr(node, "computed_from", None)) is None:
             raise self._refusal(f"they were not in the first {_PASSES_WATCHED} steps")
         inputs, versions = computed_from
-        changed = (i for i, value in enumerate(inputs) if _version(value) != versions[i])
+        changed = (i for i, value in enumerate(inputs) if version(value) != versions[i])
         if set(changed) - self._noted_down:
             raise self._refusal("an input, a weight or a buffer was changed after the call")
         had_gradients = iter(function is not None for function, _ in node.next_functions)
@@ -179,11 +180,6 @@ class _BackwardPasses:
 
 def _has_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _version(value: Any) -> int | None:
-    """Changes with each change in place; tensors of inference mode have none."""
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
 
 
 def _made_by(output: Any, earlier: Collection[Any] = ()) -> tuple[Any, int, bool] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -20,6 +22,11 @@ class Snapshot:
             (part._buffers, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()
         ]
         self._generators = _generator_states()
+        self._weights = [(weight, version(weight)) for weight in module.parameters()]
+
+    def wrote_weights(self) -> bool:
+        """Whether a weight was written to since; there are no copies of weights to put back."""
+        return any(version(weight) != before for weight, before in self._weights)
 
     def drew(self) -> bool:
         """Whether random numbers were drawn since."""
@@ -37,6 +44,11 @@ class Snapshot:
             # A write, even of the same value, makes weights look changed. Only dense tensors can be compared.
             if buffer.layout is not torch.strided or not torch.equal(buffer, value):
                 buffer.copy_(value)
+
+
+def version(value: Any) -> int | None:
+    """Changes with each change of a tensor in place; tensors of inference mode have none."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
 
 
 def _generator_states() -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
+from compile_callbacks.compiling.errors import CompileError
 from compile_callbacks.compiling.snapshot import Snapshot
 
 Verify = Literal["off", "warn", "eager", "raise"]
@@ -45,6 +46,10 @@ class Comparison:
     left_out: str | None = None
 
 
+class CompiledCallFailedError(Exception):
+    """A compiled call raised what it was raised from, forward or backward, where eager raised nothing."""
+
+
 def compare_with_eager(
     module: nn.Module, eager: Callable[..., Any], compiled: Callable[..., Any], args: Any, kwargs: Any
 ) -> Comparison:
@@ -58,7 +63,8 @@ def compare_with_eager(
     changes by an eighth, is nothing but rounding: that of a bias before a batch norm is a sum of what adds up to zero,
     and what is left of it depends on the order in which it is added.
 
-    Nothing is compared where the target draws random numbers (dropout): Inductor draws others than eager does.
+    Nothing is compared where the target draws random numbers (dropout), as Inductor draws others than eager does, or
+    writes to its weights, which then are written to once more than without the comparison.
 
     Args:
         module: The target's module.
@@ -66,14 +72,17 @@ def compare_with_eager(
         compiled: The target, compiled.
         args: Positional inputs.
         kwargs: Inputs by name.
+
+    Raises:
+        CompiledCallFailedError: Compiled, the call or its backward pass raises. Not where the compiler itself does.
     """
     try:
         with _as_before(module) as before:
             expected = _run(module, eager, *_apart(args, kwargs))
-            drew = before.drew()
-        if drew:
-            return Comparison(left_out=_DREW)
-        with _as_before(module):
+            left_out = _why_not_comparable(before)
+        if left_out is not None:
+            return Comparison(left_out=left_out)
+        with _as_before(module), _failures_of_compiled_code():
             actual = _run(module, compiled, *_apart(args, kwargs))
         allowed = tolerance(module, [*expected.outputs, *_torch.tree_leaves((args, kwargs))])
         compared = _compare(expected, actual, allowed)
@@ -109,17 +118,21 @@ def call_and_compare(
     Returns:
         The comparison, and what the compiled call gave: ``None``, with buffers and generators as before the
         call, where it differs from eager.
+
+    Raises:
+        CompiledCallFailedError: The compiled call raises.
     """
     try:
         with _as_before(module) as before, torch.no_grad():
             expected = _run(module, eager, *_apart(args, kwargs))
-            drew = before.drew()
+            left_out = _why_not_comparable(before)
     except torch.OutOfMemoryError as error:
-        return Comparison(left_out=_no_memory(error)), compiled(*args, **kwargs)
-    if drew:
-        return Comparison(left_out=_DREW), compiled(*args, **kwargs)
+        left_out = _no_memory(error)
+    if left_out is not None:
+        return Comparison(left_out=left_out), compiled(*args, **kwargs)
     before = Snapshot(module)
-    result = compiled(*args, **kwargs)
+    with _failures_of_compiled_code():
+        result = compiled(*args, **kwargs)
     actual = _Run([leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, torch.Tensor)])
     allowed = tolerance(module, [*expected.outputs, *_torch.tree_leaves((args, kwargs))])
     with torch.no_grad():
@@ -318,8 +331,31 @@ def _as_before(module: nn.Module) -> Iterator[Snapshot]:
         snapshot.restore()
 
 
+@contextlib.contextmanager
+def _failures_of_compiled_code() -> Iterator[None]:
+    """Tells what compiled code raises, after eager raised nothing, from what else may be raised here."""
+    try:
+        yield
+    except (CompileError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if _torch.raised_while_compiling(error):
+            raise
+        raise CompiledCallFailedError from error
+
+
 _SYNCED = "its batch norm is synchronised: each call of it waits for a call in every other process"
 _DREW = "it draws random numbers, and compiled code draws others than eager code"
+
+
+_WROTE = "it writes to its own weights, which one more call changes once more"
+
+
+def _why_not_comparable(before: Snapshot) -> str | None:
+    """What the eager call did that no call after it can do again."""
+    if before.drew():
+        return _DREW
+    return _WROTE if before.wrote_weights() else None
 
 
 def _no_memory(error: torch.OutOfMemoryError) -> str:
