@@ -159,7 +159,7 @@ class InductorCompile(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer, pl_module, "train")
+        self._prepare(trainer, pl_module)  # no phase yet: a model summary may run the model, and so may log_graph
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -337,7 +337,11 @@ class InductorCompile(Callback):
             )
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
-        """Enter a phase; the first of a run installs what is compiled."""
+        """Enter a phase."""
+        self._prepare(trainer, pl_module).enter(phase, weights_stand_still=trainer.state.fn != "fit")
+
+    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> CompileSession:
+        """The session of the run; the first time in a run it is made to begin, and what is compiled installed."""
         session = self._session
         if session is None or session.module is not pl_module:
             if session is not None:
@@ -363,7 +367,7 @@ class InductorCompile(Callback):
         if self._earlier_state is not None:  # now it is known how many processes there are
             session.resume(self._earlier_state)
             self._earlier_state = None
-        session.enter(phase, weights_stand_still=trainer.state.fn != "fit")
+        return session
 
     def _expect(self, trainer: Trainer) -> None:
         """Tell how many steps are to come: what is tried out, or measured eagerly, must not take most of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import warnings
 
 import lightning.pytorch as pl
 import pytest
@@ -217,6 +218,38 @@ def test_keep_compiled_leaves_the_module_compiled_by_grad_mode():
     callback.keep_compiled = False
     trainer(callback).validate(module, loader(2), verbose=False)
     assert "_compiled_call_impl" not in vars(module)
+
+
+class Runs(pl.Callback):
+    """Runs the model where Lightning's model summary and a logger's graph do, and keeps what is traced."""
+
+    def on_fit_start(self, trainer, pl_module):
+        pl_module(torch.ones(4, 8))
+        self.traced = [self.trace(pl_module)]
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.traced.append(self.trace(pl_module))
+
+    @staticmethod
+    def trace(pl_module):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer torch: torch.jit is deprecated
+            return torch.jit.trace(pl_module.net, torch.ones(4, 8), check_trace=False)  # a check runs it, compiled
+
+
+@pytest.mark.parametrize("keep_compiled", [False, True])
+def test_a_model_that_runs_before_its_training_or_is_traced_runs_eagerly(keep_compiled):
+    callback, runs, module = InductorCompile(baseline_steps=0, keep_compiled=keep_compiled), Runs(), Classifier()
+    for _ in range(2):
+        trainer(callback, runs, num_sanity_val_steps=0).fit(module, loader(2))
+        assert callback.report.train.verified == "equal"
+        assert callback.report.train.graphs == 1
+        assert callback.report.infer.graphs == 0
+        assert len(runs.traced) == 3
+        eager = copy.deepcopy(module.net)
+        torch.testing.assert_close(runs.traced[-1](torch.ones(4, 8)), eager(torch.ones(4, 8)))
+    callback.keep_compiled = False
+    trainer(callback).validate(module, loader(2), verbose=False)
 
 
 class Silent(Classifier):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile, compile_phases, restore
 
-DIFFERENTIATED = r"gradients of target 'net' are differentiated \(create_graph=True\)"
+DIFFERENTIATED = r"gradients of target 'net' are differentiated in the (train|infer) phase \(create_graph=True\)"
 
 
 def smooth(inner: nn.Module | None = None) -> nn.Module:

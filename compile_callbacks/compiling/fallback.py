@@ -43,8 +43,13 @@ class Fallback:
         self._warned = False
         self._unsaid: list[tuple[str, Entry]] = []
 
-    def report(self, error: BaseException) -> None:
-        """The compiler failed on a part of the target."""
+    def report(self, error: BaseException, *, what: str = "the compiler failed") -> None:
+        """The compiler failed on a part of the target, or what it made did.
+
+        Args:
+            error: What was raised.
+            what: What happened, for the user.
+        """
         reason = describe(error)
         self._recorder.add("fallback", self._owner, reason=reason)
         self._tell_processes(reason)
@@ -52,8 +57,8 @@ class Fallback:
             self._warned = True
             target, phase = self._owner[:2]
             message = (
-                f"target {target!r} runs eagerly in the {phase} phase, because the compiler failed: "
-                f"{in_one_line(reason)} (the whole of it: callback.report.{phase}.events; more: "
+                f"target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
+                f"(the whole of it: callback.report.{phase}.events; more: "
                 "TORCH_LOGS='+dynamo,+inductor', or on_error='raise')"
             )
             self.say_later(message, entry_of(error))

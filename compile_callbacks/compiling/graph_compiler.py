@@ -143,9 +143,11 @@ class GraphCompiler:
 
     def _say_recomputed(self) -> None:
         """Say once that gradients are computed eagerly: it is paid for in each step that asks for it."""
+        target, phase = self._owner[:2]
         message = (
-            f"gradients of target {self._owner.target!r} are differentiated (create_graph=True), so these are computed "
-            "eagerly, once more from the target's inputs on; where most steps do so, train_mode=None is faster"
+            f"gradients of target {target!r} are differentiated in the {phase} phase (create_graph=True), so these "
+            "are computed eagerly, once more from the target's inputs on; where most steps do so, "
+            f"{phase}_mode=None is faster"
         )
         self._fallback.say(message, "gradients-are-differentiated", subject="gradients are differentiated")
 

@@ -156,11 +156,12 @@ class CompiledRegion:
             return member.eager(*args, **kwargs)
         recorder, outer, outer_on_trace = self._recorder, self._recorder.owner, self._recorder.on_trace
         recorder.owner, recorder.on_trace = self.owner, functools.partial(self._remember, member)
-        self._before_compile, graphs_before, failure = None, self._compiler.graphs, None
+        self._before_compile, graphs_before = None, self._compiler.graphs
+        failure, what = None, "the compiler failed"
         try:
             result = self._compiled_call(member, args, kwargs)
         except CompiledCallFailedError as error:
-            failure = error.__cause__
+            failure, what = error.__cause__, "its compiled code raised what eager does not"
             self._fallback.gave_up = True  # of other shapes too: no call after this one is made twice
         except Exception as error:
             if not _torch.raised_while_compiling(error):
@@ -169,7 +170,7 @@ class CompiledRegion:
         finally:
             recorder.owner, recorder.on_trace = outer, outer_on_trace
         if failure is not None:
-            result = self._without_compiler(member, failure, args, kwargs)
+            result = self._without_compiler(member, failure, what, args, kwargs)
         if self._compiler.graphs > graphs_before and len(self._members) > 1:
             looks = signature(args, kwargs), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
             self._compiled_of.setdefault(looks, set()).add(member)
@@ -302,7 +303,7 @@ class CompiledRegion:
         if self._before_compile is None:
             self._before_compile = Snapshot(member.module)
 
-    def _without_compiler(self, member: Target, failure: BaseException, args: Any, kwargs: Any) -> Any:
+    def _without_compiler(self, member: Target, failure: BaseException, what: str, args: Any, kwargs: Any) -> Any:
         """The call done eagerly, after the compiler gave up on it."""
         if self._before_compile is not None:
             self._before_compile.restore()
@@ -314,7 +315,7 @@ class CompiledRegion:
             message = f"compiling target {target!r} for the {phase} phase failed: {describe(failure)}"
             raise CompileError(see(message, entry_of(failure))) from failure
         self._uncompilable.add(signature(args, kwargs))
-        self._fallback.report(failure)
+        self._fallback.report(failure, what=what)
         return result
 
 

@@ -64,6 +64,8 @@ class Dispatcher:
             return self.eager(*args, **kwargs)
         if _is_redirected(self.target.module):
             return self.eager(*args, **kwargs)
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # as for a logger's graph
+            return self.eager(*args, **kwargs)
         return self.selected(*args, **kwargs)
 
     def call(self, phase: Phase, *, compiled: bool = True, frozen: bool = False) -> Callable[..., Any]:
@@ -152,6 +154,9 @@ class PhaseSwitch:
 
     def install(self) -> None:
         """Put a dispatcher on each target; it calls the module itself until a phase is selected."""
+        for dispatcher in self._dispatchers:
+            dispatcher.selected = dispatcher.eager
+        self._selected = None
         if self.installed:
             return
         self._before = []

@@ -101,7 +101,7 @@ class Watch:
         message = (
             f"compiled {phase} steps are slower than eager ones: compiling anew took {lost_seconds:.1f} s of the last "
             f"{steps} steps, in which compiled steps save {saved_seconds:.1f} s at most; {_in_words(recompiles[-1])}; "
-            f"dynamic=True or fewer shapes need fewer graphs, and {_remedy(phase)}"
+            f"dynamic=True or fewer shapes need fewer graphs where shapes are the cause, and {_remedy(phase)}"
         )
         yield (phase, "recompiles", recompiles[-1].reason), message
 

@@ -64,8 +64,8 @@ def limits_reached(recorder: CompileRecorder) -> Iterator[tuple[Owner, str]]:
         message = (
             f"target {owner.target!r} reached torch's recompile limit in the {owner.phase} phase, and runs eagerly "
             f"wherever no graph fits that it has; the last reason to compile anew: {reason} (all of them: "
-            f"callback.report.{owner.phase}.events; dynamic=True in {owner.phase}_mode, or a fixed shape, needs "
-            "fewer graphs)"
+            f"callback.report.{owner.phase}.events; where shapes are the cause, dynamic=True in {owner.phase}_mode or "
+            "fixed shapes need fewer graphs)"
         )
         yield owner, message
 
