@@ -113,7 +113,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Train a ResNet-18 on scikit-learn's handwritten digits with InductorCompile.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    modes = "a torch.compile mode, or 'eager' for not compiled"
+    modes = "a torch.compile mode, 'auto' to have it measured, or 'eager' for not compiled"
     add = parser.add_argument
     add("--train-mode", default="default", help=f"settings for training: {modes}")
     add("--infer-mode", default="default", help=f"settings for validation, test and predict: {modes}")

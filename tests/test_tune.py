@@ -567,7 +567,9 @@ def test_a_choice_is_for_one_model_and_one_shape(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"candidate": 3}', '{"candidate": "default", "key": "k", "made_for": {}}']
+    "content",
+    ["", "{", "[]", "[" * 200_000, '{"candidate": 3}', '{"candidate": "default", "key": "k", "made_for": {}}'],
+    ids=["empty", "cut off", "a list", "too deep", "no name", "of another model"],
 )
 def test_a_damaged_choice_is_no_choice(tmp_path, content):
     store, made_for = ChoicesStore(tmp_path), {"architecture": "a"}
@@ -577,6 +579,20 @@ def test_a_damaged_choice_is_no_choice(tmp_path, content):
     assert store.load(made_for) is None
     file.write_bytes(b"\xff\xfe\x00")
     assert store.load(made_for) is None
+
+
+@pytest.mark.filterwarnings("ignore:cache_dir has no effect")  # torch keeps no graph of such a pass
+def test_eager_chosen_for_want_of_a_compiler_is_not_remembered(monkeypatch, tmp_path):
+    Times(monkeypatch, train={"eager": 10, "passes=[RaisingLater]": 5})
+    tune = Tune([InductorConfig(passes=[RaisingLater()])], steps=5)
+    monkeypatch.setattr(RaisingLater, "broken", True)
+    ours = InductorCompile(tune, None, cache_dir=tmp_path)
+    fit(ours)
+    assert verdicts(ours.report.train) == {"eager": "chosen", "passes=[RaisingLater]": "failed"}
+    monkeypatch.setattr(RaisingLater, "broken", False)
+    ours = InductorCompile(tune, None, cache_dir=tmp_path)
+    fit(ours)
+    assert verdicts(ours.report.train)["passes=[RaisingLater]"] == "chosen"
 
 
 def test_a_folder_that_cannot_be_written_costs_the_choice_and_not_the_run(monkeypatch, tmp_path, caplog):

@@ -26,7 +26,7 @@ class JsonFiles:
         """What a file holds; ``None`` where there is none, or it cannot be read."""
         try:
             return json.loads(self._path(name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):  # the last of brackets in brackets
             return None
 
     def save(self, name: str, data: Any) -> str | None:

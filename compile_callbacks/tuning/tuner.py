@@ -182,6 +182,15 @@ class Tuner:
         return name != EAGER and self._others[name].out
 
     @property
+    def eager_for_want_of_figures(self) -> bool:
+        """Whether eager was chosen though a candidate failed, as without a C++ compiler, or could not be judged."""
+        unjudged = (
+            one.verdict == "failed" or (one.verdict == "not faster" and not self._scores.proven(one.name))
+            for one in self._others.values()
+        )
+        return self.winner == EAGER and any(unjudged)
+
+    @property
     def remembers(self) -> bool:
         """Whether an earlier run's choice is being checked."""
         return self._remembered is not None

@@ -338,8 +338,10 @@ class PhaseTuning:
             self._keep(tuner, tuner.winner)
 
     def _keep(self, tuner: Tuner, winner: str) -> None:
-        """Keep the choice for later runs, unless it was cut short."""
+        """Keep the choice for later runs, unless it was cut short, or is eager and would not have to be."""
         if self._store is None or self._made_for is None or not tuner.holds_for_steps:
+            return
+        if tuner.eager_for_want_of_figures:
             return
         told = [trial.to_dict() for trial in tuner.trials()]
         if problem := self._store.save(self._made_for, self._as_choice(winner), told):

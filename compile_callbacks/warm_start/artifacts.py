@@ -263,6 +263,7 @@ def _as_folder(argument: str, folder: object) -> Path:
     if not named:
         raise ValueError(f"{argument}={folder!r} must name a folder; '.' is the one you are in")
     path = Path(named).expanduser().absolute()
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{argument}={folder!r} must be a folder, and is a file")
+    with contextlib.suppress(OSError):  # where nobody may look, using it says so, and costs the cache alone
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{argument}={folder!r} must be a folder, and is a file")
     return path
