@@ -22,7 +22,8 @@ class Snapshot:
             (part._buffers, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()
         ]
         self._generators = _generator_states()
-        self._weights = [(weight, version(weight)) for weight in module.parameters()]
+        made = (weight for weight in module.parameters() if not nn.parameter.is_lazy(weight))
+        self._weights = [(weight, version(weight)) for weight in made]
 
     def wrote_weights(self) -> bool:
         """Whether a weight was written to since; there are no copies of weights to put back."""
