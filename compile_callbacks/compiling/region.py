@@ -161,7 +161,7 @@ class CompiledRegion:
         try:
             result = self._compiled_call(member, args, kwargs)
         except CompiledCallFailedError as error:
-            failure, what = error.__cause__, "its compiled code raised what eager does not"
+            failure, what = error.error, "its compiled code raised what eager does not"
             self._fallback.gave_up = True  # of other shapes too: no call after this one is made twice
         except Exception as error:
             if not _torch.raised_while_compiling(error):

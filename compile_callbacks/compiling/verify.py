@@ -47,7 +47,11 @@ class Comparison:
 
 
 class CompiledCallFailedError(Exception):
-    """A compiled call raised what it was raised from, forward or backward, where eager raised nothing."""
+    """A compiled call raised ``error``, forward or backward, where eager raised nothing."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def compare_with_eager(
@@ -341,7 +345,7 @@ def _failures_of_compiled_code() -> Iterator[None]:
     except Exception as error:
         if _torch.raised_while_compiling(error):
             raise
-        raise CompiledCallFailedError from error
+        raise CompiledCallFailedError(error) from error
 
 
 _SYNCED = "its batch norm is synchronised: each call of it waits for a call in every other process"

@@ -22,7 +22,7 @@ from compile_callbacks.compiling.autocast import OutputDtypes, autocast_of, in_d
 from compile_callbacks.compiling.errors import CompileWarning
 from compile_callbacks.compiling.sharding import check_whole
 from compile_callbacks.compiling.targets import Target
-from compile_callbacks.compiling.verify import Comparison, compare_with_eager
+from compile_callbacks.compiling.verify import Comparison, CompiledCallFailedError, compare_with_eager
 from compile_callbacks.exporting.call_spec import CallSpec, has_batch, in_own_layout
 from compile_callbacks.exporting.exported import SPEC_KEY, ExportedModule, ExportError, Format
 from compile_callbacks.exporting.package_files import check_path, check_writable
@@ -225,7 +225,10 @@ def check_equal(module: nn.Module, eager: nn.Module, package: ExportedModule, ar
     Raises:
         DiffersFromEagerError: It differs by more than rounding explains.
     """
-    compared = compare_with_eager(module, eager, package, args, kwargs)
+    try:
+        compared = compare_with_eager(module, eager, package, args, kwargs)
+    except CompiledCallFailedError as failed:
+        raise failed.error from None  # what the package itself says of the call
     if compared.problem:
         raise DiffersFromEagerError(compared)
     return compared
