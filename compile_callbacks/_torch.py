@@ -104,6 +104,7 @@ __all__ = [
     "quiet_export",
     "raised_while_compiling",
     "recompile_limit",
+    "record_artifacts_again",
     "recorded_artifacts",
     "resolve_options",
     "restored",
@@ -992,6 +993,17 @@ def recorded_artifacts(after: int) -> tuple[list[tuple[str, str, bytes]], int]:
     if len(recorded) < after:  # torch.compiler's caches were made afresh
         after = 0
     return [(artifact.type(), artifact.key, artifact.content) for artifact in recorded[after:]], len(recorded)
+
+
+def record_artifacts_again() -> None:
+    """Have torch record what is used from here on, though it was recorded in this process before.
+
+    Torch 2.11 to 2.15 record each entry once in a process: of a module that was compiled twice, by two callbacks,
+    nothing would be recorded for the second. What ``torch.compiler.save_cache_artifacts`` gives keeps what it had.
+    """
+    from torch.compiler._cache import CacheArtifactManager
+
+    CacheArtifactManager._seen_artifacts.clear()
 
 
 def put_into_cache(kind: str, key: str, content: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from compile_callbacks.reporting.report import CompileReport
 from compile_callbacks.warm_start.artifact_file import Artifact
 from compile_callbacks.warm_start.artifacts import ArtifactStore
 from compile_callbacks.warm_start.artifacts_key import artifacts_key
-from compile_callbacks.warm_start.warm_start import WarmStart
+from compile_callbacks.warm_start.warm_start import STEPS_TO_SETTLE, WarmStart
 
 pytestmark = pytest.mark.newest
 
@@ -108,7 +109,7 @@ def test_a_second_run_on_an_empty_cache_compiles_nothing(tmp_path):
 
 
 def artifacts_of(store_folder):
-    (file,) = Path(store_folder).iterdir()
+    (file,) = Path(store_folder).glob("*.artifacts")
     return ArtifactStore(store_folder).load(file.stem)
 
 
@@ -141,6 +142,63 @@ def test_each_phase_is_kept_when_it_is_left_and_a_loop_by_hand_at_its_report(tmp
     before = file.stat().st_mtime_ns
     restore(module)
     assert file.stat().st_mtime_ns == before  # nothing new, nothing written
+
+
+def test_what_is_compiled_is_kept_within_the_first_epoch(tmp_path):
+    written = {}
+
+    class Watching(Classifier):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            written[batch_idx] = len(list((tmp_path / "kept").glob("*.artifacts")))
+
+    callback = InductorCompile("default", None, baseline_steps=0, verify="off", cache_dir=tmp_path / "kept")
+    trainer(callback).fit(Watching(Scaled(1.75)), loader(STEPS_TO_SETTLE + 3))
+    # Compiled in batch 0; the callback's hook comes before the module's.
+    assert written == {batch: int(batch >= STEPS_TO_SETTLE) for batch in range(STEPS_TO_SETTLE + 3)}
+
+
+def test_what_compiles_again_and_again_is_not_written_as_often(tmp_path, monkeypatch):
+    seconds = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    warm_start = WarmStart(tmp_path, {"train": InductorConfig(), "infer": None})
+    saved = []
+
+    def save():
+        saved.append(seconds[0])
+        seconds[0] += 2
+        warm_start._quiet_steps = None
+
+    monkeypatch.setattr(warm_start, "save", save)
+    for _ in range(100):
+        warm_start.step_ends(compiled=True)
+        for _ in range(STEPS_TO_SETTLE + 1):
+            seconds[0] += 1
+            warm_start.step_ends(compiled=False)
+    assert saved == [5.0, 211.0, 417.0]
+
+
+SECOND_IN_ONE_PROCESS = """
+import sys
+
+from compile_callbacks import InductorCompile
+from models import loader, seeded, trainer
+
+trainer(InductorCompile("default", None, baseline_steps=0)).fit(seeded(), loader(4))
+trainer(InductorCompile("default", None, baseline_steps=0, cache_dir=sys.argv[1])).fit(seeded(), loader(4))
+"""
+
+
+def test_a_second_run_in_one_process_keeps_what_the_first_compiled(tmp_path):
+    def kinds(script, kept):
+        environment = {
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache_of_{kept}"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
+        run_in_new_process(script, tmp_path / kept, environment=environment)
+        return sorted((artifact.kind, artifact.key) for artifact in artifacts_of(tmp_path / kept))
+
+    alone = "\n".join(line for line in SECOND_IN_ONE_PROCESS.splitlines() if "cache_dir" in line or "import" in line)
+    assert kinds(SECOND_IN_ONE_PROCESS, "second") == kinds(alone, "alone")
 
 
 def test_a_run_that_fails_keeps_what_it_compiled(tmp_path):

@@ -329,6 +329,8 @@ class CompileSession:
                 measured=self._measured, sample=sample, made_for=functools.partial(self._circumstances, work)
             )
             self._configs[self._phase] = tuning.config
+        if self._warm_start is not None:
+            self._warm_start.step_ends(compiled=self._recorder.compiles_seen != compiles_before)
         self._select(compiled=True)
 
     def last_step_ended(self) -> None:

@@ -15,7 +15,7 @@ _MAGIC = b"CCARTIF\n"
 _FORMAT_VERSION = 1
 _HEAD = struct.Struct(">8sIQQ32s")  # magic, format version, bytes of metadata, bytes of contents, SHA-256 of both
 
-_SEVERAL_PER_KEY = ("inductor", "aot_autograd")
+SEVERAL_PER_KEY = ("inductor", "aot_autograd")
 """Torch's caches of graphs hold several under one key, told apart by guards; others hold what came last."""
 
 
@@ -37,7 +37,7 @@ class Artifact(NamedTuple):
     @property
     def place(self) -> tuple[Any, ...]:
         """What can hold one artifact alone."""
-        return self[:3] if self.kind in _SEVERAL_PER_KEY else self[:2]
+        return self[:3] if self.kind in SEVERAL_PER_KEY else self[:2]
 
 
 def pack(artifacts: Sequence[Artifact], key: str) -> Iterator[bytes]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,19 @@ from compile_callbacks.devices.placement import device_of
 from compile_callbacks.links import Entry
 from compile_callbacks.phases import Phase
 from compile_callbacks.settings.tune import Settings
-from compile_callbacks.warm_start.artifact_file import Artifact
+from compile_callbacks.warm_start.artifact_file import SEVERAL_PER_KEY, Artifact
 from compile_callbacks.warm_start.artifacts import ArtifactError, ArtifactStore
 from compile_callbacks.warm_start.artifacts_key import artifacts_key
 from compile_callbacks.warm_start.libraries import loaded_libraries, probe_libraries, put_library
 
 _LIBRARY = "library"
+
+STEPS_TO_SETTLE = 5
+"""Steps in which nothing compiles after which a phase's last compile is taken to be done, and is kept."""
+
+_WRITING_PART = 0.01  # of a run's time, at most, may go into files that are written between its steps
+
+_live: weakref.WeakSet[WarmStart] = weakref.WeakSet()
 
 
 class WarmStart:
@@ -54,8 +63,11 @@ class WarmStart:
         self._loaded_bytes = self._saved_bytes = 0
         self._seen = 0
         self._libraries: set[str] = set()
+        self._earlier: set[Any] = set()
         self._used: dict[Any, Artifact] = {}
         self._kept: set[Any] = set()
+        self._quiet_steps: int | None = None  # since something compiled that is not kept yet
+        self._not_before = 0.0
         self._warn_of = warn or WarnOnce()
 
     @property
@@ -80,8 +92,7 @@ class WarmStart:
             module: The module.
             gather: Gives what each process knows: of those with the same key the one of lowest rank writes.
         """
-        _, self._seen = _torch.recorded_artifacts(self._seen)
-        self._libraries = set(loaded_libraries())
+        self._record_anew()
         if self._key is None:
             self._device = device_of(module)
             self._key = artifacts_key(module, *self._settings, self._device)
@@ -111,8 +122,24 @@ class WarmStart:
             message = f"kept compile artifacts could not all be put into torch's cache folder: {failure}"
             self._warn(message, "artifacts-are-ignored")
 
+    def step_ends(self, *, compiled: bool) -> None:
+        """A step is done: `STEPS_TO_SETTLE` after something compiled, keep it; a run may be killed in its first epoch.
+
+        Args:
+            compiled: Whether anything compiled in the step.
+        """
+        if compiled:
+            self._quiet_steps = 0
+        elif self._quiet_steps is not None:
+            self._quiet_steps += 1
+            if self._quiet_steps >= STEPS_TO_SETTLE and (started := time.monotonic()) >= self._not_before:
+                self.save()
+                ended = time.monotonic()
+                self._not_before = ended + (ended - started) / _WRITING_PART
+
     def save(self) -> None:
         """Keep what was compiled, if anything was that is not kept yet."""
+        self._quiet_steps = None
         self._collect()
         if self._key is None or self._used.keys() <= self._kept or not self._writes:
             return
@@ -128,10 +155,24 @@ class WarmStart:
             message = f"{written.left_out} compile artifacts are not kept: the file is as large as the folder may be"
             self._warn(message, "artifacts-are-not-kept")
 
+    def _record_anew(self) -> None:
+        """Have torch record what is used from here on, also what it has recorded for others, which they take before."""
+        for other in tuple(_live):
+            other._collect()
+            other._seen = 0
+        _live.add(self)
+        recorded, _ = _torch.recorded_artifacts(0)
+        self._earlier = {(kind, key) for kind, key, _ in recorded if kind in SEVERAL_PER_KEY}
+        _torch.record_artifacts_again()
+        self._seen, self._libraries = 0, set(loaded_libraries())
+
     def _collect(self) -> None:
         recorded, self._seen = _torch.recorded_artifacts(self._seen)
         artifacts = [Artifact(*entry) for entry in recorded]
         if self._device.type == "cpu":
+            if any(artifact[:2] in self._earlier for artifact in artifacts):
+                # A graph that this process has loaded before: nothing tells which libraries it uses.
+                self._libraries, self._earlier = set(), set()
             artifacts += self._new_libraries()
         self._used |= {artifact.place: artifact for artifact in artifacts}
 
