@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from compile_callbacks.checkpoint import KeyMatcher
 from compile_callbacks.choices import check_choice
 from compile_callbacks.compiling.errors import CompileWarning
 from compile_callbacks.compiling.region_settings import ON_ERROR, OnError, RegionSettings
-from compile_callbacks.compiling.shapes import NEW_SHAPES, NewShapes, signature
+from compile_callbacks.compiling.shapes import NEW_SHAPES, NewShapes
 from compile_callbacks.compiling.sharding import why_refused, why_strategy_refused
 from compile_callbacks.compiling.targets import adopt_compiled, check_names, find_targets, scope_of
 from compile_callbacks.compiling.verify import VERIFY, Verify
 from compile_callbacks.links import checks_settings, see
 from compile_callbacks.loggers import join_hparams, log_scalars, log_summary
+from compile_callbacks.measuring.work import work_of
 from compile_callbacks.pass_library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes import as_passes
 from compile_callbacks.phases import Phase
@@ -31,7 +32,7 @@ from compile_callbacks.reporting.terminal import print_report, say
 from compile_callbacks.session.session import CompileSession
 from compile_callbacks.settings.tune import Mode, Settings, as_settings
 from compile_callbacks.stack_room import StackRoom
-from compile_callbacks.stages import steps_to_come
+from compile_callbacks.stages import seconds_to_come, steps_to_come
 from compile_callbacks.warm_start.artifacts import check_folder
 
 _USERS_LINE = 6  # the stack level at which a warning of the constructor names the line that calls it
@@ -212,7 +213,7 @@ class InductorCompile(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         optimizer_steps = trainer.global_step - self._global_step_before
-        self._step_ends("train", batch, (trainer.accumulate_grad_batches, optimizer_steps))
+        self._step_ends("train", batch, f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated")
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -247,7 +248,7 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_ends("validate", batch, dataloader_idx)
+        self._step_ends(f"validate {dataloader_idx}", batch)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -288,7 +289,7 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_ends("test", batch, dataloader_idx)
+        self._step_ends(f"test {dataloader_idx}", batch)
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -320,7 +321,7 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_ends("predict", batch, dataloader_idx)
+        self._step_ends(f"predict {dataloader_idx}", batch)
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -372,15 +373,15 @@ class InductorCompile(Callback):
     def _expect(self, trainer: Trainer) -> None:
         """Tell how many steps are to come: what is tried out, or measured eagerly, must not take most of them."""
         if self._session and not trainer.sanity_checking:
-            self._session.expect(steps_to_come(trainer))
+            self._session.expect(steps_to_come(trainer), seconds_to_come(trainer))
 
     def _step_begins(self, trainer: Trainer, batch_idx: int) -> None:
         if self._session:
             self._session.step_begins(first=batch_idx == 0, measured=not trainer.sanity_checking)
 
-    def _step_ends(self, stage: str, batch: Any, part: Hashable) -> None:
+    def _step_ends(self, stage: str, batch: Any, part: str = "") -> None:
         if self._session:
-            self._session.step_ends(work=(stage, part, signature(batch)))
+            self._session.step_ends(work_of(stage, batch, part))
 
     def _leave(self, phase: Phase) -> None:
         if self._session:

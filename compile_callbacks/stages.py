@@ -1,10 +1,10 @@
-"""How many steps a trainer has before it, by phase."""
+"""How many steps a trainer has before it, by phase, and how much time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compile_callbacks.phases import Phase
 
@@ -29,12 +29,25 @@ def steps_to_come(trainer: Trainer) -> Mapping[Phase, float]:
     return {"infer": float(sum(batches.get(trainer.state.fn, ())))}
 
 
+def seconds_to_come(trainer: Trainer) -> float:
+    """When a fit ends by the clock, ``max_time`` or a `Timer`; ``math.inf`` where it does not."""
+    if trainer.state.fn != "fit":
+        return math.inf
+    callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    left = [timer.time_remaining() for timer in callbacks if callable(getattr(timer, "time_remaining", None))]
+    return max(0.0, min((seconds for seconds in left if isinstance(seconds, (int, float))), default=math.inf))
+
+
 def _train_batches(trainer: Trainer) -> float:
     epochs = math.inf if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
     done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
     left = epochs * trainer.num_training_batches - done if epochs else 0
     if trainer.max_steps >= 0:
-        left = min(left, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+        # By hand, as in a GAN, each optimizer is taken to step in each batch; the trainer counts all of their steps.
+        by_hand = not trainer.lightning_module.automatic_optimization
+        steps_a_batch = max(1, len(trainer.optimizers)) if by_hand else 1
+        steps = (trainer.max_steps - trainer.global_step) // steps_a_batch
+        left = min(left, steps * trainer.accumulate_grad_batches)
     return max(0.0, float(left))
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from models import loader, trainer
+from step_times import Times
 from test_regional import stacked
 from torch import nn
 
-from compile_callbacks import CompileReport, InductorCompile, PhaseReport
+from compile_callbacks import CompileReport, InductorCompile, PhaseReport, Tune
 from compile_callbacks.compiling.targets import repeated_blocks
 from compile_callbacks.reporting import advice
 from compile_callbacks.reporting.costs_store import Cost, CostsStore
@@ -80,10 +82,38 @@ def test_what_is_ahead_and_when():
         "repeated blocks: 7.2 s to compile, 34.10 ms a step; the whole model, in an earlier run: 23.6 s to compile, "
         "17.90 ms a step. Compiling the whole model is ahead after 1012 steps"
     )
-    slow = Cost(compile_seconds=23.6, cold=False, step_ms=40, samples=5)
+    slow = Cost(compile_seconds=23.6, cold=True, step_ms=40, samples=5)
     (line,) = advice.compared("whole", slow, REGIONAL)
-    assert "23.6 s to compile (in part from a cache)" in line
     assert line.endswith("Compiling repeated blocks is ahead from the first step on")
+    (line,) = advice.compared("whole", replace(slow, compile_seconds=3.1, cold=False), REGIONAL)
+    assert "3.1 s to compile (in part from a cache)" in line
+    assert line.endswith("What was compiled from nothing and what came from a cache do not compare")
+
+
+def test_what_compiling_took_without_a_cache_is_compared_where_an_earlier_run_knows_it(tmp_path):
+    advisor = advice.Advisor(nn.Linear(2, 2), "whole", CostsStore(tmp_path))
+    cold = PhaseReport(mode="default", compile_seconds=23.6, compiled_step_ms=17.9, samples=10)
+    advisor.keep(cold, MADE_FOR)
+    CostsStore(tmp_path).save(MADE_FOR, "repeated", REGIONAL)
+    (line,) = advisor.advise(replace(cold, compile_seconds=2.0, cache_hits=3), MADE_FOR)
+    assert "the whole model: 23.6 s to compile, 17.90 ms a step" in line
+    assert "ahead after" in line
+
+
+def test_what_tune_chose_is_compared_with_what_it_chose_of_repeated_blocks(tmp_path, monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+
+    def tuned(**settings):
+        callback = InductorCompile(Tune(["default"], steps=5), None, cache_dir=tmp_path, **settings)
+        trainer(callback).fit(stacked(), loader(30))
+        return callback.report.train
+
+    first = tuned(targets="repeated")
+    assert first.mode == "default"
+    second = tuned()
+    (line,) = second.advice
+    assert "the whole model: " in line
+    assert f"repeated blocks, in an earlier run: {first.compile_seconds:.1f} s to compile" in line
 
 
 def test_a_cold_compile_is_remembered_over_a_warm_one(tmp_path):

@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from compile_callbacks import CompileWarning, InductorCompile
 from compile_callbacks.measuring.baseline import Baseline
 from compile_callbacks.measuring.timing import STEADY_STEPS, WARMUP_STEPS, StepTimer
+from compile_callbacks.measuring.work import Work
 from compile_callbacks.reporting.report import PhaseReport, break_even_steps
 
 NAMES = {"seconds", "graphs", "graph_breaks", "recompiles", "cache_hits"}
@@ -36,7 +37,7 @@ def run_steps(timer, clock, milliseconds, *, compiled, work="w", disturbed=False
     for step in milliseconds:
         timer.start(cuda=False)
         clock.now += step / 1000
-        kept.append(timer.stop(phase, compiled=compiled, work=work, disturbed=disturbed))
+        kept.append(timer.stop(phase, compiled=compiled, work=Work(work), disturbed=disturbed))
         clock.now += 5  # the data loader's time is nobody's
     return kept
 
@@ -66,7 +67,7 @@ def test_settings_of_a_phase_have_samples_of_their_own_and_lose_one_at_each_turn
         for step in milliseconds:
             timer.start(cuda=False)
             clock.now += step / 1000
-            kept.append(timer.stop("train", compiled=True, work="w", disturbed=False, settings=settings))
+            kept.append(timer.stop("train", compiled=True, work=Work("w"), disturbed=False, settings=settings))
         return kept
 
     assert steps([9, 9, 4], "a") == [False, False, True]
@@ -112,7 +113,7 @@ def test_of_steady_steps_on_a_gpu_an_eighth_is_timed(monkeypatch):
         for _ in range(number):
             timer.start(cuda=True, wanted=wanted)
             clock.now += ms / 1000
-            timer.stop("train", compiled=True, work="w", disturbed=disturbed)
+            timer.stop("train", compiled=True, work=Work("w"), disturbed=disturbed)
         return (FakeEvent.recorded - before) / 2
 
     assert steps(1, disturbed=True, ms=900) == 1

@@ -12,7 +12,8 @@ from models import FEATURES, Classifier, seeded, trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from compile_callbacks import CompileError, InductorCompile
-from compile_callbacks.compiling.shapes import RETURNING_SHAPE_CALLS, shapes, signature
+from compile_callbacks.compiling.shapes import RETURNING_SHAPE_CALLS
+from compile_callbacks.signatures import shapes, signature
 
 pytestmark = pytest.mark.newest
 

@@ -142,7 +142,7 @@ def test_a_resumed_run_knows_its_baseline_and_says_so(tmp_path):
     assert report.train.restored == ("eager_step_ms", "eager_spread_ms")
     assert report.train.samples == 4
     assert report.train.compiled_step_ms != first.report.train.compiled_step_ms
-    assert "from the run before this one: eager_spread_ms, eager_step_ms" in str(report)
+    assert "train: eager steps were measured in the run before this one" in str(report)
     assert len(module.losses) == 14
 
 

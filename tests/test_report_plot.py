@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from compile_callbacks import CompileReport, InductorCompile, PhaseReport
 from compile_callbacks.measuring.series import KEPT_STEPS, StepSeries
 from compile_callbacks.measuring.timing import StepTimer
+from compile_callbacks.measuring.work import Work
 from compile_callbacks.reporting.tensorboard import PLOT_TAG
 
 pytest.importorskip("matplotlib")
@@ -43,7 +44,7 @@ def timed(*parts):
         for _ in range(steps):
             timer.start(cuda=False)
             now[0] += milliseconds / 1000
-            timer.stop("train", work="w", **{"compiled": True, "disturbed": False, **ran})
+            timer.stop("train", work=Work("w"), **{"compiled": True, "disturbed": False, **ran})
     return timer
 
 

@@ -6,11 +6,12 @@ import math
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from models import Classifier, loader, trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.stages import steps_to_come
+from compile_callbacks.stages import seconds_to_come, steps_to_come
 
 INF = math.inf
 
@@ -70,6 +71,55 @@ def test_a_stream_is_of_unknown_length(settings, told):
     seen = Told()
     trainer(seen, **settings).fit(Classifier(), stream(), loader(4))
     assert seen.steps == told
+
+
+class TwoOptimizers(Classifier):
+    """As a GAN: both step in each batch, and the trainer counts both."""
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), 0.01), torch.optim.SGD(self.parameters(), 0.01)]
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+def test_steps_of_two_optimizers_are_one_batch():
+    seen = Told()
+    run = trainer(seen, max_epochs=-1, max_steps=8)
+    run.fit(TwoOptimizers(), loader(8))
+    assert seen.steps[0] == (4, 0)
+    assert run.fit_loop.epoch_loop.batch_progress.total.completed == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"), [({}, INF), ({"max_time": {"seconds": 50}}, 50), ({"max_time": None}, INF)]
+)
+def test_a_run_that_ends_by_the_clock_says_when(settings, seconds):
+    class Asked(pl.Callback):
+        def on_train_start(self, trainer, *_):
+            self.seconds = seconds_to_come(trainer)
+
+    asked = Asked()
+    trainer(asked, **settings).fit(Classifier(), loader(1))
+    assert asked.seconds == pytest.approx(seconds, abs=10)
+
+
+@pytest.mark.newest
+def test_auto_compiles_nothing_that_a_run_by_the_clock_cannot_repay():
+    ours = InductorCompile("auto", None)
+    trainer(ours, max_epochs=-1, max_time={"seconds": 2}).fit(Classifier(), loader(50))
+    assert ours.report.train.graphs == 0
+    (trial,) = [trial for trial in ours.report.train.trials if trial["candidate"] != "eager"]
+    assert trial["verdict"] == "not tried"
+    assert "that remain could save" in trial["reason"]
 
 
 def test_a_resumed_run_has_what_is_left(tmp_path):

@@ -26,6 +26,7 @@ from compile_callbacks.compiling.switch import PhaseSwitch
 from compile_callbacks.devices import device_description
 from compile_callbacks.measuring.events import CompileRecorder
 from compile_callbacks.measuring.timing import StepTimer
+from compile_callbacks.measuring.work import Work
 from compile_callbacks.reporting.markdown import to_markdown
 from compile_callbacks.settings.tune import as_settings, named
 from compile_callbacks.tuning.choices_store import Choice, ChoicesStore, circumstances, fingerprint
@@ -358,7 +359,7 @@ def test_processes_run_the_same_candidates_and_choose_by_the_slowest():
             self.ms = ms
 
         def samples(self, phase, *, compiled, settings=None):
-            return {"w": (self.ms[settings],) * 20}
+            return {Work("w"): (self.ms[settings],) * 20}
 
     said, all_said = [None, None], threading.Barrier(2, timeout=60)
 
@@ -385,7 +386,7 @@ def test_processes_run_the_same_candidates_and_choose_by_the_slowest():
         while tuning.winner is None:
             tuning.step_begins(measured=True)
             seen.append(tuning.in_force)
-            tuning.step_ends(measured=True, sample=rank == 0 or len(seen) % 3 > 0, made_for=dict)
+            tuning.step_ends(measured=True, sample=rank == 0 or len(seen) % 3 > 0, made_for=lambda any_size: {})
         return seen, tuning.winner
 
     with ThreadPoolExecutor(2) as processes:
@@ -409,7 +410,7 @@ def test_a_step_that_not_all_processes_take_does_not_count():
     tuning.expect(math.inf)
     for _ in range(40):
         tuning.step_begins(measured=True)
-        tuning.step_ends(measured=True, sample=True, made_for=dict)
+        tuning.step_ends(measured=True, sample=True, made_for=lambda any_size: {})
     assert [trial.verdict for trial in tuning.trials()] == []
     assert tuning.in_force is None
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from compile_callbacks.measuring.step_stats import StepStats
+from compile_callbacks.measuring.work import Work
 from compile_callbacks.settings.config import InductorConfig
 from compile_callbacks.tuning.auto import LEAST_COMPILE_SECONDS, compile_estimate, why_not_affordable, why_not_repaid
 from compile_callbacks.tuning.trial import Known
@@ -52,7 +53,7 @@ class Machine:
             length = self.step_ms(name)
             self.ran.append(name)
             if sample:
-                self.times.setdefault(name, {}).setdefault(work(len(self.ran)), []).append(length)
+                self.times.setdefault(name, {}).setdefault(Work(work(len(self.ran))), []).append(length)
             over = tuner.step_ends(sample=sample, seconds=seconds + length / 1000, compile_seconds=seconds)
             if name in self.fails:
                 tuner.rule_out("failed", "by design")
@@ -286,6 +287,7 @@ def test_without_equal_work_nothing_is_proven_and_it_ends():
     tuner = Tuner(["a"], steps=5)
     assert machine.run(tuner, work=str) == "eager"
     assert "too few to judge by" in reasons(tuner)["a"]
+    assert verdicts(tuner)["a"] == "not judged"
 
 
 def test_an_earlier_choice_is_checked_in_a_few_steps():

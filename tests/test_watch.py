@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from models import CLASSES, FEATURES, Classifier, trainer
@@ -9,8 +11,9 @@ from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileWarning, InductorCompile
 from compile_callbacks.measuring.events import CompileRecorder, Owner
-from compile_callbacks.measuring.timing import StepTimer
-from compile_callbacks.measuring.watch import RECENT_SAMPLES, Watch
+from compile_callbacks.measuring.timing import LATEST_SAMPLES, StepTimer
+from compile_callbacks.measuring.watch import Watch
+from compile_callbacks.measuring.work import Work
 
 pytestmark = pytest.mark.newest
 
@@ -28,7 +31,9 @@ class Steps:
         for length in [milliseconds] * times:
             self.timer.start(cuda=False)
             self.now += length / 1000
-            self.timer.stop("train", compiled=compiled, work=work, disturbed=False)
+            self.timer.stop(
+                "train", compiled=compiled, work=work if isinstance(work, Work) else Work(work), disturbed=False
+            )
 
 
 @pytest.fixture
@@ -60,7 +65,7 @@ def test_steps_that_became_slower_are_told_with_the_cause(recorder, steps):
     steps.run(5, compiled=True, times=100)
     assert said(watch) == []
     recorder.add("recompile", NET, reason="tensor 'x' size mismatch at index 0: expected 4, actual 5")
-    steps.run(14, compiled=True, times=RECENT_SAMPLES)
+    steps.run(14, compiled=True, times=LATEST_SAMPLES)
     (message,) = said(watch)
     assert "compiled train steps are slower than eager ones (14.00 ms in the last 20, against 10.00 ms);" in message
     assert "the last recompile of target 'net': tensor 'x' size mismatch" in message
@@ -123,6 +128,39 @@ def test_recompiles_that_take_more_than_steps_save_are_told(recorder, steps):
     assert "size mismatch" in message
     steps.run(5, compiled=True, times=100)
     assert said(watch) == []
+
+
+def test_one_recompile_an_epoch_adds_up(recorder, steps):
+    watch = Watch(recorder, steps.timer)
+    recorder.add("compile", NET, part="graph", seconds=60, graphs=1)
+    messages = []
+    for epoch in range(12):
+        if epoch >= 4:  # quiet epochs before it are no part of it
+            compile_anew(recorder, 1, 1.0)
+        steps.run(5, compiled=True, times=100)
+        messages.append(said(watch))
+    assert [len(told) for told in messages] == [0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0]
+    assert "compiling anew took 3.0 s of the last 300 steps, in which compiled steps save 1.5 s" in messages[6][0]
+
+
+def test_steps_of_varying_shapes_that_became_slower_are_told(recorder):
+    steps, chance = Steps(), random.Random(0)
+
+    def run(factor, times, *, compiled):
+        for _ in range(times):
+            size = chance.randint(100, 300)
+            steps.run(factor * (5 + size / 20), compiled=compiled, work=Work("train", "tokens", ((size,),)))
+
+    run(1, 12, compiled=False)
+    watch = Watch(recorder, steps.timer)
+    run(0.6, 100, compiled=True)
+    assert said(watch) == []
+    recorder.add("recompile", NET, reason="tensor 'x' size mismatch at index 0: expected 4, actual 5")
+    run(1.4, LATEST_SAMPLES, compiled=True)
+    (message,) = said(watch)
+    assert "as for the usual batch where hardly two are of the same shapes" in message
+    assert "size mismatch" in message
+    assert "never pay" not in message
 
 
 @pytest.mark.parametrize(("times", "seconds"), [(2, 10), (4, 0.1)])

@@ -17,7 +17,7 @@ from compile_callbacks.compiling.graph_compiler import GraphCompiler
 from compile_callbacks.compiling.isolation import Isolation
 from compile_callbacks.compiling.once import WarnOnce
 from compile_callbacks.compiling.region_settings import RegionSettings
-from compile_callbacks.compiling.shapes import ShapePolicy, shapes, signature
+from compile_callbacks.compiling.shapes import ShapePolicy
 from compile_callbacks.compiling.snapshot import Snapshot
 from compile_callbacks.compiling.targets import Compiled, Target
 from compile_callbacks.compiling.verified_calls import VerifiedCalls
@@ -28,6 +28,7 @@ from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.phases import Phase
 from compile_callbacks.processes.meetings import Meetings
 from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.signatures import shapes, signature
 
 if TYPE_CHECKING:
     from compile_callbacks.folding.folded import FoldedGraph

@@ -33,6 +33,12 @@ class Baseline:
         # Twice what is needed, for steps that turn out not to be samples (a ragged batch, another's compile).
         self._most = min(2 * self._wanted + WARMUP_STEPS, room) if self._wanted > 0 else 0
 
+    def again(self) -> bool:
+        """Steps have come to do other work: as many eager ones again; whether there are to be any."""
+        self._samples = self._steps = 0
+        self._most = 2 * self._wanted + WARMUP_STEPS if self._wanted > 0 else 0
+        return self._wanted > 0
+
     def skip(self) -> None:
         """No eager steps: a baseline is known from before."""
         self._planned_for = self._most = 0

@@ -6,13 +6,15 @@ import random
 import statistics
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from compile_callbacks.measuring.by_size import BySize, pairs
 from compile_callbacks.measuring.series import StepSeries
+from compile_callbacks.measuring.work import Work
 from compile_callbacks.phases import Phase
 
 WARMUP_STEPS = 2
@@ -21,6 +23,13 @@ in them (a CUDA graph is warmed up in its first call and recorded in its second)
 
 KEPT_SAMPLES = 1000
 """Samples kept of each kind of work, the latest ones: a month of training must not fill the memory."""
+
+_KEPT_WORKS = 500  # the kinds of work of which samples are kept, the latest ones: nor must shapes that never return
+
+LATEST_SAMPLES = 20
+"""Samples of whatever work that are kept in their order."""
+
+_SHARED_SAMPLES = 5  # of equal work on both sides, with which nothing has to be compared by its size
 
 STEADY_STEPS = 100
 """Steps on a GPU that ran in the same way with nothing compiled: of those after them one in `TIMED_OF_STEADY` is timed,
@@ -39,13 +48,15 @@ class StepTimes:
         eager_ms: Eager samples, in milliseconds.
         compiled_ms: Compiled samples, in milliseconds.
         restored: Whether the eager samples are those of an earlier run.
-        work: The ``repr`` of the work; ``None`` where there are no samples.
+        work: The work; ``None`` where there are no samples.
+        by_size: Whether hardly two batches have the same shapes, and the samples are given as for the usual one.
     """
 
     eager_ms: tuple[float, ...] = ()
     compiled_ms: tuple[float, ...] = ()
     restored: bool = False
-    work: str | None = None
+    work: Work | None = None
+    by_size: bool = False
 
 
 StepKind = Literal["eager", "compiled", "compiling"]
@@ -120,9 +131,10 @@ class StepTimer:
         self._clock = clock
         self._steps: Counter[_Way] = Counter()
         self._steps_of: Counter[Phase] = Counter()
-        self._samples: dict[_Way, dict[Hashable, _Samples]] = defaultdict(dict)
+        self._samples: dict[_Way, dict[Work, _Samples]] = defaultdict(dict)
+        self._latest: dict[_Way, deque[tuple[Work, _Span]]] = defaultdict(lambda: deque(maxlen=LATEST_SAMPLES))
         self._settled: Counter[_Way] = Counter()
-        self._restored: dict[Phase, dict[str, tuple[float, ...]]] = {}
+        self._restored: dict[Phase, dict[Work, tuple[float, ...]]] = {}
         self._series: dict[Phase, dict[tuple[StepKind, str | None], StepSeries]] = defaultdict(dict)
         self._running: _Span | None = None
         self._timed = True
@@ -147,15 +159,13 @@ class StepTimer:
         way = phase, compiled, settings
         self._settled[way] = min(self._settled[way], WARMUP_STEPS - 1)
 
-    def stop(
-        self, phase: Phase, *, compiled: bool, work: Hashable, disturbed: bool, settings: str | None = None
-    ) -> bool:
+    def stop(self, phase: Phase, *, compiled: bool, work: Work, disturbed: bool, settings: str | None = None) -> bool:
         """A step ends.
 
         Args:
             phase: The phase it belongs to.
             compiled: Whether it ran with the compiled targets.
-            work: What was to be done; steps of equal work compare equal, and have the same ``repr``.
+            work: What was to be done.
             disturbed: Whether anything compiled meanwhile.
             settings: The settings that it was compiled with, where the phase has had several.
 
@@ -180,10 +190,22 @@ class StepTimer:
         self._settled[key] += 1
         if self._settled[key] <= WARMUP_STEPS:
             return False
-        if work not in self._samples[key]:
-            self._samples[key][work] = _Samples()
-        self._samples[key][work].add(span)
+        of_way = self._samples[key]
+        of_work = of_way[work] if work in of_way else _Samples()
+        of_way.pop(work, None)
+        of_way[work] = of_work  # the latest is the last
+        of_work.add(span)
+        if len(of_way) > _KEPT_WORKS:
+            del of_way[next(iter(of_way))]
+        self._latest[key].append((work, span))
         return True
+
+    def forget(self, phase: Phase) -> None:
+        """Drop the samples of a phase; how many steps there were, and their series, are kept."""
+        for of_ways in (self._samples, self._latest):
+            for way in [way for way in of_ways if way[0] == phase]:
+                del of_ways[way]
+        self._restored.pop(phase, None)
 
     def abandon(self) -> None:
         """Forget the step that is running."""
@@ -208,15 +230,20 @@ class StepTimer:
     def times(self, phase: Phase, settings: str | None = None) -> StepTimes:
         """The samples of a phase, of the work that most eager and compiled steps share.
 
-        Where none is shared, the eager samples of an earlier run stand in; where those share none either, the
-        samples of the work that most steps did, with one of the two sides empty.
+        Where few share any, because shapes vary, samples as for the usual batch, see `BySize`. Where none is shared,
+        the eager samples of an earlier run stand in; where those share none either, the samples of the work that most
+        steps did, with one of the two sides empty.
         """
         eager, compiled = self.samples(phase, compiled=False), self.samples(phase, compiled=True, settings=settings)
-        if (work := _most_shared(eager, compiled)) is not None:
-            return StepTimes(eager[work], compiled[work], work=work)
         earlier = self._restored.get(phase, {})
-        if (work := _most_shared(earlier, compiled)) is not None:
-            return StepTimes(earlier[work], compiled[work], restored=True, work=work)
+        for baseline, restored in ((eager, False), (earlier, True)):
+            work = _most_shared(baseline, compiled)
+            if work is None or min(len(baseline[work]), len(compiled[work])) < _SHARED_SAMPLES:
+                by_size = BySize.of(baseline)
+                if by_size is not None and (scaled := by_size.scaled_ms(pairs(compiled))):
+                    return StepTimes(by_size.eager_ms(), scaled, restored=restored, work=by_size.work, by_size=True)
+            if work is not None:
+                return StepTimes(baseline[work], compiled[work], restored=restored, work=work)
         if compiled:
             work = _longest(compiled)
             return StepTimes((), compiled[work], work=work)
@@ -232,17 +259,21 @@ class StepTimer:
             series[kind, settings] = StepSeries()
         series[kind, settings].add(self._steps_of[phase], span)
 
-    def baseline(self, phase: Phase) -> dict[str, tuple[float, ...]]:
-        """The eager samples of a phase by the ``repr`` of their work, those of an earlier run among them."""
+    def baseline(self, phase: Phase) -> dict[Work, tuple[float, ...]]:
+        """The eager samples of a phase by their work, those of an earlier run among them."""
         return {**self._restored.get(phase, {}), **self.samples(phase, compiled=False)}
 
-    def restore(self, phase: Phase, baseline: Mapping[str, Sequence[float]]) -> None:
+    def restore(self, phase: Phase, baseline: Mapping[Work, Sequence[float]]) -> None:
         """Take the eager samples of an earlier run, as `baseline` gave them."""
         self._restored[phase] = {work: tuple(samples) for work, samples in baseline.items() if samples}
 
-    def samples(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> dict[str, tuple[float, ...]]:
-        """The samples in milliseconds by the ``repr`` of their work, the latest last; waits for the GPU."""
-        return {repr(work): samples.read() for work, samples in self._samples[phase, compiled, settings].items()}
+    def samples(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> dict[Work, tuple[float, ...]]:
+        """The samples in milliseconds by their work, the latest last; waits for the GPU."""
+        return {work: samples.read() for work, samples in self._samples[phase, compiled, settings].items()}
+
+    def latest(self, phase: Phase, settings: str | None = None) -> list[tuple[Work, float]]:
+        """The latest samples of compiled steps, at most `LATEST_SAMPLES`, with their work; waits for the GPU."""
+        return [(work, span.milliseconds()) for work, span in self._latest[phase, True, settings]]
 
 
 def call_times_ms(
@@ -290,9 +321,11 @@ def spread_ms(samples: tuple[float, ...]) -> float | None:
     return third - first
 
 
-def _most_shared(a: Mapping[str, tuple[float, ...]], b: Mapping[str, tuple[float, ...]]) -> str | None:
-    return max(a.keys() & b.keys(), key=lambda work: min(len(a[work]), len(b[work])), default=None)
+def _most_shared(a: Mapping[Work, tuple[float, ...]], b: dict[Work, tuple[float, ...]]) -> Work | None:
+    """The work that most samples of both are of; of several the one that was done last."""
+    shared = [work for work in reversed(b) if work in a]
+    return max(shared, key=lambda work: min(len(a[work]), len(b[work])), default=None)
 
 
-def _longest(samples: Mapping[str, tuple[float, ...]]) -> str:
+def _longest(samples: Mapping[Work, tuple[float, ...]]) -> Work:
     return max(samples, key=lambda work: len(samples[work]))

@@ -5,32 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from compile_callbacks.measuring.by_size import BySize, pairs
 from compile_callbacks.measuring.events import CompileEvent, CompileRecorder, EventKind
-from compile_callbacks.measuring.timing import StepTimer, median_ms, spread_ms
+from compile_callbacks.measuring.timing import LATEST_SAMPLES, StepTimer, median_ms, spread_ms
 from compile_callbacks.phases import Phase
 
 SAMPLES_TO_JUDGE = 5
 """Fewer say nothing about whether compiled steps are slower."""
 
-RECENT_SAMPLES = 20
-"""The latest compiled samples of a kind of work that are compared with its eager baseline."""
-
 RECOMPILES_TO_JUDGE = 3
-"""Fewer between two looks are the price of a new shape, and not a habit."""
+"""Fewer are the price of a new shape, and not a habit; they are counted on to the next look."""
 
 _CAUSES: tuple[EventKind, ...] = ("recompile", "fallback", "cudagraph_skip")
 
 
 @dataclass
 class _Seen:
-    """What was there at the last look at a phase."""
+    """What was there at the last look at a phase, and when what it has yet to judge began."""
 
-    events: int = 0
     steps: int = 0
+    events_judged: int = 0
+    steps_judged: int = 0
 
 
 class Watch:
-    """Compares the latest compiled steps of a phase with its eager baseline, steps of equal work alone.
+    """Compares the latest compiled steps of a phase with its eager baseline: those of equal work, or of similar size.
 
     Args:
         recorder: Knows what compiled, and why.
@@ -52,21 +51,21 @@ class Watch:
         """
         seen = self._seen.setdefault((phase, settings), _Seen())
         steps = self._timer.compiled_steps(phase, settings)
-        new_steps, seen.steps = steps - seen.steps, steps
-        if not new_steps:
+        if steps == seen.steps:
             return
-        new = [e for e in self._recorder.events[seen.events :] if e.phase == phase and e.settings == settings]
-        seen.events = len(self._recorder.events)
+        seen.steps = steps
         yield from self._slower_steps(phase, settings)
-        yield from self._recompiles_that_do_not_pay(phase, settings, new, new_steps)
+        events = self._recorder.events
+        new = [e for e in events[seen.events_judged :] if e.phase == phase and e.settings == settings]
+        recompiles = [event for event in new if event.kind == "recompile"]
+        if 0 < len(recompiles) < RECOMPILES_TO_JUDGE:
+            return
+        since, seen.steps_judged, seen.events_judged = seen.steps_judged, steps, len(events)
+        yield from self._recompiles_that_do_not_pay(phase, settings, new, recompiles, steps - since)
 
     def _slower_steps(self, phase: Phase, settings: str | None) -> Iterator[tuple[object, str]]:
-        eager_by_work = self._timer.baseline(phase)
-        compiled_by_work = self._timer.samples(phase, compiled=True, settings=settings)
         worst: tuple[float, str] | None = None
-        for work in eager_by_work.keys() & compiled_by_work.keys():
-            eager, compiled = eager_by_work[work], compiled_by_work[work]
-            recent = compiled[-RECENT_SAMPLES:]
+        for eager, compiled, recent, batches in self._compared(phase, settings):
             if min(len(eager), len(recent)) < SAMPLES_TO_JUDGE:
                 continue
             eager_ms, recent_ms, overall_ms = median_ms(eager) or 0, median_ms(recent) or 0, median_ms(compiled) or 0
@@ -75,23 +74,39 @@ class Watch:
                 continue
             if worst is None or slower_ms > worst[0]:
                 never = "" if overall_ms < eager_ms else " and never pay for compiling"
-                figures = f"{recent_ms:.2f} ms in the last {len(recent)}, against {eager_ms:.2f} ms"
+                figures = f"{recent_ms:.2f} ms in the last {len(recent)}, against {eager_ms:.2f} ms{batches}"
                 worst = slower_ms, f"compiled {phase} steps are slower than eager ones ({figures}){never}"
         if worst is not None:
             cause = self._last_cause(phase, settings)
             kind_and_reason = (cause.kind, cause.reason) if cause else None
             yield (phase, "slower", kind_and_reason), f"{worst[1]}; {_in_words(cause)}; {_remedy(phase)}"
 
+    def _compared(
+        self, phase: Phase, settings: str | None
+    ) -> Iterator[tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], str]]:
+        """Eager samples, compiled ones, the latest of these, and of which batches where that has to be said."""
+        eager, compiled = self._timer.baseline(phase), self._timer.samples(phase, compiled=True, settings=settings)
+        if (by_size := BySize.of(eager)) is not None:
+            latest = by_size.scaled_ms(self._timer.latest(phase, settings))
+            batches = ", as for the usual batch where hardly two are of the same shapes"
+            yield by_size.eager_ms(), by_size.scaled_ms(pairs(compiled)), latest, batches
+        for work in eager.keys() & compiled.keys():
+            yield eager[work], compiled[work], compiled[work][-LATEST_SAMPLES:], ""
+
     def _recompiles_that_do_not_pay(
-        self, phase: Phase, settings: str | None, new: Sequence[CompileEvent], steps: int
+        self,
+        phase: Phase,
+        settings: str | None,
+        new: Sequence[CompileEvent],
+        recompiles: Sequence[CompileEvent],
+        steps: int,
     ) -> Iterator[tuple[object, str]]:
         anew = [
             event for event in new if event.kind == "compile" and event.part == "graph" and not self._is_first(event)
         ]
-        recompiles = [event for event in new if event.kind == "recompile"]
         times = self._timer.times(phase, settings)
         eager_ms = median_ms(times.eager_ms)
-        if len(recompiles) < RECOMPILES_TO_JUDGE or eager_ms is None:
+        if not recompiles or eager_ms is None:
             return
         # Where no compiled step does what an eager one did, it can save no more than all of an eager step.
         saved_ms = max(0.0, eager_ms - (median_ms(times.compiled_ms) or 0))

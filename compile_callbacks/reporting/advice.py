@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 from compile_callbacks.compiling.targets import REPEATED, RepeatedBlocks, Scope, repeated_blocks
-from compile_callbacks.reporting.costs_store import Cost, CostsStore
+from compile_callbacks.reporting.costs_store import Cost, CostsStore, cold_if_known
 from compile_callbacks.reporting.report import PhaseReport
 
 LONG_COMPILE_SECONDS = 20.0
@@ -46,9 +46,10 @@ class Advisor:
         now = _cost(report)
         if self._scope is None:
             return ()
-        earlier = self._store.load(made_for, other_scope(self._scope)) if self._store and made_for else None
-        if now is not None and earlier is not None:
-            return tuple(compared(self._scope, now, earlier))
+        if now is not None and self._store and made_for:
+            now = cold_if_known(now, self._store.load(made_for, self._scope))
+            if (earlier := self._store.load(made_for, other_scope(self._scope))) is not None:
+                return tuple(compared(self._scope, now, earlier))
         if self._scope == "repeated":
             return tuple(not_compared(cache_dir=self._store is not None)) if now is not None else ()
         if report.compile_seconds is None or report.compile_seconds <= LONG_COMPILE_SECONDS:
@@ -85,6 +86,9 @@ def compared(scope: Scope, now: Cost, earlier: Cost) -> Iterator[str]:
     """
     other = other_scope(scope)
     line = f"{_NAMES[scope]}: {_in_words(now)}; {_NAMES[other]}, in an earlier run: {_in_words(earlier)}"
+    if now.cold != earlier.cold:
+        yield f"{line}. What was compiled from nothing and what came from a cache do not compare"
+        return
     (quick, quick_name), (slow, slow_name) = sorted(
         [(now, _NAMES[scope]), (earlier, _NAMES[other])], key=lambda way: way[0].compile_seconds
     )
@@ -123,10 +127,13 @@ def blocks_to_share(compile_seconds: float, blocks: Sequence[RepeatedBlocks]) ->
 
 
 def _cost(report: PhaseReport) -> Cost | None:
+    """What was measured of a phase; of candidates, of the one that was chosen."""
     if report.compile_seconds is None or report.compiled_step_ms is None or report.samples is None:
         return None
+    chosen = next((trial["candidate"] for trial in report.trials if trial["verdict"] == "chosen"), None)
+    of_chosen = [e for e in report.events if e["kind"] == "compile" and e.get("settings") == chosen]
     return Cost(
-        compile_seconds=report.compile_seconds,
+        compile_seconds=report.compile_seconds if chosen is None else sum(e.get("seconds", 0) for e in of_chosen),
         cold=not report.cache_hits,
         step_ms=report.compiled_step_ms,
         samples=report.samples,

@@ -28,6 +28,13 @@ class Cost:
     samples: int
 
 
+def cold_if_known(cost: Cost, earlier: Cost | None) -> Cost:
+    """A cost with what compiling took without a cache, where an earlier run of the same knows that."""
+    if earlier is None or not earlier.cold or cost.cold:
+        return cost
+    return replace(cost, compile_seconds=earlier.compile_seconds, cold=True)
+
+
 class CostsStore:
     """Keeps costs in a folder, across runs; what cannot be read or written is not known.
 
@@ -60,8 +67,8 @@ class CostsStore:
         data = {"made_for": dict(made_for)}
         for other in ("whole", "repeated"):
             if (earlier := self.load(made_for, other)) is not None:
-                if other == scope and earlier.cold and not cost.cold:
-                    cost = replace(cost, compile_seconds=earlier.compile_seconds, cold=True)
+                if other == scope:
+                    cost = cold_if_known(cost, earlier)
                 data[other] = asdict(earlier)
         data[scope] = asdict(cost)
         return self._files.save(fingerprint(made_for), data)

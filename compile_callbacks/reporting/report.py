@@ -64,6 +64,7 @@ class PhaseReport:
             step times are those of the slowest process; memory and counts are those of the first.
         slowest_rank: The process whose step times these are; ``None`` where there was one, or none was measured.
         series: Step times in the order of the run, see `StepTimer.series`.
+        by_size: Whether shapes vary, and step times are given as for a batch of the usual size.
         restored: Names of the figures that come from the run that this one resumes.
         advice: What the figures, and those of earlier runs with the same ``cache_dir``, say about other settings.
         events: What is behind the counts, in order.
@@ -98,6 +99,7 @@ class PhaseReport:
     processes: int = 1
     slowest_rank: int | None = None
     series: tuple[dict[str, Any], ...] = ()
+    by_size: bool = False
     restored: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
@@ -207,9 +209,11 @@ class CompileReport:
             for trial in self.phase(phase).trials
             if trial["reason"] and trial["verdict"] in _VERDICT_NOTES
         ]
-        restored = sorted({name for phase in PHASES for name in self.phase(phase).restored})
-        if restored:
-            notes.append(f"from the run before this one: {', '.join(restored)}")
+        for phase in PHASES:
+            if self.phase(phase).restored:
+                notes.append(f"{phase}: eager steps were measured in the run before this one")
+            if self.phase(phase).by_size:
+                notes.append(f"{phase}: hardly two batches have the same shapes; step times are as for the usual size")
         notes += [f"{phase}: {line}" for phase in PHASES for line in self.phase(phase).advice]
         if (processes := max(self.train.processes, self.infer.processes)) > 1:
             notes.append(f"{processes} processes: compile seconds and step times are those of the slowest")
@@ -224,7 +228,13 @@ class CompileReport:
         return bool(self.scalars()) or any(t["verdict"] != "undecided" for p in PHASES for t in self.phase(p).trials)
 
 
-_VERDICT_NOTES = {"failed": "failed", "wrong": "is wrong", "not tried": "was not tried", "chosen": "is chosen"}
+_VERDICT_NOTES = {
+    "failed": "failed",
+    "wrong": "is wrong",
+    "not judged": "could not be judged",
+    "not tried": "was not tried",
+    "chosen": "is chosen",
+}
 
 
 def build_phase_report(
@@ -286,6 +296,7 @@ def build_phase_report(
             if owner.phase == phase and (of_tune is None or owner.settings == of_tune)
         ),
         series=timer.series(phase),
+        by_size=times.by_size,
         restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
         events=tuple(event.to_dict() for event in recorder.events if event.phase == phase),
     )

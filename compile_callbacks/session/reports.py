@@ -22,7 +22,6 @@ from compile_callbacks.reporting.advice import Advisor
 from compile_callbacks.reporting.costs_store import CostsStore
 from compile_callbacks.reporting.report import CompileReport, PhaseReport, build_phase_report
 from compile_callbacks.reporting.slowest import Figures, figures_of, with_slowest
-from compile_callbacks.settings.config import InductorConfig
 from compile_callbacks.settings.tune import Settings
 from compile_callbacks.tuning.choices_store import circumstances
 from compile_callbacks.tuning.tuning import PhaseTuning
@@ -154,9 +153,15 @@ class SessionReports:
 
     def _costs_made_for(self, phase: Phase) -> dict[str, str] | None:
         """What a phase's figures hold for, where they are to be kept."""
-        config, work = self._settings.get(phase), self._timer.times(phase).work
-        if not self._keeps or not isinstance(config, InductorConfig) or work is None:
-            return None  # nothing is kept, or several candidates were measured, or no steps
+        settings = self._settings.get(phase)
+        if not self._keeps or settings is None:
+            return None
+        tuning = self._tunings.get(phase)
+        found = self._timer.times(phase, tuning.winner if tuning else None).work
+        if found is None:
+            return None  # no steps were measured
+        work = repr(found)
         if (phase, work) not in self._made_for:
-            self._made_for[phase, work] = self.circumstances(phase, settings_key=config.key(), targets=(), work=work)
+            # Of candidates, what was chosen is compared with what was chosen among the same.
+            self._made_for[phase, work] = self.circumstances(phase, settings_key=settings.key(), targets=(), work=work)
         return self._made_for[phase, work]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.measuring.memory import PeakMemory
 from compile_callbacks.measuring.progress import CompileProgress
 from compile_callbacks.measuring.timing import StepTimer
+from compile_callbacks.measuring.work import Work
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.processes.meetings import Meetings
 from compile_callbacks.reporting.report import CompileReport
+from compile_callbacks.session.remeasuring import Remeasuring
 from compile_callbacks.session.reports import SessionReports
 from compile_callbacks.session.session_warnings import SessionWarnings
 from compile_callbacks.settings.config import InductorConfig
@@ -111,6 +114,14 @@ class CompileSession:
             )
             for phase, tune in tunes.items()
         }
+        self._remeasuring = Remeasuring(
+            module,
+            baselines=self._baselines,
+            tunings=self._tunings,
+            timer=self._timer,
+            meetings=self._meetings,
+            say=say,
+        )
         self._choices = ChoicesStore(cache_dir / "choices") if cache_dir else None
         self._say = say
         self._lasting_gradients = LastingGradients()
@@ -239,18 +250,19 @@ class CompileSession:
         self._frozen = weights_stand_still
         self._select(compiled=True)
 
-    def expect(self, steps: Mapping[Phase, float]) -> None:
+    def expect(self, steps: Mapping[Phase, float], seconds: float = math.inf) -> None:
         """Plan the baselines and what is tried out, by the steps to come; what is planned already stays.
 
         Args:
             steps: Steps to come by phase, ``math.inf`` where that is not known.
+            seconds: When the run ends by the clock.
         """
-        of_ranks = self._meetings.gather(dict(steps))
-        for phase, own in steps.items():
-            least = min((of_rank[phase] for of_rank in of_ranks), default=own)
+        of_ranks = self._meetings.gather((dict(steps), seconds)) or [(dict(steps), seconds)]
+        for phase in steps:
+            least = min(of_rank[phase] for of_rank, _ in of_ranks)
             self._baselines[phase].plan(least)
             if (tuning := self._tunings.get(phase)) is not None:
-                tuning.expect(least)
+                tuning.expect(least, min(seconds for _, seconds in of_ranks))
                 self._configs[phase] = tuning.config
 
     def step_begins(self, *, first: bool = False, measured: bool = True) -> None:
@@ -294,11 +306,11 @@ class CompileSession:
         if kept and self._compiled and config is not None and config.uses_cudagraphs:
             self._lasting_gradients.keep(self.module.parameters())
 
-    def step_ends(self, work: Hashable) -> None:
+    def step_ends(self, work: Work) -> None:
         """A batch ends.
 
         Args:
-            work: What was to be done in it; steps of equal work are compared.
+            work: What was to be done in it.
         """
         self._backward_thread.end()
         if self._phase == "infer":
@@ -307,11 +319,13 @@ class CompileSession:
         disturbed = self._meetings.disturbed or self._recorder.compiles_seen != compiles_before
         self._meetings.step_ends()
         tuning = self._tunings.get(self._phase)
+        if self._phase == "train":
+            work = self._remeasuring.with_weights(work, look=self._first or disturbed)
         sample = self._timer.stop(
             self._phase,
             compiled=self._compiled,
             # A stage's first batch finds weights to be folded anew, and with frozen weights other code runs.
-            work=work if tuning is None else (work, self._first, self._frozen),
+            work=work if tuning is None else work.where(first=self._first, frozen=self._frozen),
             disturbed=disturbed,
             settings=self._candidate,
         )
@@ -328,6 +342,9 @@ class CompileSession:
             tuning.step_ends(
                 measured=self._measured, sample=sample, made_for=functools.partial(self._circumstances, work)
             )
+        if self._measured and self._settings[self._phase] is not None:
+            self._remeasuring.step_ends(self._phase, work, compiled=self._compiled)
+        if tuning is not None:
             self._configs[self._phase] = tuning.config
         if self._warm_start is not None:
             self._warm_start.step_ends(compiled=self._recorder.compiles_seen != compiles_before)
@@ -353,7 +370,7 @@ class CompileSession:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to know, as plain data: the report, the baseline's samples, and what was chosen."""
-        baselines = {phase: {w: list(ms) for w, ms in self._timer.baseline(phase).items()} for phase in PHASES}
+        baselines = {phase: [[list(w), list(ms)] for w, ms in self._timer.baseline(phase).items()] for phase in PHASES}
         return {
             "report": self.report().to_dict(),
             "baselines": baselines,
@@ -374,8 +391,10 @@ class CompileSession:
                 found = Choice(candidate=choice["candidate"], key=choice["key"], holds_for_steps=steps)
                 self._tunings[phase].recall(choice["fingerprint"], found)
         for phase in PHASES:
-            self._timer.restore(phase, state["baselines"][phase])
-            if state["baselines"][phase]:
+            baseline = {Work.from_data(work): samples for work, samples in state["baselines"][phase]}
+            self._timer.restore(phase, baseline)
+            self._remeasuring.restored(phase, baseline)
+            if baseline:
                 self._baselines[phase].skip()
 
     def judge(self) -> None:
@@ -406,10 +425,11 @@ class CompileSession:
         tuning = self._tunings.get(self._phase)
         return tuning.in_force if tuning is not None else None
 
-    def _circumstances(self, work: Hashable) -> dict[str, str]:
+    def _circumstances(self, work: Work, any_size: bool) -> dict[str, str]:
         """What a choice holds for that is made in this phase and for this work."""
         key, names = self._tunings[self._phase].tune.key(), tuple(target.name for target in self._switch.targets)
-        return self._reports.circumstances(self._phase, settings_key=key, targets=names, work=repr(work))
+        described = repr(work.of_any_size if any_size else work)
+        return self._reports.circumstances(self._phase, settings_key=key, targets=names, work=described)
 
     def _device_name(self) -> str:
         """What step times are compared on."""

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from compile_callbacks.measuring.by_size import BySize, pairs
 from compile_callbacks.measuring.step_stats import StepStats
+from compile_callbacks.measuring.work import Work
 from compile_callbacks.settings.mode import EAGER
 from compile_callbacks.settings.tune import Rule
 
@@ -17,9 +19,10 @@ BLOCK_SAMPLES = 5
 SAMPLES_FOR_CLEAR = 2 * BLOCK_SAMPLES
 """Samples from which on a candidate may clearly win or lose: two turns, of which one may have been a bad minute."""
 
-Verdict = Literal["chosen", "beaten", "not faster", "failed", "wrong", "not tried", "undecided"]
-"""What came of a candidate: chosen; another one is better; not faster than eager by ``min_speedup``; failed to compile;
-computes something else than eager; never compiled; not judged yet."""
+Verdict = Literal["chosen", "beaten", "not faster", "not judged", "failed", "wrong", "not tried", "undecided"]
+"""What came of a candidate: chosen; another one is better; not faster than eager by ``min_speedup``; too few of its
+steps are comparable with eager's; failed to compile; computes something else than eager; never compiled; not judged
+yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Trial:
         verdict: What came of it.
         median_ms: Median of its steps, in milliseconds; ``None`` where there is no sample.
         high_ms: Their 95th percentile.
-        samples: How many steps are behind these, all of the work that eager's median is of.
+        samples: How many steps are behind these, all comparable with eager's: see `Scores`.
         compile_seconds: Time that compiling it took while it was tried.
         reason: Why, where the figures do not say so.
     """
@@ -63,7 +66,7 @@ class Candidate:
     """
 
     name: str
-    times: dict[str, Sequence[float]] = field(default_factory=dict)
+    times: dict[Work, Sequence[float]] = field(default_factory=dict)
     steps: int = 0
     compile_seconds: float = 0.0
     verdict: Verdict = "undecided"
@@ -84,7 +87,8 @@ class Known:
     """What is known when it is asked whether a candidate is worth its compile.
 
     Attributes:
-        steps_left: Steps of the phase that remain of the run; infinite where that is not known.
+        steps_left: Steps of the phase that remain of the run, by its epochs and by its clock; infinite where neither is
+            known.
         eager_ms: Median of an eager step, in milliseconds.
         best_ms: The lowest median of those that may still be chosen, eager among them.
         seconds_left: What is left of ``budget_seconds``; infinite without a budget.
@@ -101,7 +105,8 @@ class Known:
 class Scores:
     """Compares candidates by their steps' times, with eager and with each other, as a rule demands.
 
-    Compared are steps of equal work, that which most of eager's steps did.
+    Compared are steps of equal work, that which most of eager's steps did. Where hardly two of these did the same,
+    because shapes vary, times are given as for the usual batch, see `BySize`.
 
     Args:
         rule: As `Tune` takes it.
@@ -127,9 +132,16 @@ class Scores:
 
     def stats(self, name: str) -> StepStats | None:
         """The figures of a candidate; ``None`` where it has no sample of the work that is compared."""
-        eager = self._candidates[EAGER].times
+        eager, own = self._candidates[EAGER].times, self._candidates[name].times
+        if (by_size := BySize.of(eager)) is not None:
+            return StepStats.of(by_size.eager_ms() if name == EAGER else by_size.scaled_ms(pairs(own)))
         work = max(eager, key=lambda work: len(eager[work]), default=None)
-        return None if work is None else StepStats.of(self._candidates[name].times.get(work, ()))
+        return None if work is None else StepStats.of(own.get(work, ()))
+
+    @property
+    def by_size(self) -> bool:
+        """Whether shapes vary, so that steps are compared by the size of their batches."""
+        return BySize.of(self._candidates[EAGER].times) is not None
 
     def samples(self, name: str) -> int:
         """How many samples a candidate has of the work that is compared."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from compile_callbacks.measuring.work import Work
 from compile_callbacks.settings.mode import EAGER
 from compile_callbacks.settings.tune import Rule
 from compile_callbacks.tuning.trial import BLOCK_SAMPLES, Candidate, Known, Scores, Trial, Verdict
 
 _STEPS_A_BLOCK = 3  # times the steps that its samples need: where few steps are samples, a block ends all the same
 _STEPS_A_CANDIDATE = 4  # times the samples that it gets
+_EARLIER = "chosen in an earlier run"
 
 
 class Tuner:
@@ -64,6 +66,7 @@ class Tuner:
         self._why_not = why_not
         self.steps_left = math.inf
         """Steps of the phase that remain of the run; infinite where that is not known."""
+        self._run_seconds = math.inf  # until the run ends by the clock
         self._spent_seconds = 0.0
         self._not_worth: list[Candidate] = []
         self._cut_off: list[Candidate] = []
@@ -77,15 +80,17 @@ class Tuner:
 
     # ------------------------------------------------------------------------------------------ what it is told
 
-    def plan(self, steps_left: float) -> None:
+    def plan(self, steps_left: float, seconds_left: float = math.inf) -> None:
         """A run begins: what `settle` cut off goes on.
 
         What was not worth its compile in an earlier run is looked at again if this one is longer.
 
         Args:
             steps_left: Steps of the phase to come, ``math.inf`` where that is not known; 0 where the run has none.
+            seconds_left: When the run ends at the latest; ``math.inf`` where it does not go by the clock.
         """
         self.steps_left = self._run_steps = steps_left
+        self._run_seconds = seconds_left
         again: list[Candidate] = []
         if steps_left > 0:
             again += self._cut_off
@@ -98,7 +103,7 @@ class Tuner:
         if self.winner is None and 0 < steps_left < self._least_steps and not self._eager.steps:
             few = f"the run has {steps_left:.0f} steps of the phase, and comparing takes {self._least_steps} at least"
             for one in self._in_play():
-                self._leave_for_now(one, few)
+                self._leave_for_now(one, few, steps_left)
             self._settle(None)
 
     def remember(self, name: str, held_for_steps: float = math.inf) -> None:
@@ -111,7 +116,7 @@ class Tuner:
         if self.winner is not None or held_for_steps < self._run_steps:
             return
         if name == EAGER:
-            self._choose(self._eager, "chosen in an earlier run", holds_for_steps=held_for_steps)
+            self._choose(self._eager, _EARLIER, when=_EARLIER, holds_for_steps=held_for_steps)
         elif name in self._others and not self._others[name].out:
             self._remembered, self._remembered_for_steps = self._others[name], held_for_steps
             self._turns = [self._turns[0], self._remembered]
@@ -136,6 +141,7 @@ class Tuner:
         now.steps += 1
         now.compile_seconds += compile_seconds
         self.steps_left -= 1
+        self._run_seconds -= seconds
         self._spent_seconds += seconds
         self._steps_of_block += 1
         self._samples_of_block += sample
@@ -143,7 +149,7 @@ class Tuner:
         most = _STEPS_A_BLOCK * (wanted + 2)
         return self._samples_of_block >= wanted or self._steps_of_block >= most or self._seconds_left <= 0
 
-    def block_ends(self, times: Mapping[str, Sequence[float]]) -> None:
+    def block_ends(self, times: Mapping[Work, Sequence[float]]) -> None:
         """A block of `candidate` is done.
 
         Args:
@@ -184,11 +190,12 @@ class Tuner:
     @property
     def eager_for_want_of_figures(self) -> bool:
         """Whether eager was chosen though a candidate failed, as without a C++ compiler, or could not be judged."""
-        unjudged = (
-            one.verdict == "failed" or (one.verdict == "not faster" and not self._scores.proven(one.name))
-            for one in self._others.values()
-        )
-        return self.winner == EAGER and any(unjudged)
+        return self.winner == EAGER and any(one.verdict in ("failed", "not judged") for one in self._others.values())
+
+    @property
+    def by_size(self) -> bool:
+        """Whether shapes vary, so that steps are compared by the size of their batches."""
+        return self._scores.by_size
 
     @property
     def remembers(self) -> bool:
@@ -260,8 +267,9 @@ class Tuner:
         if one is self._eager or one is self._remembered or one.steps or eager is None:
             return True
         measured = [stats for other in self._in_play() if (stats := self._scores.stats(other.name))]
+        steps_until_end = max(0.0, self._run_seconds) * 1000 / eager.median_ms
         known = Known(
-            steps_left=self.steps_left,
+            steps_left=min(self.steps_left, steps_until_end),
             eager_ms=eager.median_ms,
             best_ms=min(stats.median_ms for stats in (eager, *measured)),
             seconds_left=self._seconds_left,
@@ -269,13 +277,13 @@ class Tuner:
         )
         if (reason := self._why_not(one.name, known)) is None:
             return True
-        self._leave_for_now(one, reason)
+        self._leave_for_now(one, reason, min(self._run_steps, steps_until_end))
         return False
 
-    def _leave_for_now(self, one: Candidate, reason: str) -> None:
+    def _leave_for_now(self, one: Candidate, reason: str, run_steps: float) -> None:
         one.rule_out("not tried", reason)
         self._not_worth.append(one)
-        self._looked_at_steps = max(self._looked_at_steps, self._run_steps)
+        self._looked_at_steps = max(self._looked_at_steps, run_steps)
 
     @property
     def _seconds_left(self) -> float:
@@ -315,8 +323,8 @@ class Tuner:
         elif self._scores.proven(one.name):
             self._remembered = None
             if self._scores.passes(one.name):
-                reason = "chosen in an earlier run, and faster than eager in this one"
-                self._choose(one, reason, holds_for_steps=self._remembered_for_steps)
+                reason = f"{_EARLIER}, and faster than eager in this one"
+                self._choose(one, reason, when=_EARLIER, holds_for_steps=self._remembered_for_steps)
 
     def _conclude(self, one: Candidate) -> None:
         """A candidate has its samples: it is chosen, or out."""
@@ -330,8 +338,9 @@ class Tuner:
         if not one.steps:
             one.rule_out("not tried", reason)
         elif not self._scores.proven(one.name):
-            few = f"{self._scores.samples(one.name)} steps of the same work as eager's are too few to judge by"
-            one.rule_out("not faster", few + (f" ({reason})" if reason else ""))
+            comparable = f"{self._scores.samples(one.name)} steps comparable with eager's, of {one.steps}"
+            few = f"{comparable}, are too few to judge by"
+            one.rule_out("not judged", few + (f" ({reason})" if reason else ""))
         elif not self._scores.passes(one.name):
             one.rule_out("not faster", self._scores.speedup_in_words(one.name))
 
@@ -346,7 +355,14 @@ class Tuner:
         best = min(left, key=lambda one: self._scores.measure_ms(one.name), default=self._eager)
         self._choose(best, reason, holds_for_steps=None if reason is None else 0.0)
 
-    def _choose(self, winner: Candidate, reason: str | None = None, *, holds_for_steps: float | None = None) -> None:
+    def _choose(
+        self,
+        winner: Candidate,
+        reason: str | None = None,
+        *,
+        when: str = "chosen before its turn",
+        holds_for_steps: float | None = None,
+    ) -> None:
         self.winner = winner.name
         if holds_for_steps is None:
             holds_for_steps = self._looked_at_steps if self._not_worth else math.inf
@@ -356,7 +372,7 @@ class Tuner:
             if one.steps:
                 one.rule_out("beaten")
             else:
-                one.rule_out("not tried", f"{winner.name} was chosen before its turn")
+                one.rule_out("not tried", f"{winner.name} was {when}")
         winner.verdict, winner.reason = "chosen", reason
 
     def _reopen(self, again: Sequence[Candidate]) -> None:

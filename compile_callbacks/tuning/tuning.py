@@ -16,6 +16,7 @@ from compile_callbacks.compiling.sharding import MOVING_WEIGHTS
 from compile_callbacks.compiling.switch import PhaseSwitch
 from compile_callbacks.measuring.events import CompileEvent, CompileRecorder
 from compile_callbacks.measuring.timing import WARMUP_STEPS, StepTimer
+from compile_callbacks.measuring.work import Work
 from compile_callbacks.phases import Phase
 from compile_callbacks.settings.config import InductorConfig
 from compile_callbacks.settings.mode import EAGER
@@ -60,7 +61,7 @@ class Observed:
         )
 
 
-def slowest(read: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
+def slowest(read: Sequence[Mapping[Work, tuple[float, ...]]]) -> dict[Work, tuple[float, ...]]:
     """Of each kind of work the samples of the process that took longest for it.
 
     Args:
@@ -125,6 +126,9 @@ class PhaseTuning:
         self._store: ChoicesStore | None = None
         self._earlier: dict[str, Choice] = {}
         self._made_for: Mapping[str, str] | None = None
+        self._made_for_any_size: Mapping[str, str] = {}
+        self._steps_left = self._seconds_left = math.inf
+        self._told_at = 0.0
         self._in_force: str | None = None
         self._last_turn: str | None = None
         self._graphs: Counter[str] = Counter()
@@ -146,38 +150,34 @@ class PhaseTuning:
         self._planned = False
         if self._tuner is None:
             self._device = device
-            sharded = any(member.sharded for target in self._switch.targets for member in target.members)
-            bakes_in = not (sharded or self._switch.shares_graphs)
-            self._configs = named(self.tune.configs or auto_candidates(device, self.phase, freezes=bakes_in))
-            no_freezing = "repeated blocks share a graph without weights"
-            no_cudagraphs = "" if device.type == "cuda" else "the module is not on a GPU"
-            if sharded:
-                no_freezing = no_cudagraphs = MOVING_WEIGHTS
-            idle = [name for name, c in self._configs.items() if c.uses_cudagraphs and no_cudagraphs]
-            frozen = [name for name, c in self._configs.items() if c.freezes and not bakes_in and self.phase == "infer"]
-            self._tuner = Tuner(
-                self._configs,
-                rule=self.tune.rule,
-                steps=self.tune.steps,
-                budget_seconds=self.tune.budget_seconds,
-                min_speedup=self.tune.min_speedup,
-                latency_budget_ms=self.tune.latency_budget_ms,
-                why_not=self._why_not,
-                least_steps=_LEAST_STEPS if self.tune.candidates == AUTO else 0,
-                skip={
-                    **dict.fromkeys(frozen, f"it asks for freezing, and {no_freezing}"),
-                    **dict.fromkeys(idle, f"it asks for CUDA graphs, and {no_cudagraphs}"),
-                },
-            )
+            self._tuner = self._new_tuner()
         self._use(self._tuner.winner or EAGER)
 
-    def expect(self, steps_left: float) -> None:
-        """So many steps of the phase are to come, ``math.inf`` where that is not known; the first number counts."""
+    def expect(self, steps_left: float, seconds_left: float = math.inf) -> None:
+        """So many steps of the phase are to come; ``math.inf`` where that is not known; the first number counts.
+
+        Args:
+            steps_left: How many steps.
+            seconds_left: When the run ends by the clock.
+        """
         assert self._tuner is not None
+        self._steps_left, self._seconds_left, self._told_at = steps_left, seconds_left, self._clock()
         if not self._planned or math.isinf(self._tuner.steps_left):
             self._planned = True
-            self._plan(self._tuner, steps_left)
+            self._plan(self._tuner, steps_left, seconds_left)
             self._use(self._tuner.winner or EAGER)
+
+    def begin_anew(self) -> None:
+        """Steps have come to do other work: candidates are tried anew, or a choice is recalled that was made for it."""
+        for name in self._configs:
+            self._switch.drop(self.phase, name)
+        self._timer.forget(self.phase)
+        self._made_for, self._last_turn, self._checked = None, None, None
+        self._graphs.clear()
+        self._tuner = self._new_tuner()
+        passed_seconds = max(self._gather(self._clock() - self._told_at), default=0.0)
+        self._plan(self._tuner, self._steps_left, self._seconds_left - passed_seconds)
+        self._use(self._tuner.winner or EAGER)
 
     def recall(self, fingerprint: str, choice: Choice) -> None:
         """The run that this one resumes chose so, under circumstances of this fingerprint."""
@@ -199,23 +199,26 @@ class PhaseTuning:
             self._started = self._clock()
         return self._use(name)
 
-    def step_ends(self, *, measured: bool, sample: bool, made_for: Callable[[], Mapping[str, str]]) -> None:
+    def step_ends(self, *, measured: bool, sample: bool, made_for: Callable[[bool], Mapping[str, str]]) -> None:
         """A step ends.
 
         Args:
             measured: As `step_begins` was told.
             sample: Whether its time is a sample.
-            made_for: Tells the circumstances that a choice would hold for.
+            made_for: Tells the circumstances that a choice would hold for, and whether for batches of whatever shapes.
         """
         tuner = self._tuner
         assert tuner is not None
+        self._steps_left -= measured
         if tuner.winner is not None or not measured:
             return
         if not self._step_of_candidate(tuner, sample):
             return
         if self._made_for is None:
-            self._made_for = made_for()
-            self._remember(tuner, self._made_for)
+            self._made_for, self._made_for_any_size = made_for(False), made_for(True)
+            self._remember(tuner)
+        if tuner.by_size:
+            self._made_for = self._made_for_any_size
         self._apply(tuner)
 
     def settle(self, reason: str) -> None:
@@ -256,10 +259,35 @@ class PhaseTuning:
 
     # ------------------------------------------------------------------------------------------ what these call
 
-    def _plan(self, tuner: Tuner, steps_left: float) -> None:
+    def _new_tuner(self) -> Tuner:
+        sharded = any(member.sharded for target in self._switch.targets for member in target.members)
+        bakes_in = not (sharded or self._switch.shares_graphs)
+        self._configs = named(self.tune.configs or auto_candidates(self._device, self.phase, freezes=bakes_in))
+        no_freezing = "repeated blocks share a graph without weights"
+        no_cudagraphs = "" if self._device.type == "cuda" else "the module is not on a GPU"
+        if sharded:
+            no_freezing = no_cudagraphs = MOVING_WEIGHTS
+        idle = [name for name, c in self._configs.items() if c.uses_cudagraphs and no_cudagraphs]
+        frozen = [name for name, c in self._configs.items() if c.freezes and not bakes_in and self.phase == "infer"]
+        return Tuner(
+            self._configs,
+            rule=self.tune.rule,
+            steps=self.tune.steps,
+            budget_seconds=self.tune.budget_seconds,
+            min_speedup=self.tune.min_speedup,
+            latency_budget_ms=self.tune.latency_budget_ms,
+            why_not=self._why_not,
+            least_steps=_LEAST_STEPS if self.tune.candidates == AUTO else 0,
+            skip={
+                **dict.fromkeys(frozen, f"it asks for freezing, and {no_freezing}"),
+                **dict.fromkeys(idle, f"it asks for CUDA graphs, and {no_cudagraphs}"),
+            },
+        )
+
+    def _plan(self, tuner: Tuner, steps_left: float, seconds_left: float) -> None:
         """Tell of the steps to come; what was chosen is a candidate again where that is open again."""
         chosen = tuner.winner
-        tuner.plan(steps_left)
+        tuner.plan(steps_left, seconds_left)
         if chosen not in (None, EAGER) and tuner.winner != chosen:
             self._switch.try_again(self.phase, str(chosen))
 
@@ -301,14 +329,18 @@ class PhaseTuning:
         self._reading_seconds = self._clock() - now
         return True
 
-    def _remember(self, tuner: Tuner, made_for: Mapping[str, str]) -> None:
-        """Begin with what an earlier run chose under the same circumstances."""
-        found = self._earlier.get(fingerprint(made_for)) or (self._store.load(made_for) if self._store else None)
+    def _remember(self, tuner: Tuner) -> None:
+        """Begin with what an earlier run chose under the same circumstances, or for varying shapes."""
+        assert self._made_for is not None
+        found = self._known(self._made_for) or self._known(self._made_for_any_size)
         choice = next((of_process for of_process in self._gather(found) if of_process is not None), None)
         known = [self._as_choice(name) for name in (EAGER, *self._configs)]
         if choice is not None and choice in known:
             tuner.remember(choice.candidate, choice.holds_for_steps)
             self._checked = choice.candidate if tuner.remembers else None
+
+    def _known(self, made_for: Mapping[str, str]) -> Choice | None:
+        return self._earlier.get(fingerprint(made_for)) or (self._store.load(made_for) if self._store else None)
 
     def _as_choice(self, name: str) -> Choice:
         steps = 0.0 if self._tuner is None else self._tuner.holds_for_steps

@@ -1,0 +1,87 @@
+"""When a phase is measured anew: its steps have come to do other work than what eager ones were measured at."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import nn
+
+from compile_callbacks.measuring.baseline import Baseline
+from compile_callbacks.measuring.timing import StepTimer
+from compile_callbacks.measuring.work import KnownWork, Work
+from compile_callbacks.phases import PHASES, Phase
+from compile_callbacks.processes.meetings import Meetings
+from compile_callbacks.tuning.tuning import PhaseTuning
+
+
+class Remeasuring:
+    """Has eager steps measured again, or candidates tried again, where most steps are comparable with none before.
+
+    Another resolution, longer sequences, a backbone that is trained after all: what was measured says nothing of them.
+
+    Args:
+        module: The root module.
+        baselines: The eager steps of each phase.
+        tunings: The phases that are tuned.
+        timer: Knows the steps' times.
+        meetings: Where processes agree on it.
+        say: Takes a line of text.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        baselines: Mapping[Phase, Baseline],
+        tunings: Mapping[Phase, PhaseTuning],
+        timer: StepTimer,
+        meetings: Meetings,
+        say: Callable[[str], None],
+    ) -> None:
+        self._module = module
+        self._baselines = baselines
+        self._tunings = tunings
+        self._timer = timer
+        self._say = say
+        self._known = {phase: KnownWork(meetings.gather) for phase in PHASES}
+        self._which_train = 0
+
+    def with_weights(self, work: Work, *, look: bool) -> Work:
+        """The work of a train step with which weights it trains: beneath a frozen backbone there is less to do.
+
+        Args:
+            work: The work.
+            look: Whether that may have changed: an epoch begins, or something compiled.
+        """
+        if look:
+            self._which_train = zlib.crc32(bytes(weight.requires_grad for weight in self._module.parameters()))
+        return work.where(trained=self._which_train)
+
+    def restored(self, phase: Phase, works: Iterable[Work]) -> None:
+        """Eager steps of an earlier run are those that this one is compared with."""
+        for work in works:
+            self._known[phase].add(work)
+
+    def step_ends(self, phase: Phase, work: Work, *, compiled: bool) -> None:
+        """A step that may be measured is done.
+
+        Args:
+            phase: The phase.
+            work: What it did.
+            compiled: Whether it ran compiled.
+        """
+        known, tuning, baseline = self._known[phase], self._tunings.get(phase), self._baselines[phase]
+        if baseline.running if tuning is None else tuning.winner is None or not known:
+            if not compiled:
+                known.add(work)
+        elif known.has_changed(work):
+            if tuning is not None:
+                tuning.begin_anew()
+                self._tell(phase, "candidates are tried")
+            elif baseline.again():
+                self._timer.takes_turn(phase, compiled=False)
+                self._tell(phase, "eager steps are measured")
+
+    def _tell(self, phase: Phase, what: str) -> None:
+        self._say(f"{phase} phase: most of the latest steps had other shapes, or other weights to train: {what} anew")

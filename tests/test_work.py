@@ -1,0 +1,219 @@
+"""Which steps are compared: those of equal work, of similar size where shapes vary, and anew where work has changed."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from models import CLASSES, FEATURES, Classifier, seeded, trainer
+from torch.utils.data import DataLoader
+
+from compile_callbacks import InductorCompile, Tune
+from compile_callbacks.measuring.by_size import BySize
+from compile_callbacks.measuring.timing import StepTimer
+from compile_callbacks.measuring.work import STEPS_BETWEEN_LOOKS, KnownWork, Work, work_of
+
+pytestmark = pytest.mark.newest
+
+
+def of_size(elements, stage="train"):
+    return Work(stage, "tokens", ((1, elements),))
+
+
+def batch(size, dtype=torch.float32):
+    return {"x": torch.zeros(size, 3, dtype=dtype), "y": [torch.zeros(2)] * size, "name": "a"}
+
+
+def test_batches_of_other_sizes_are_work_of_one_kind_and_other_dtypes_or_names_are_not():
+    small, large = work_of("train", batch(2)), work_of("train", batch(5))
+    assert small != large
+    assert small.of_any_size == large.of_any_size
+    assert (small.elements, large.elements) == (2 * 3 + 2 * 2, 5 * 3 + 5 * 2)
+    assert work_of("train", batch(2)) == small
+    others = [
+        work_of("test", batch(2)),
+        work_of("train", batch(2, torch.float16)),
+        work_of("train", batch(2), "1 of 2"),
+        work_of("train", {"z": batch(2)["x"]}),
+        small.where(trained=3),
+    ]
+    assert all(other.of_any_size != small.of_any_size for other in others)
+
+
+def varied(count, *, factor=1.0, noise=0.03, seed=0, low=100, high=400):
+    """Steps of varying lengths, of which a third is what the host takes for any length."""
+    chance, found = random.Random(seed), {}
+    for _ in range(count):
+        size = chance.randint(low, high)
+        ms = factor * (5 + 0.05 * size) * (1 + noise * chance.gauss(0, 1))
+        found.setdefault(of_size(size), []).append(ms)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_of_varying_sizes_are_compared_as_for_the_usual_batch(seed):
+    by_size = BySize.of(varied(20, seed=seed))
+    samples = [(work, ms) for work, of_work in varied(20, factor=0.7, seed=seed + 99).items() for ms in of_work]
+    scaled = by_size.scaled_ms(samples)
+    assert len(scaled) >= 15
+    assert statistics.median(scaled) / by_size.reference_ms == pytest.approx(0.7, rel=0.08)
+    assert statistics.median(by_size.eager_ms()) == pytest.approx(by_size.reference_ms, rel=0.05)
+    # Without that, the sizes alone make it hard to tell.
+    assert statistics.stdev(scaled) < 0.6 * statistics.stdev(ms for _, ms in samples)
+
+
+def test_what_eager_ran_nothing_near_to_is_not_compared():
+    by_size = BySize.of(varied(20))
+    assert by_size.scaled_ms([(of_size(5000), 1.0), (of_size(3), 1.0), (of_size(200, "test"), 1.0)]) == ()
+
+
+@pytest.mark.parametrize(
+    "eager",
+    [
+        {},
+        {Work("train"): (1.0,) * 9},
+        {of_size(100): (1.0,) * 10, of_size(37): (1.0,) * 3},  # with an odd batch now and then
+        {of_size(100): (1.0,), of_size(37): (1.0,)},
+    ],
+)
+def test_with_a_usual_shape_or_few_samples_only_equal_work_is_compared(eager):
+    assert BySize.of(eager) is None
+
+
+def timed(timer, clock, samples, *, compiled, phase="train"):
+    for work, ms in samples:
+        timer.start(cuda=False)
+        clock[0] += ms / 1000
+        timer.stop(phase, compiled=compiled, work=work, disturbed=False)
+
+
+def flat(samples):
+    return [(work, ms) for work, of_work in samples.items() for ms in of_work]
+
+
+def test_a_run_of_varying_shapes_has_a_speedup():
+    clock = [0.0]
+    timer = StepTimer(lambda: clock[0])
+    timed(timer, clock, flat(varied(20)), compiled=False)
+    timed(timer, clock, flat(varied(60, factor=0.5, seed=7)), compiled=True)
+    times = timer.times("train")
+    assert times.by_size
+    assert times.work == of_size(1).of_any_size
+    assert statistics.median(times.eager_ms) / statistics.median(times.compiled_ms) == pytest.approx(2, rel=0.1)
+
+
+def test_shapes_that_never_return_do_not_fill_the_memory():
+    clock = [0.0]
+    timer = StepTimer(lambda: clock[0])
+    timed(timer, clock, [(of_size(size), 1.0) for size in range(2000)], compiled=True)
+    kept = timer.samples("train", compiled=True)
+    assert 100 < len(kept) <= 500
+    assert of_size(1999) in kept
+
+
+def looks(known, works):
+    return [known.has_changed(work) for work in works]
+
+
+def test_work_that_changed_for_good_is_noticed_and_odd_batches_are_not():
+    known = KnownWork()
+    assert not any(looks(known, [of_size(1)] * 500))  # nothing was measured
+    known.add(of_size(100))
+    assert not any(looks(known, ([of_size(100)] * 3 + [of_size(50)] * 2) * STEPS_BETWEEN_LOOKS))
+    assert not any(looks(known, [of_size(100, "test")] * 2 * STEPS_BETWEEN_LOOKS))
+    changed = looks(known, [of_size(200)] * 3 * STEPS_BETWEEN_LOOKS)
+    assert changed == [False] * (STEPS_BETWEEN_LOOKS - 1) + [True] + [False] * 2 * STEPS_BETWEEN_LOOKS
+
+
+def test_varying_shapes_are_no_change_unless_they_leave_the_range():
+    known, chance = KnownWork(), random.Random(0)
+    for _ in range(10):
+        known.add(of_size(chance.randint(100, 200)))
+    assert not any(looks(known, [of_size(chance.randint(80, 250)) for _ in range(1000)]))
+    assert any(looks(known, [of_size(chance.randint(500, 900)) for _ in range(STEPS_BETWEEN_LOOKS)]))
+
+
+def test_work_has_changed_where_it_has_in_all_processes():
+    for others, changed in [([True], True), ([False], False), (None, False)]:
+        known = KnownWork(lambda own, others=others: [] if others is None else [own, *others])
+        known.add(of_size(100))
+        assert any(looks(known, [of_size(200)] * STEPS_BETWEEN_LOOKS)) == changed
+
+
+# ------------------------------------------------------------------------------------------ in a run
+
+
+def batches(sizes):
+    chance = torch.Generator().manual_seed(0)
+    return DataLoader(
+        [(torch.randn(n, FEATURES, generator=chance), torch.randint(CLASSES, (n,), generator=chance)) for n in sizes],
+        batch_size=None,
+    )
+
+
+class Phases(pl.Callback):
+    """Which train steps ran eagerly, as the report's series tells it."""
+
+    def __init__(self, ours):
+        self.ours = ours
+
+    @property
+    def eager_steps(self):
+        return [step for of in self.ours.report.train.series if of["kind"] == "eager" for step in of["steps"]]
+
+
+def test_a_larger_batch_for_good_is_measured_anew(caplog):
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    ours = InductorCompile("default", None, baseline_steps=4, verify="off")
+    trainer(ours, enable_progress_bar=False).fit(seeded(Classifier), batches([4] * 30 + [16] * 200))
+    eager = Phases(ours).eager_steps
+    first, anew = [step for step in eager if step <= 30], [step for step in eager if step > 30]
+    assert first == list(range(1, 7))
+    assert len(anew) in (5, 6)
+    assert 100 <= anew[0] <= 30 + 6 + 2 * STEPS_BETWEEN_LOOKS
+    assert ours.report.train.speedup is not None
+    assert "eager steps are measured anew" in caplog.text
+
+
+class Frozen(Classifier):
+    """Trains its first layer from the second epoch on, as a finetuned backbone."""
+
+    def on_train_epoch_start(self):
+        next(self.net.parameters()).requires_grad_(self.current_epoch > 0)
+
+
+def test_a_frozen_backbone_is_other_work():
+    ours = InductorCompile("default", None, baseline_steps=4, verify="off")
+    trainer(ours, max_epochs=2).fit(seeded(Frozen), batches([4] * 150))
+    assert [step for step in Phases(ours).eager_steps if step > 150], "thawed steps have a baseline of their own"
+    kinds = {work.kind for work in ours._session._timer.samples("train", compiled=True)}
+    assert len(kinds) == 2
+
+
+def test_a_tune_tries_its_candidates_anew_for_other_work(caplog):
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    ours = InductorCompile(Tune(["default"], steps=5, min_speedup=1), None, verify="off")
+    trainer(ours).fit(seeded(Classifier), batches([4] * 60 + [16] * 250))
+    eager = Phases(ours).eager_steps
+    assert [step for step in eager if step < 60]
+    assert ours._session._tunings["train"].winner is not None
+    assert all(work.shapes[0][0] == 16 for work in ours._session._timer.samples("train", compiled=False))
+    assert "candidates are tried anew" in caplog.text
+
+
+def test_a_tune_of_varying_shapes_is_judged(tmp_path):
+    chance = random.Random(0)
+    sizes = [chance.randint(2, 200) for _ in range(150)]
+    ours = InductorCompile(Tune([{"dynamic": True}], steps=8), None, verify="off", cache_dir=tmp_path)
+    trainer(ours).fit(seeded(Classifier), batches(sizes))
+    (trial,) = [trial for trial in ours.report.train.trials if trial["candidate"] != "eager"]
+    assert trial["verdict"] in ("chosen", "not faster", "beaten")
+    assert trial["samples"] >= 5
+    # The choice is for batches of whatever shapes: a run that begins with another one finds it.
+    again = InductorCompile(Tune([{"dynamic": True}], steps=8), None, verify="off", cache_dir=tmp_path)
+    trainer(again).fit(seeded(Classifier), batches([333, *sizes]))
+    reasons = [trial["reason"] or "" for trial in again.report.train.trials]
+    assert any("in an earlier run" in reason for reason in reasons)
