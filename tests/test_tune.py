@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import json
 import math
+import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -579,6 +580,9 @@ def test_a_damaged_choice_is_no_choice(tmp_path, content):
     file.write_text(content)
     assert store.load(made_for) is None
     file.write_bytes(b"\xff\xfe\x00")
+    assert store.load(made_for) is None
+    file.unlink()
+    os.mkfifo(file)  # waits for a writer if it is opened
     assert store.load(made_for) is None
 
 

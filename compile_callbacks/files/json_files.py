@@ -24,8 +24,10 @@ class JsonFiles:
 
     def load(self, name: str) -> Any:
         """What a file holds; ``None`` where there is none, or it cannot be read."""
+        path = self._path(name)
         try:
-            return json.loads(self._path(name).read_text(encoding="utf-8"))
+            # A pipe that somebody put there would be waited for.
+            return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         except (OSError, ValueError, RecursionError):  # the last of brackets in brackets
             return None
 
