@@ -9,9 +9,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from models import CLASSES, FEATURES, Classifier, seeded, trainer
+from step_times import Times
 from torch.utils.data import DataLoader
 
-from compile_callbacks import InductorCompile, Tune
+from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.measuring.by_size import BySize
 from compile_callbacks.measuring.timing import StepTimer
 from compile_callbacks.measuring.work import STEPS_BETWEEN_LOOKS, KnownWork, Work, work_of
@@ -202,6 +203,41 @@ def test_a_tune_tries_its_candidates_anew_for_other_work(caplog):
     assert ours._session._tunings["train"].winner is not None
     assert all(work.shapes[0][0] == 16 for work in ours._session._timer.samples("train", compiled=False))
     assert "candidates are tried anew" in caplog.text
+
+
+def test_shapes_that_were_seen_before_are_compared_with_each_other():
+    chance = random.Random(0)
+    ours = InductorCompile({"dynamic": True}, None, baseline_steps=12, verify="off")
+    trainer(ours).fit(seeded(Classifier), batches([chance.randint(2, 60) for _ in range(600)]))
+    timer = ours._session._timer
+    assert any("shapes=new" in work.kind for work in timer.baseline("train"))
+    # Once most shapes were seen before, what they take is measured.
+    assert [step for step in Phases(ours).eager_steps if step >= STEPS_BETWEEN_LOOKS]
+    times = timer.times("train")
+    assert times.by_size
+    assert "shapes=new" not in times.work.kind
+    assert ours.report.train.speedup is not None
+    assert "hardly two batches have the same shapes" in str(ours.report)
+
+
+def test_a_tune_that_begins_anew_keeps_what_it_has_compiled_and_knows_what_compiling_takes(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "default": 5, "options={epilogue_fusion: False}": 8})
+    unfused = InductorConfig(options={"epilogue_fusion": False})
+    ours = InductorCompile(Tune(["default", unfused], steps=5), None, verify="off", new_shapes="recompile")
+    trainer(ours).fit(seeded(Classifier), batches([4] * 60 + [16] * 250))
+    report = ours.report.train
+    assert report.mode == "default"
+    kinds = [(event["settings"], event["kind"]) for event in report.events if event["kind"] in ("compile", "recompile")]
+    assert kinds.count(("default", "recompile")) == 1  # for the new shapes, and not from nothing again
+    assert ours._session._tunings["train"]._tuner._compile_seconds.keys() == {"default", unfused.describe()}
+
+
+def test_too_few_steps_to_come_are_not_tuned_anew(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    ours = InductorCompile(Tune(["default"], steps=5), None, verify="off")
+    trainer(ours).fit(seeded(Classifier), batches([4] * 60 + [16] * 130))
+    assert ours.report.train.mode == "default"
+    assert max(Phases(ours).eager_steps) < 60
 
 
 def test_a_tune_of_varying_shapes_is_judged(tmp_path):

@@ -30,19 +30,27 @@ class BySize:
         """What eager takes for the usual batch."""
 
     @classmethod
-    def of(cls, eager: Mapping[Work, Sequence[float]]) -> BySize | None:
-        """Of the kind of work that most eager samples are of; ``None`` where these have a usual work, or are few."""
-        kinds: defaultdict[Work, dict[Work, Sequence[float]]] = defaultdict(dict)
+    def of(cls, eager: Mapping[Work, Sequence[float]], beside: Iterable[Work] | None = None) -> BySize | None:
+        """Of the kind of work that most samples are of; ``None`` where eager's have a usual work, or are few.
+
+        Args:
+            eager: Milliseconds by their work, the latest last.
+            beside: What else was done, each time: that kind is taken of which there is most on both sides.
+        """
+        kinds: defaultdict[Work, Counter[Work]] = defaultdict(Counter)
         for work, samples in eager.items():
             if work.shapes:
-                kinds[work.of_any_size][work] = samples
-        counts = {kind: Counter({work: len(ms) for work, ms in works.items()}) for kind, works in kinds.items()}
-        if not counts:
+                kinds[work.of_any_size][work] = len(samples)
+        others = None if beside is None else Counter(work.of_any_size for work in beside)
+
+        def samples_of(kind: Work) -> int:
+            own = kinds[kind].total()
+            return own if others is None else min(own, others[kind])
+
+        kind = max(reversed(kinds), key=samples_of, default=None)
+        if kind is None or not is_varied(kinds[kind]) or kinds[kind].total() <= _LEAST_NEIGHBOURS:
             return None
-        kind = max(counts, key=lambda kind: counts[kind].total())
-        if not is_varied(counts[kind]) or counts[kind].total() <= _LEAST_NEIGHBOURS:
-            return None
-        return cls(kind, ((work.elements, ms) for work, samples in kinds[kind].items() for ms in samples))
+        return cls(kind, ((work.elements, ms) for work in kinds[kind] for ms in eager[work]))
 
     def eager_ms(self) -> tuple[float, ...]:
         """Eager's samples as for the usual batch, each by the others."""

@@ -239,7 +239,7 @@ class StepTimer:
         for baseline, restored in ((eager, False), (earlier, True)):
             work = _most_shared(baseline, compiled)
             if work is None or min(len(baseline[work]), len(compiled[work])) < _SHARED_SAMPLES:
-                by_size = BySize.of(baseline)
+                by_size = BySize.of(baseline, [work for work, _ in pairs(compiled)])
                 if by_size is not None and (scaled := by_size.scaled_ms(pairs(compiled))):
                     return StepTimes(by_size.eager_ms(), scaled, restored=restored, work=by_size.work, by_size=True)
             if work is not None:

@@ -86,10 +86,10 @@ class Watch:
     ) -> Iterator[tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], str]]:
         """Eager samples, compiled ones, the latest of these, and of which batches where that has to be said."""
         eager, compiled = self._timer.baseline(phase), self._timer.samples(phase, compiled=True, settings=settings)
-        if (by_size := BySize.of(eager)) is not None:
-            latest = by_size.scaled_ms(self._timer.latest(phase, settings))
+        latest = self._timer.latest(phase, settings)
+        if (by_size := BySize.of(eager, [work for work, _ in latest])) is not None:
             batches = ", as for the usual batch where hardly two are of the same shapes"
-            yield by_size.eager_ms(), by_size.scaled_ms(pairs(compiled)), latest, batches
+            yield by_size.eager_ms(), by_size.scaled_ms(pairs(compiled)), by_size.scaled_ms(latest), batches
         for work in eager.keys() & compiled.keys():
             yield eager[work], compiled[work], compiled[work][-LATEST_SAMPLES:], ""
 

@@ -321,6 +321,7 @@ class CompileSession:
         tuning = self._tunings.get(self._phase)
         if self._phase == "train":
             work = self._remeasuring.with_weights(work, look=self._first or disturbed)
+        of_any_step, work = work, self._remeasuring.with_novelty(self._phase, work)
         sample = self._timer.stop(
             self._phase,
             compiled=self._compiled,
@@ -340,7 +341,7 @@ class CompileSession:
                 # Torch frees the memory of CUDA graphs with the last of them, tensors that are still in it or not.
                 self._lasting_gradients.keep(self.module.parameters())
             tuning.step_ends(
-                measured=self._measured, sample=sample, made_for=functools.partial(self._circumstances, work)
+                measured=self._measured, sample=sample, made_for=functools.partial(self._circumstances, of_any_step)
             )
         if self._measured and self._settings[self._phase] is not None:
             self._remeasuring.step_ends(self._phase, work, compiled=self._compiled)

@@ -86,13 +86,15 @@ def why_not_affordable(name: str, configs: Mapping[str, InductorConfig], known: 
 def compile_estimate(
     name: str, configs: Mapping[str, InductorConfig], compile_seconds: Mapping[str, float]
 ) -> float | None:
-    """Seconds that compiling a candidate may take, by what others took; ``None`` where none was compiled yet.
+    """Seconds that compiling a candidate may take, by what it or others took; ``None`` where none was compiled yet.
 
     Args:
         name: The candidate.
         configs: All candidates by name.
-        compile_seconds: What compiling the others took, by name.
+        compile_seconds: What compiling took, by name.
     """
+    if name in compile_seconds:
+        return compile_seconds[name]
     plain = [seconds / _cost(configs[other]) for other, seconds in compile_seconds.items() if seconds > 0]
     return max(plain) * _cost(configs[name]) if plain else None
 

@@ -34,6 +34,8 @@ class Tuner:
         latency_budget_ms: As `Tune` takes it.
         least_steps: Steps of the phase; in a run that has fewer nothing is tried.
         skip: Candidates that are not to be tried at all, and why.
+        compile_seconds: What compiling candidates took before, by name.
+        compiled: A candidate that is compiled already, and so always worth trying.
         why_not: Tells, given a name and what is known, why that candidate is not worth compiling, or ``None``.
     """
 
@@ -48,6 +50,8 @@ class Tuner:
         latency_budget_ms: float | None = None,
         least_steps: int = 0,
         skip: Mapping[str, str] | None = None,
+        compile_seconds: Mapping[str, float] | None = None,
+        compiled: str | None = None,
         why_not: Callable[[str, Known], str | None] = lambda name, known: None,
     ) -> None:
         self.winner: str | None = None
@@ -64,6 +68,8 @@ class Tuner:
         self._budget_seconds = budget_seconds
         self._least_steps = least_steps
         self._why_not = why_not
+        self._compile_seconds = dict(compile_seconds or {})
+        self._compiled = compiled
         self.steps_left = math.inf
         """Steps of the phase that remain of the run; infinite where that is not known."""
         self._run_seconds = math.inf  # until the run ends by the clock
@@ -198,6 +204,12 @@ class Tuner:
         return self._scores.by_size
 
     @property
+    def compile_seconds(self) -> dict[str, float]:
+        """What compiling candidates took, by name, here and before."""
+        tried = {name: one.compile_seconds for name, one in self._others.items() if one.compile_seconds}
+        return {**self._compile_seconds, **tried}
+
+    @property
     def remembers(self) -> bool:
         """Whether an earlier run's choice is being checked."""
         return self._remembered is not None
@@ -264,7 +276,7 @@ class Tuner:
     def _is_worth_it(self, one: Candidate) -> bool:
         """Whether a candidate that was never compiled is worth that; says why where it is not."""
         eager = self._scores.stats(EAGER)
-        if one is self._eager or one is self._remembered or one.steps or eager is None:
+        if one is self._eager or one is self._remembered or one.steps or eager is None or one.name == self._compiled:
             return True
         measured = [stats for other in self._in_play() if (stats := self._scores.stats(other.name))]
         steps_until_end = max(0.0, self._run_seconds) * 1000 / eager.median_ms
@@ -273,7 +285,7 @@ class Tuner:
             eager_ms=eager.median_ms,
             best_ms=min(stats.median_ms for stats in (eager, *measured)),
             seconds_left=self._seconds_left,
-            compile_seconds={name: other.compile_seconds for name, other in self._others.items() if other.steps},
+            compile_seconds=self.compile_seconds,
         )
         if (reason := self._why_not(one.name, known)) is None:
             return True

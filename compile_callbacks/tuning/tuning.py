@@ -27,6 +27,7 @@ from compile_callbacks.tuning.trial import BLOCK_SAMPLES, Known, Trial, Verdict
 from compile_callbacks.tuning.tuner import Tuner
 
 _LEAST_STEPS = 2 * (WARMUP_STEPS + BLOCK_SAMPLES) + 1  # a block of eager and one of a candidate, and its compile
+_LEAST_STEPS_ANEW = 100  # to come: trying candidates again is not worth more than what they may gain
 _T = TypeVar("_T")
 
 
@@ -167,17 +168,25 @@ class PhaseTuning:
             self._plan(self._tuner, steps_left, seconds_left)
             self._use(self._tuner.winner or EAGER)
 
-    def begin_anew(self) -> None:
-        """Steps have come to do other work: candidates are tried anew, or a choice is recalled that was made for it."""
-        for name in self._configs:
-            self._switch.drop(self.phase, name)
+    def begin_anew(self) -> bool:
+        """Steps have come to do other work: candidates are tried anew, or a choice is recalled that was made for it.
+
+        Returns:
+            Whether enough steps are left.
+        """
+        if self._steps_left < _LEAST_STEPS_ANEW:
+            return False
+        chosen = self.winner
+        if chosen not in (None, EAGER):
+            self._switch.try_again(self.phase, str(chosen))
         self._timer.forget(self.phase)
         self._made_for, self._last_turn, self._checked = None, None, None
-        self._graphs.clear()
-        self._tuner = self._new_tuner()
+        self._graphs = Counter({str(chosen): self._graphs[str(chosen)]})
+        self._tuner = self._new_tuner(self._tuner)
         passed_seconds = max(self._gather(self._clock() - self._told_at), default=0.0)
         self._plan(self._tuner, self._steps_left, self._seconds_left - passed_seconds)
         self._use(self._tuner.winner or EAGER)
+        return True
 
     def recall(self, fingerprint: str, choice: Choice) -> None:
         """The run that this one resumes chose so, under circumstances of this fingerprint."""
@@ -259,7 +268,7 @@ class PhaseTuning:
 
     # ------------------------------------------------------------------------------------------ what these call
 
-    def _new_tuner(self) -> Tuner:
+    def _new_tuner(self, before: Tuner | None = None) -> Tuner:
         sharded = any(member.sharded for target in self._switch.targets for member in target.members)
         bakes_in = not (sharded or self._switch.shares_graphs)
         self._configs = named(self.tune.configs or auto_candidates(self._device, self.phase, freezes=bakes_in))
@@ -277,6 +286,8 @@ class PhaseTuning:
             min_speedup=self.tune.min_speedup,
             latency_budget_ms=self.tune.latency_budget_ms,
             why_not=self._why_not,
+            compile_seconds=before.compile_seconds if before is not None else None,
+            compiled=before.winner if before is not None else None,
             least_steps=_LEAST_STEPS if self.tune.candidates == AUTO else 0,
             skip={
                 **dict.fromkeys(frozen, f"it asks for freezing, and {no_freezing}"),
