@@ -1003,6 +1003,8 @@ def record_artifacts_again() -> None:
     """
     from torch.compiler._cache import CacheArtifactManager
 
+    for artifacts in CacheArtifactManager._new_cache_artifacts.values():
+        artifacts[:] = dict.fromkeys(artifacts)  # those that were recorded again would add up
     CacheArtifactManager._seen_artifacts.clear()
 
 

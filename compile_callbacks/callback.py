@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -373,7 +374,8 @@ class InductorCompile(Callback):
     def _expect(self, trainer: Trainer) -> None:
         """Tell how many steps are to come: what is tried out, or measured eagerly, must not take most of them."""
         if self._session and not trainer.sanity_checking:
-            self._session.expect(steps_to_come(trainer), seconds_to_come(trainer))
+            timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
+            self._session.expect(steps_to_come(trainer), seconds_to_come(trainer, timers))
 
     def _step_begins(self, trainer: Trainer, batch_idx: int) -> None:
         if self._session:

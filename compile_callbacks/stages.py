@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compile_callbacks.phases import Phase
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import Timer
 
 
 def steps_to_come(trainer: Trainer) -> Mapping[Phase, float]:
@@ -29,13 +30,15 @@ def steps_to_come(trainer: Trainer) -> Mapping[Phase, float]:
     return {"infer": float(sum(batches.get(trainer.state.fn, ())))}
 
 
-def seconds_to_come(trainer: Trainer) -> float:
-    """When a fit ends by the clock, ``max_time`` or a `Timer`; ``math.inf`` where it does not."""
-    if trainer.state.fn != "fit":
-        return math.inf
-    callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    left = [timer.time_remaining() for timer in callbacks if callable(getattr(timer, "time_remaining", None))]
-    return max(0.0, min((seconds for seconds in left if isinstance(seconds, (int, float))), default=math.inf))
+def seconds_to_come(trainer: Trainer, timers: Sequence[Timer]) -> float:
+    """When a fit ends by the clock, ``max_time`` or a `Timer` of the user's; ``math.inf`` where it does not.
+
+    Args:
+        trainer: The trainer.
+        timers: Those among its callbacks.
+    """
+    left = [timer.time_remaining() for timer in timers if trainer.state.fn == "fit"]
+    return max(0.0, min((seconds for seconds in left if seconds is not None), default=math.inf))
 
 
 def _train_batches(trainer: Trainer) -> float:

@@ -7,6 +7,7 @@ import math
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 from models import Classifier, loader, trainer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -105,7 +106,8 @@ def test_steps_of_two_optimizers_are_one_batch():
 def test_a_run_that_ends_by_the_clock_says_when(settings, seconds):
     class Asked(pl.Callback):
         def on_train_start(self, trainer, *_):
-            self.seconds = seconds_to_come(trainer)
+            timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
+            self.seconds = seconds_to_come(trainer, timers)
 
     asked = Asked()
     trainer(asked, **settings).fit(Classifier(), loader(1))

@@ -290,6 +290,31 @@ def test_without_equal_work_nothing_is_proven_and_it_ends():
     assert verdicts(tuner)["a"] == "not judged"
 
 
+def by_clock(seconds, **settings):
+    def why_not(name, known):
+        return f"{known.steps_left:.0f} steps" if name == "b" and known.steps_left < 10_000 else None
+
+    tuner = Tuner(["a", "b"], why_not=why_not, **settings)
+    tuner.plan(math.inf, seconds)
+    return tuner
+
+
+def test_what_a_run_by_the_clock_cannot_repay_is_not_tried_and_the_choice_holds_for_its_like():
+    tuner = by_clock(6)
+    assert Machine({"eager": 10, "a": 5, "b": 1}, noise=0.001).run(tuner) == "a"
+    assert int(reasons(tuner)["b"].split()[0]) < 600
+    assert tuner.holds_for_steps == pytest.approx(600, rel=0.05)
+    tuner.plan(math.inf, 3)  # a validation later
+    assert tuner.winner == "a"
+    again = by_clock(6)
+    again.remember("a", tuner.holds_for_steps)
+    machine = Machine({"eager": 10, "a": 5, "b": 1})
+    assert machine.run(again) == "a"
+    assert "in an earlier run" in reasons(again)["a"]
+    tuner.plan(math.inf, 600)  # of a longer run nothing is known
+    assert tuner.winner is None
+
+
 def test_an_earlier_choice_is_checked_in_a_few_steps():
     machine = Machine({"eager": 10, "a": 4, "b": 3})
     tuner = Tuner(["b", "a"])

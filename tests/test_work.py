@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import statistics
+import time
 
 import lightning.pytorch as pl
 import pytest
@@ -13,9 +16,13 @@ from step_times import Times
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune
+from compile_callbacks.measuring.baseline import Baseline
 from compile_callbacks.measuring.by_size import BySize
 from compile_callbacks.measuring.timing import StepTimer
-from compile_callbacks.measuring.work import STEPS_BETWEEN_LOOKS, KnownWork, Work, work_of
+from compile_callbacks.measuring.work import STEPS_BETWEEN_LOOKS, KnownWork, Work, baseline_from_data, work_of
+from compile_callbacks.processes.meetings import Meetings
+from compile_callbacks.session.remeasuring import Remeasuring
+from compile_callbacks.tuning.tuning import slowest
 
 pytestmark = pytest.mark.newest
 
@@ -102,7 +109,7 @@ def test_a_run_of_varying_shapes_has_a_speedup():
     timed(timer, clock, flat(varied(60, factor=0.5, seed=7)), compiled=True)
     times = timer.times("train")
     assert times.by_size
-    assert times.work == of_size(1).of_any_size
+    assert times.work == of_size(1).of_any_size._replace(new=True)
     assert statistics.median(times.eager_ms) / statistics.median(times.compiled_ms) == pytest.approx(2, rel=0.1)
 
 
@@ -112,7 +119,7 @@ def test_shapes_that_never_return_do_not_fill_the_memory():
     timed(timer, clock, [(of_size(size), 1.0) for size in range(2000)], compiled=True)
     kept = timer.samples("train", compiled=True)
     assert 100 < len(kept) <= 500
-    assert of_size(1999) in kept
+    assert of_size(1999)._replace(new=True) in kept
 
 
 def looks(known, works):
@@ -127,6 +134,43 @@ def test_work_that_changed_for_good_is_noticed_and_odd_batches_are_not():
     assert not any(looks(known, [of_size(100, "test")] * 2 * STEPS_BETWEEN_LOOKS))
     changed = looks(known, [of_size(200)] * 3 * STEPS_BETWEEN_LOOKS)
     assert changed == [False] * (STEPS_BETWEEN_LOOKS - 1) + [True] + [False] * 2 * STEPS_BETWEEN_LOOKS
+
+
+def test_work_that_alternates_is_measured_once_and_ever_other_work_a_few_times():
+    known = KnownWork()
+    known.add(of_size(100))
+    loaders = ([of_size(100)] * 210 + [of_size(200)] * 210) * 20
+    assert sum(looks(known, loaders)) == 1
+    longer = [of_size(1000 * 2**epoch) for epoch in range(30) for _ in range(1000)]
+    changes = [step for step, changed in enumerate(looks(known, longer)) if changed]
+    assert len(changes) == 4
+    assert [later - earlier >= 1000 for earlier, later in itertools.pairwise(changes)] == [True] * 3
+
+
+def test_batches_of_ever_other_structure_are_not_measured_in_vain():
+    known, chance = KnownWork(), random.Random(0)
+
+    def optional():
+        fields = {f"field_{number}": torch.zeros(2) for number in range(12) if chance.random() < 0.5}
+        return work_of("train", fields)
+
+    known.add(optional())
+    assert not any(looks(known, [optional() for _ in range(500)]))
+
+
+def test_a_look_takes_little_time_where_shapes_vary():
+    known, chance = KnownWork(), random.Random(0)
+    works = [Work("train", "boxes", tuple((chance.randint(1, 999), 4) for _ in range(64))) for _ in range(200)]
+    for work in works:
+        known.add(work)
+    started = time.perf_counter()
+    looks(known, works[:STEPS_BETWEEN_LOOKS])
+    assert time.perf_counter() - started < 0.1
+
+
+def test_texts_are_work_of_their_number():
+    assert work_of("train", ["a"] * 4) != work_of("train", ["a"] * 64)
+    assert work_of("train", ["a"] * 4).of_any_size == work_of("train", ["a"] * 64).of_any_size
 
 
 def test_varying_shapes_are_no_change_unless_they_leave_the_range():
@@ -190,8 +234,40 @@ def test_a_frozen_backbone_is_other_work():
     ours = InductorCompile("default", None, baseline_steps=4, verify="off")
     trainer(ours, max_epochs=2).fit(seeded(Frozen), batches([4] * 150))
     assert [step for step in Phases(ours).eager_steps if step > 150], "thawed steps have a baseline of their own"
-    kinds = {work.kind for work in ours._session._timer.samples("train", compiled=True)}
-    assert len(kinds) == 2
+    timer = ours._session._timer
+    (kind,) = {work.kind for work in timer.samples("train", compiled=True)}  # without those of the frozen steps
+    assert timer.times("train").work.kind == kind
+    assert timer.times("train").eager_ms
+
+
+def test_which_weights_train_is_known_in_the_middle_of_an_epoch():
+    phase = {"train": Baseline(0), "infer": Baseline(0)}
+    remeasuring = Remeasuring(
+        seeded(Classifier), baselines=phase, tunings={}, timer=StepTimer(), meetings=Meetings(), say=print
+    )
+    remeasuring.begin()
+    resumed = remeasuring.with_weights(of_size(1), look=False)
+    assert resumed == remeasuring.with_weights(of_size(1), look=True) != of_size(1)
+
+
+@pytest.mark.parametrize(
+    "data", [{"('train', (4, 8))": [1.0]}, [["a", [1.0]]], [[["a", "b", [[1]]], [1.0]]], None, [3]]
+)
+def test_a_baseline_of_an_earlier_version_is_none(data):
+    assert baseline_from_data(data) == {}
+
+
+def test_a_baseline_goes_through_plain_data():
+    baseline = {of_size(3): (1.0, 2.0), of_size(5)._replace(new=True): (3.0,)}
+    data = json.loads(json.dumps([[list(work), list(ms)] for work, ms in baseline.items()]))
+    assert baseline_from_data(data) == baseline
+
+
+def test_of_processes_whose_shapes_vary_the_steps_of_one_count():
+    fast, slow = varied(6), varied(5, factor=2, seed=1)
+    assert slowest([fast, slow]) == {work: tuple(ms) for work, ms in slow.items()} or slowest([fast, slow]) == slow
+    usual = {of_size(100): (1.0,) * 9}
+    assert slowest([usual, {of_size(100): (2.0,) * 9}]) == {of_size(100): (2.0,) * 9}
 
 
 def test_a_tune_tries_its_candidates_anew_for_other_work(caplog):
@@ -205,19 +281,31 @@ def test_a_tune_tries_its_candidates_anew_for_other_work(caplog):
     assert "candidates are tried anew" in caplog.text
 
 
-def test_shapes_that_were_seen_before_are_compared_with_each_other():
+@pytest.mark.parametrize(
+    ("sizes", "new", "said"),
+    [
+        ([8, 16, 24, 32], False, "step times are as for the usual size"),
+        (range(2, 3000), True, "step times are as for the usual size, of steps whose shapes were new"),
+    ],
+)
+def test_steps_of_new_shapes_are_compared_with_each_other(sizes, new, said):
     chance = random.Random(0)
-    ours = InductorCompile({"dynamic": True}, None, baseline_steps=12, verify="off")
-    trainer(ours).fit(seeded(Classifier), batches([chance.randint(2, 60) for _ in range(600)]))
-    timer = ours._session._timer
-    assert any("shapes=new" in work.kind for work in timer.baseline("train"))
-    # Once most shapes were seen before, what they take is measured.
-    assert [step for step in Phases(ours).eager_steps if step >= STEPS_BETWEEN_LOOKS]
-    times = timer.times("train")
-    assert times.by_size
-    assert "shapes=new" not in times.work.kind
+    ours = InductorCompile({"dynamic": True}, None, baseline_steps=16, verify="off")
+    trainer(ours).fit(seeded(Classifier), batches([chance.choice(sizes) for _ in range(160)]))
+    times = ours._session._timer.times("train")
+    if not new:
+        times = BySize.of(ours._session._timer.baseline("train"))
+    assert times.work.new == new
     assert ours.report.train.speedup is not None
-    assert "hardly two batches have the same shapes" in str(ours.report)
+    assert new == (said in str(ours.report))
+
+
+def test_of_new_and_seen_shapes_the_seen_are_compared_where_there_are_enough():
+    new = {work._replace(new=True): [10 * ms for ms in of_work] for work, of_work in varied(20).items()}
+    seen = varied(6, seed=1)
+    assert not BySize.of({**new, **seen}).work.new
+    assert BySize.of({**new, **varied(3, seed=1)}).work.new
+    assert BySize.of({**new, **seen}, list(new)).work.new  # the others have none
 
 
 def test_a_tune_that_begins_anew_keeps_what_it_has_compiled_and_knows_what_compiling_takes(monkeypatch):
@@ -248,6 +336,9 @@ def test_a_tune_of_varying_shapes_is_judged(tmp_path):
     (trial,) = [trial for trial in ours.report.train.trials if trial["candidate"] != "eager"]
     assert trial["verdict"] in ("chosen", "not faster", "beaten")
     assert trial["samples"] >= 5
+    fixed = InductorCompile(Tune([{"dynamic": True}], steps=8), None, verify="off", cache_dir=tmp_path)
+    trainer(fixed).fit(seeded(Classifier), batches([77] * 40))
+    assert not any("in an earlier run" in (trial["reason"] or "") for trial in fixed.report.train.trials)
     # The choice is for batches of whatever shapes: a run that begins with another one finds it.
     again = InductorCompile(Tune([{"dynamic": True}], steps=8), None, verify="off", cache_dir=tmp_path)
     trainer(again).fit(seeded(Classifier), batches([333, *sizes]))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from compile_callbacks.measuring.work import SIMILAR_SIZE, Work, is_varied
 
+_T = TypeVar("_T")
+
 _NEIGHBOURS = 5  # eager samples nearest in size, whose median is what eager takes for a batch
 _LEAST_NEIGHBOURS = 3
+_MOST_EAGER, _MOST_OTHERS = 200, 1000  # samples that are looked at
 
 
 class BySize:
@@ -25,13 +29,15 @@ class BySize:
 
     def __init__(self, work: Work, eager: Iterable[tuple[int, float]]) -> None:
         self.work = work
-        self._eager = sorted(eager)
+        self._eager = _evenly(sorted(eager), _MOST_EAGER)
         self.reference_ms = statistics.median(ms for _, ms in self._eager)
         """What eager takes for the usual batch."""
 
     @classmethod
     def of(cls, eager: Mapping[Work, Sequence[float]], beside: Iterable[Work] | None = None) -> BySize | None:
         """Of the kind of work that most samples are of; ``None`` where eager's have a usual work, or are few.
+
+        Steps of shapes that are new are compared with each other, where there are not enough others.
 
         Args:
             eager: Milliseconds by their work, the latest last.
@@ -43,9 +49,9 @@ class BySize:
                 kinds[work.of_any_size][work] = len(samples)
         others = None if beside is None else Counter(work.of_any_size for work in beside)
 
-        def samples_of(kind: Work) -> int:
-            own = kinds[kind].total()
-            return own if others is None else min(own, others[kind])
+        def samples_of(kind: Work) -> tuple[bool, int]:
+            samples = kinds[kind].total() if others is None else min(kinds[kind].total(), others[kind])
+            return not kind.new and samples > _LEAST_NEIGHBOURS, samples
 
         kind = max(reversed(kinds), key=samples_of, default=None)
         if kind is None or not is_varied(kinds[kind]) or kinds[kind].total() <= _LEAST_NEIGHBOURS:
@@ -84,5 +90,10 @@ class BySize:
 
 
 def pairs(samples: Mapping[Work, Sequence[float]]) -> list[tuple[Work, float]]:
-    """Each sample with its work."""
-    return [(work, ms) for work, of_work in samples.items() for ms in of_work]
+    """Samples with their work, of very many an even choice."""
+    return _evenly([(work, ms) for work, of_work in samples.items() for ms in of_work], _MOST_OTHERS)
+
+
+def _evenly(samples: list[_T], most: int) -> list[_T]:
+    """So many of the samples at most, from all over."""
+    return samples[:: -(-len(samples) // most)] if len(samples) > most else samples

@@ -26,6 +26,8 @@ KEPT_SAMPLES = 1000
 
 _KEPT_WORKS = 500  # the kinds of work of which samples are kept, the latest ones: nor must shapes that never return
 
+_KEPT_SHAPES = 100_000  # that were seen, as hashes
+
 LATEST_SAMPLES = 20
 """Samples of whatever work that are kept in their order."""
 
@@ -133,6 +135,7 @@ class StepTimer:
         self._steps_of: Counter[Phase] = Counter()
         self._samples: dict[_Way, dict[Work, _Samples]] = defaultdict(dict)
         self._latest: dict[_Way, deque[tuple[Work, _Span]]] = defaultdict(lambda: deque(maxlen=LATEST_SAMPLES))
+        self._seen_shapes: dict[_Way, set[int]] = defaultdict(set)
         self._settled: Counter[_Way] = Counter()
         self._restored: dict[Phase, dict[Work, tuple[float, ...]]] = {}
         self._series: dict[Phase, dict[tuple[StepKind, str | None], StepSeries]] = defaultdict(dict)
@@ -177,6 +180,7 @@ class StepTimer:
             return False
         span.stop()
         key = phase, compiled, settings
+        work = self._as_seen(key, work)
         self._steps[key] += 1
         self._steps_of[phase] += 1
         last, steady_steps = self._steady
@@ -206,6 +210,9 @@ class StepTimer:
             for way in [way for way in of_ways if way[0] == phase]:
                 del of_ways[way]
         self._restored.pop(phase, None)
+        for way in self._settled:
+            if way[0] == phase:
+                self._settled[way] = 0
 
     def abandon(self) -> None:
         """Forget the step that is running."""
@@ -252,6 +259,15 @@ class StepTimer:
             return StepTimes(eager[work], (), work=work)
         work = _longest(earlier) if earlier else None
         return StepTimes(earlier[work], (), restored=True, work=work) if work is not None else StepTimes()
+
+    def _as_seen(self, way: _Way, work: Work) -> Work:
+        """The work with whether its shapes are new."""
+        seen, shapes = self._seen_shapes[way], hash(work.shapes)
+        if not work.shapes or shapes in seen:
+            return work
+        if len(seen) < _KEPT_SHAPES:
+            seen.add(shapes)
+        return work._replace(new=True)
 
     def _keep_order(self, phase: Phase, kind: StepKind, settings: str | None, span: _Span) -> None:
         series = self._series[phase]

@@ -17,6 +17,9 @@ STEPS_BETWEEN_LOOKS = 100
 """Steps after which it is asked whether most of them did other work; measuring eager ones anew takes a tenth."""
 
 
+_MOST_CHANGES = 5
+
+
 class Work(NamedTuple):
     """What a step has to do; steps of equal work are compared, and where hardly two are equal, steps of one kind.
 
@@ -24,11 +27,14 @@ class Work(NamedTuple):
         stage: Which stage, and which of its loaders.
         kind: All else but sizes: accumulation, structure and dtypes of the batch, which weights train.
         shapes: The shapes of the batch's tensors.
+        new: Whether no step before it that ran in the same way had these shapes. Libraries choose kernels for each: on
+            an H200, 130 ms for each length of a sequence (attention, torch 2.11), where a step takes 14 ms.
     """
 
     stage: str
     kind: str = ""
     shapes: tuple[tuple[int, ...], ...] = ()
+    new: bool = False
 
     @property
     def elements(self) -> int:
@@ -48,8 +54,16 @@ class Work(NamedTuple):
     @classmethod
     def from_data(cls, data: Sequence[Any]) -> Work:
         """What a list of the fields, as JSON would keep them, says."""
-        stage, kind, shapes = data
-        return cls(stage, kind, tuple(map(tuple, shapes)))
+        stage, kind, shapes, new = data
+        return cls(stage, kind, tuple(map(tuple, shapes)), new)
+
+
+def baseline_from_data(data: Any) -> dict[Work, tuple[float, ...]]:
+    """Samples by their work, of pairs of lists; nothing where an earlier version wrote something else."""
+    try:
+        return {Work.from_data(work): tuple(map(float, samples)) for work, samples in data}
+    except (TypeError, ValueError):
+        return {}
 
 
 def work_of(stage: str, batch: Any, part: str = "") -> Work:
@@ -73,7 +87,10 @@ def is_varied(samples: Counter[Any]) -> bool:
 
 
 class KnownWork:
-    """The work that eager steps of a phase were measured at, and whether others still do it.
+    """The work that steps of a phase were measured at, and whether others still do it.
+
+    After each change twice as many steps are looked at, and after a few none: batches that change again and again are
+    not to be measured again and again.
 
     Args:
         gather: Gives what each process knows, in the same order in all of them.
@@ -82,45 +99,56 @@ class KnownWork:
     def __init__(self, gather: Callable[[Any], Sequence[Any]] = lambda own: [own]) -> None:
         self._gather = gather
         self._by_kind: dict[str, Counter[Work]] = {}
-        self._latest: list[Work] = []
+        self._latest: Counter[Work] = Counter()
+        self._changes = 0
 
     def __bool__(self) -> bool:
         return bool(self._by_kind)
 
-    def add(self, work: Work) -> None:
-        """An eager step was measured. Stages are not told apart: a test need not be measured where validation was."""
-        self._by_kind.setdefault(work.kind, Counter())[work._replace(stage="")] += 1
+    def add(self, work: Work, times: int = 1) -> None:
+        """A step was measured. Stages are not told apart: a test need not be measured where validation was."""
+        self._by_kind.setdefault(work.kind, Counter())[work._replace(stage="")] += times
 
     def has_changed(self, work: Work) -> bool:
         """A further step was taken: whether most of the latest ones, in all processes, did what was not measured.
 
-        Where they did, theirs is the work that is known from here on.
+        Where they did, theirs is known from here on.
 
         Args:
             work: What the step did.
         """
-        if not self:
+        if not self or self._changes >= _MOST_CHANGES:
             return False
-        self._latest.append(work)
-        if len(self._latest) < STEPS_BETWEEN_LOOKS:
+        self._latest[work._replace(stage="")] += 1
+        if self._latest.total() < STEPS_BETWEEN_LOOKS * 2**self._changes:
             return False
-        latest, self._latest = self._latest, []
-        of_ranks = self._gather(2 * sum(not self._covers(work) for work in latest) > len(latest))
+        latest, self._latest = self._latest, Counter()
+        other = Counter(dict.fromkeys(latest, 0))
+        for kind in {work.kind for work in latest}:
+            covers = self._covering(kind)
+            for one in latest:
+                if one.kind == kind and not covers(one):
+                    other[one] = latest[one]
+        # Of a kind that is none of the others': batches of ever other structure would never be compared with any.
+        kinds: Counter[str] = Counter()
+        for one, times in other.items():
+            kinds[one.kind] += times
+        of_ranks = self._gather(2 * max(kinds.values()) > latest.total())
         changed = bool(of_ranks) and all(of_ranks)
         if changed:
-            self._by_kind.clear()
-            for other in latest:
-                self.add(other)
+            self._changes += 1
+            for one, times in latest.items():
+                self.add(one, times)
         return changed
 
-    def _covers(self, work: Work) -> bool:
-        of_kind = self._by_kind.get(work.kind)
+    def _covering(self, kind: str) -> Callable[[Work], bool]:
+        """What tells whether work of a kind is comparable with what was measured of it."""
+        of_kind = self._by_kind.get(kind)
         if of_kind is None:
-            return False
-        if work._replace(stage="") in of_kind or not work.shapes:
-            return True
-        sizes = [other.elements for other in of_kind] if is_varied(of_kind) else []
-        return bool(sizes) and min(sizes) / SIMILAR_SIZE <= work.elements <= max(sizes) * SIMILAR_SIZE
+            return lambda work: False
+        sizes = [other.elements for other in of_kind] if is_varied(of_kind) else [0]
+        least, most = min(sizes) / SIMILAR_SIZE, max(sizes) * SIMILAR_SIZE
+        return lambda work: not work.shapes or work in of_kind or least <= work.elements <= most
 
 
 @functools.lru_cache(maxsize=1024)
@@ -131,11 +159,13 @@ def _work_of_looks(stage: str, part: str, looks: Any) -> Work:
 
 
 def _without_sizes(looks: Any, shapes: list[tuple[int, ...]]) -> Any:
-    """A signature without sizes, and of equal entries in a row one; the shapes are appended."""
+    """A signature without sizes, and of equal entries one; the shapes are appended."""
     if isinstance(looks, TensorLooks):
         shapes.append(looks.shape)
         return looks._replace(shape=(0,) * len(looks.shape))
     if not isinstance(looks, tuple):
         return looks
     found = [_without_sizes(entry, shapes) for entry in looks]
-    return tuple(entry for number, entry in enumerate(found) if number == 0 or entry != found[number - 1])
+    if all(isinstance(entry, type) for entry in looks):  # no tensors: texts, for example
+        shapes.append((len(looks),))
+    return tuple(dict.fromkeys(found))

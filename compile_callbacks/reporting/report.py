@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from compile_callbacks.compiling.targets import Compiled
 from compile_callbacks.measuring.events import CompileEvent, CompileRecorder, EventKind
 from compile_callbacks.measuring.memory import PeakMemory
-from compile_callbacks.measuring.timing import StepTimer, median_ms, spread_ms
+from compile_callbacks.measuring.timing import StepTimer, StepTimes, median_ms, spread_ms
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.reporting.table import labels_and_cells, plain_table
 from compile_callbacks.settings.mode import EAGER
@@ -64,7 +64,8 @@ class PhaseReport:
             step times are those of the slowest process; memory and counts are those of the first.
         slowest_rank: The process whose step times these are; ``None`` where there was one, or none was measured.
         series: Step times in the order of the run, see `StepTimer.series`.
-        by_size: Whether shapes vary, and step times are given as for a batch of the usual size.
+        comparison: ``"by size"`` where shapes vary, and step times are given as for a batch of the usual size; ``"by
+            size, of new shapes"`` where they are of steps whose shapes no step before had.
         restored: Names of the figures that come from the run that this one resumes.
         advice: What the figures, and those of earlier runs with the same ``cache_dir``, say about other settings.
         events: What is behind the counts, in order.
@@ -99,7 +100,7 @@ class PhaseReport:
     processes: int = 1
     slowest_rank: int | None = None
     series: tuple[dict[str, Any], ...] = ()
-    by_size: bool = False
+    comparison: str | None = None
     restored: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
@@ -212,8 +213,8 @@ class CompileReport:
         for phase in PHASES:
             if self.phase(phase).restored:
                 notes.append(f"{phase}: eager steps were measured in the run before this one")
-            if self.phase(phase).by_size:
-                notes.append(f"{phase}: hardly two batches have the same shapes; step times are as for the usual size")
+            if (comparison := self.phase(phase).comparison) is not None:
+                notes.append(f"{phase}: hardly two batches have the same shapes; {_COMPARISON_NOTES[comparison]}")
         notes += [f"{phase}: {line}" for phase in PHASES for line in self.phase(phase).advice]
         if (processes := max(self.train.processes, self.infer.processes)) > 1:
             notes.append(f"{processes} processes: compile seconds and step times are those of the slowest")
@@ -227,6 +228,12 @@ class CompileReport:
         """Whether anything was compiled, or could have been and was found not to be worth it."""
         return bool(self.scalars()) or any(t["verdict"] != "undecided" for p in PHASES for t in self.phase(p).trials)
 
+
+_BY_SIZE, _OF_NEW_SHAPES = "by size", "by size, of new shapes"
+_COMPARISON_NOTES = {
+    _BY_SIZE: "step times are as for the usual size",
+    _OF_NEW_SHAPES: "step times are as for the usual size, of steps whose shapes were new, which may take longer",
+}
 
 _VERDICT_NOTES = {
     "failed": "failed",
@@ -296,10 +303,17 @@ def build_phase_report(
             if owner.phase == phase and (of_tune is None or owner.settings == of_tune)
         ),
         series=timer.series(phase),
-        by_size=times.by_size,
+        comparison=_comparison(times),
         restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
         events=tuple(event.to_dict() for event in recorder.events if event.phase == phase),
     )
+
+
+def _comparison(times: StepTimes) -> str | None:
+    """How eager and compiled steps are compared, where it is not by equal work."""
+    if not times.by_size or times.work is None:
+        return None
+    return _OF_NEW_SHAPES if times.work.new else _BY_SIZE
 
 
 def _verdict(comparisons: Sequence[CompileEvent]) -> str | None:

@@ -14,8 +14,6 @@ from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.processes.meetings import Meetings
 from compile_callbacks.tuning.tuning import PhaseTuning
 
-_MOST_SEEN_SHAPES = 100_000  # the memory that they take is small
-
 
 class Remeasuring:
     """Has eager steps measured again, or candidates tried again, where most steps are comparable with none before.
@@ -47,8 +45,11 @@ class Remeasuring:
         self._timer = timer
         self._say = say
         self._known = {phase: KnownWork(meetings.gather) for phase in PHASES}
-        self._which_train = 0
-        self._seen_shapes: set[int] = set()
+        self._which_train: int | None = None
+
+    def begin(self) -> None:
+        """A run begins, maybe in the middle of an epoch."""
+        self._which_train = None
 
     def with_weights(self, work: Work, *, look: bool) -> Work:
         """The work of a train step with which weights it trains: beneath a frozen backbone there is less to do.
@@ -57,27 +58,14 @@ class Remeasuring:
             work: The work.
             look: Whether that may have changed: an epoch begins, or something compiled.
         """
-        if look:
+        if look or self._which_train is None:
             self._which_train = zlib.crc32(bytes(weight.requires_grad for weight in self._module.parameters()))
         return work.where(trained=self._which_train)
-
-    def with_novelty(self, phase: Phase, work: Work) -> Work:
-        """A step's work with whether its shapes are new.
-
-        Libraries choose kernels for each: 130 ms for each length of a sequence on an H200 (attention, torch 2.11),
-        compiled or not, where a step takes 14 ms. Such steps are compared with each other.
-        """
-        shapes = hash((phase, work.shapes))
-        if shapes in self._seen_shapes:
-            return work
-        if len(self._seen_shapes) < _MOST_SEEN_SHAPES:
-            self._seen_shapes.add(shapes)
-        return work.where(shapes="new")
 
     def restored(self, phase: Phase, works: Iterable[Work]) -> None:
         """Eager steps of an earlier run are those that this one is compared with."""
         for work in works:
-            self._known[phase].add(work)
+            self._known[phase].add(work._replace(new=False))
 
     def step_ends(self, phase: Phase, work: Work, *, compiled: bool) -> None:
         """A step that may be measured is done.
@@ -96,7 +84,7 @@ class Remeasuring:
                 if tuning.begin_anew():
                     self._tell(phase, "candidates are tried")
             elif baseline.again():
-                self._timer.takes_turn(phase, compiled=False)
+                self._timer.forget(phase)
                 self._tell(phase, "eager steps are measured")
 
     def _tell(self, phase: Phase, what: str) -> None:

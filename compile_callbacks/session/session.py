@@ -28,7 +28,7 @@ from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.measuring.memory import PeakMemory
 from compile_callbacks.measuring.progress import CompileProgress
 from compile_callbacks.measuring.timing import StepTimer
-from compile_callbacks.measuring.work import Work
+from compile_callbacks.measuring.work import Work, baseline_from_data
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.processes.meetings import Meetings
 from compile_callbacks.reporting.report import CompileReport
@@ -178,6 +178,7 @@ class CompileSession:
         if self._warm_start is not None:
             self._warm_start.begin(self.module, self._meetings.gather)
         self._recorder.listen()
+        self._remeasuring.begin()
         self._switch.install()
         self._reports.precision = precision
         for phase, tuning in self._tunings.items():
@@ -193,7 +194,8 @@ class CompileSession:
         self._meetings.end()
         self._recorder.stop()
         self._timer.abandon()
-        self._keep_artifacts()
+        if self._warm_start is not None:
+            self._warm_start.end()
         self._reports.keep_costs(self._say)
         if self._warm_start is not None:
             self._warnings.of_cache_dir(self._warm_start)
@@ -232,7 +234,7 @@ class CompileSession:
         def end() -> None:
             recorder.stop()
             if warm_start is not None:
-                warm_start.save()
+                warm_start.end()
             trace_settings.remove()
 
         return end
@@ -321,7 +323,6 @@ class CompileSession:
         tuning = self._tunings.get(self._phase)
         if self._phase == "train":
             work = self._remeasuring.with_weights(work, look=self._first or disturbed)
-        of_any_step, work = work, self._remeasuring.with_novelty(self._phase, work)
         sample = self._timer.stop(
             self._phase,
             compiled=self._compiled,
@@ -341,7 +342,7 @@ class CompileSession:
                 # Torch frees the memory of CUDA graphs with the last of them, tensors that are still in it or not.
                 self._lasting_gradients.keep(self.module.parameters())
             tuning.step_ends(
-                measured=self._measured, sample=sample, made_for=functools.partial(self._circumstances, of_any_step)
+                measured=self._measured, sample=sample, made_for=functools.partial(self._circumstances, work)
             )
         if self._measured and self._settings[self._phase] is not None:
             self._remeasuring.step_ends(self._phase, work, compiled=self._compiled)
@@ -392,7 +393,7 @@ class CompileSession:
                 found = Choice(candidate=choice["candidate"], key=choice["key"], holds_for_steps=steps)
                 self._tunings[phase].recall(choice["fingerprint"], found)
         for phase in PHASES:
-            baseline = {Work.from_data(work): samples for work, samples in state["baselines"][phase]}
+            baseline = baseline_from_data(state["baselines"][phase])
             self._timer.restore(phase, baseline)
             self._remeasuring.restored(phase, baseline)
             if baseline:

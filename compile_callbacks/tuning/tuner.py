@@ -72,7 +72,8 @@ class Tuner:
         self._compiled = compiled
         self.steps_left = math.inf
         """Steps of the phase that remain of the run; infinite where that is not known."""
-        self._run_seconds = math.inf  # until the run ends by the clock
+        self._run_seconds = self._seconds_to_end = math.inf  # by the clock: of the run, and what is left of it
+        self._looked_at_seconds = 0.0
         self._spent_seconds = 0.0
         self._not_worth: list[Candidate] = []
         self._cut_off: list[Candidate] = []
@@ -96,12 +97,13 @@ class Tuner:
             seconds_left: When the run ends at the latest; ``math.inf`` where it does not go by the clock.
         """
         self.steps_left = self._run_steps = steps_left
-        self._run_seconds = seconds_left
+        self._run_seconds = self._seconds_to_end = seconds_left
         again: list[Candidate] = []
         if steps_left > 0:
             again += self._cut_off
             self._cut_off.clear()
-        if steps_left > self._looked_at_steps:
+        by_clock = math.isfinite(seconds_left)
+        if seconds_left > self._looked_at_seconds if by_clock else steps_left > self._looked_at_steps:
             again += self._not_worth
             self._not_worth.clear()
         if again:
@@ -119,7 +121,8 @@ class Tuner:
             name: The candidate.
             held_for_steps: The longest run, in steps of the phase, that the choice holds for: a longer one forgets it.
         """
-        if self.winner is not None or held_for_steps < self._run_steps:
+        by_clock = math.isfinite(self._run_seconds)  # of which nothing tells yet how many steps it has
+        if self.winner is not None or (held_for_steps < self._run_steps and not by_clock):
             return
         if name == EAGER:
             self._choose(self._eager, _EARLIER, when=_EARLIER, holds_for_steps=held_for_steps)
@@ -147,7 +150,7 @@ class Tuner:
         now.steps += 1
         now.compile_seconds += compile_seconds
         self.steps_left -= 1
-        self._run_seconds -= seconds
+        self._seconds_to_end -= seconds
         self._spent_seconds += seconds
         self._steps_of_block += 1
         self._samples_of_block += sample
@@ -279,9 +282,9 @@ class Tuner:
         if one is self._eager or one is self._remembered or one.steps or eager is None or one.name == self._compiled:
             return True
         measured = [stats for other in self._in_play() if (stats := self._scores.stats(other.name))]
-        steps_until_end = max(0.0, self._run_seconds) * 1000 / eager.median_ms
+        steps_a_second = 1000 / eager.median_ms
         known = Known(
-            steps_left=min(self.steps_left, steps_until_end),
+            steps_left=min(self.steps_left, max(0.0, self._seconds_to_end) * steps_a_second),
             eager_ms=eager.median_ms,
             best_ms=min(stats.median_ms for stats in (eager, *measured)),
             seconds_left=self._seconds_left,
@@ -289,13 +292,14 @@ class Tuner:
         )
         if (reason := self._why_not(one.name, known)) is None:
             return True
-        self._leave_for_now(one, reason, min(self._run_steps, steps_until_end))
+        self._leave_for_now(one, reason, min(self._run_steps, self._run_seconds * steps_a_second))
         return False
 
     def _leave_for_now(self, one: Candidate, reason: str, run_steps: float) -> None:
         one.rule_out("not tried", reason)
         self._not_worth.append(one)
         self._looked_at_steps = max(self._looked_at_steps, run_steps)
+        self._looked_at_seconds = max(self._looked_at_seconds, self._run_seconds)
 
     @property
     def _seconds_left(self) -> float:

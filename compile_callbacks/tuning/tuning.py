@@ -14,6 +14,7 @@ import torch
 
 from compile_callbacks.compiling.sharding import MOVING_WEIGHTS
 from compile_callbacks.compiling.switch import PhaseSwitch
+from compile_callbacks.measuring.by_size import BySize
 from compile_callbacks.measuring.events import CompileEvent, CompileRecorder
 from compile_callbacks.measuring.timing import WARMUP_STEPS, StepTimer
 from compile_callbacks.measuring.work import Work
@@ -63,12 +64,16 @@ class Observed:
 
 
 def slowest(read: Sequence[Mapping[Work, tuple[float, ...]]]) -> dict[Work, tuple[float, ...]]:
-    """Of each kind of work the samples of the process that took longest for it.
+    """Of each kind of work the samples of the process that took longest for it; where shapes vary, of all its steps.
 
     Args:
         read: The samples of each process, in milliseconds, by their work.
     """
     works = dict.fromkeys(work for samples in read for work in samples)
+    if BySize.of({work: [ms for samples in read for ms in samples.get(work, ())] for work in works}) is not None:
+        # Hardly two steps are of equal work: the steps of one process, or each would count once in each of them.
+        medians_ms = [statistics.median([ms for of in samples.values() for ms in of] or [0.0]) for samples in read]
+        return dict(read[medians_ms.index(max(medians_ms))])
     return {
         work: max((samples[work] for samples in read if samples.get(work)), key=statistics.median, default=())
         for work in works
@@ -126,8 +131,8 @@ class PhaseTuning:
         self._planned = False
         self._store: ChoicesStore | None = None
         self._earlier: dict[str, Choice] = {}
-        self._made_for: Mapping[str, str] | None = None
-        self._made_for_any_size: Mapping[str, str] = {}
+        self._made_for: dict[str, Mapping[str, str]] = {}  # for batches of the first step's shapes, and of any
+        self._recalled_any_size = False
         self._steps_left = self._seconds_left = math.inf
         self._told_at = 0.0
         self._in_force: str | None = None
@@ -174,17 +179,20 @@ class PhaseTuning:
         Returns:
             Whether enough steps are left.
         """
+        now = self._clock() - self._told_at, self._steps_left
+        of_ranks = self._gather(now) or [now]
+        self._steps_left = min(steps for _, steps in of_ranks)
         if self._steps_left < _LEAST_STEPS_ANEW:
             return False
         chosen = self.winner
         if chosen not in (None, EAGER):
             self._switch.try_again(self.phase, str(chosen))
         self._timer.forget(self.phase)
-        self._made_for, self._last_turn, self._checked = None, None, None
+        self._made_for, self._last_turn, self._checked = {}, None, None
+        self._recalled_any_size = True  # what is remembered for any shapes may be what this run has found to be over
         self._graphs = Counter({str(chosen): self._graphs[str(chosen)]})
         self._tuner = self._new_tuner(self._tuner)
-        passed_seconds = max(self._gather(self._clock() - self._told_at), default=0.0)
-        self._plan(self._tuner, self._steps_left, self._seconds_left - passed_seconds)
+        self._plan(self._tuner, self._steps_left, self._seconds_left - max(seconds for seconds, _ in of_ranks))
         self._use(self._tuner.winner or EAGER)
         return True
 
@@ -223,11 +231,12 @@ class PhaseTuning:
             return
         if not self._step_of_candidate(tuner, sample):
             return
-        if self._made_for is None:
-            self._made_for, self._made_for_any_size = made_for(False), made_for(True)
-            self._remember(tuner)
-        if tuner.by_size:
-            self._made_for = self._made_for_any_size
+        if not self._made_for:
+            self._made_for = {"exact": made_for(False), "any size": made_for(True)}
+            self._remember(tuner, self._made_for["exact"])
+        elif tuner.winner is None and tuner.by_size and not self._recalled_any_size:
+            self._recalled_any_size = True
+            self._remember(tuner, self._made_for["any size"])
         self._apply(tuner)
 
     def settle(self, reason: str) -> None:
@@ -262,9 +271,9 @@ class PhaseTuning:
 
     def choice(self) -> dict[str, Any] | None:
         """What was chosen, and the fingerprint of what for, as plain data; ``None`` while nothing is."""
-        if self._tuner is None or self._tuner.winner is None or self._made_for is None:
+        if self._tuner is None or self._tuner.winner is None or not self._made_for:
             return None
-        return {"fingerprint": fingerprint(self._made_for), **asdict(self._as_choice(self._tuner.winner))}
+        return {"fingerprint": fingerprint(self._holds_for(self._tuner)), **asdict(self._as_choice(self._tuner.winner))}
 
     # ------------------------------------------------------------------------------------------ what these call
 
@@ -340,18 +349,18 @@ class PhaseTuning:
         self._reading_seconds = self._clock() - now
         return True
 
-    def _remember(self, tuner: Tuner) -> None:
-        """Begin with what an earlier run chose under the same circumstances, or for varying shapes."""
-        assert self._made_for is not None
-        found = self._known(self._made_for) or self._known(self._made_for_any_size)
+    def _holds_for(self, tuner: Tuner) -> Mapping[str, str]:
+        """What the choice holds for."""
+        return self._made_for["any size" if tuner.by_size else "exact"]
+
+    def _remember(self, tuner: Tuner, made_for: Mapping[str, str]) -> None:
+        """Go on with what an earlier run chose under the same circumstances."""
+        found = self._earlier.get(fingerprint(made_for)) or (self._store.load(made_for) if self._store else None)
         choice = next((of_process for of_process in self._gather(found) if of_process is not None), None)
         known = [self._as_choice(name) for name in (EAGER, *self._configs)]
         if choice is not None and choice in known:
             tuner.remember(choice.candidate, choice.holds_for_steps)
             self._checked = choice.candidate if tuner.remembers else None
-
-    def _known(self, made_for: Mapping[str, str]) -> Choice | None:
-        return self._earlier.get(fingerprint(made_for)) or (self._store.load(made_for) if self._store else None)
 
     def _as_choice(self, name: str) -> Choice:
         steps = 0.0 if self._tuner is None else self._tuner.holds_for_steps
@@ -382,12 +391,12 @@ class PhaseTuning:
 
     def _keep(self, tuner: Tuner, winner: str) -> None:
         """Keep the choice for later runs, unless it was cut short, or is eager and would not have to be."""
-        if self._store is None or self._made_for is None or not tuner.holds_for_steps:
+        if self._store is None or not self._made_for or not tuner.holds_for_steps:
             return
         if tuner.eager_for_want_of_figures:
             return
         told = [trial.to_dict() for trial in tuner.trials()]
-        if problem := self._store.save(self._made_for, self._as_choice(winner), told):
+        if problem := self._store.save(self._holds_for(tuner), self._as_choice(winner), told):
             self._say(f"{self.phase} phase: the choice could not be kept for later runs: {problem}")
 
 

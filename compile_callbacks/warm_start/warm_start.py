@@ -35,7 +35,8 @@ STEPS_TO_SETTLE = 5
 
 _WRITING_PART = 0.01  # of a run's time, at most, may go into files that are written between its steps
 
-_live: weakref.WeakSet[WarmStart] = weakref.WeakSet()
+_live: weakref.WeakSet[WarmStart] = weakref.WeakSet()  # whose run is under way
+_recorded_before: set[tuple[str, str]] = set()  # graphs that this process has compiled or loaded, by kind and key
 
 
 class WarmStart:
@@ -63,7 +64,6 @@ class WarmStart:
         self._loaded_bytes = self._saved_bytes = 0
         self._seen = 0
         self._libraries: set[str] = set()
-        self._earlier: set[Any] = set()
         self._used: dict[Any, Artifact] = {}
         self._kept: set[Any] = set()
         self._quiet_steps: int | None = None  # since something compiled that is not kept yet
@@ -137,6 +137,11 @@ class WarmStart:
                 ended = time.monotonic()
                 self._not_before = ended + (ended - started) / _WRITING_PART
 
+    def end(self) -> None:
+        """The run is over: what is compiled from here on is not the module's."""
+        self.save()
+        _live.discard(self)
+
     def save(self) -> None:
         """Keep what was compiled, if anything was that is not kept yet."""
         self._quiet_steps = None
@@ -162,7 +167,7 @@ class WarmStart:
             other._seen = 0
         _live.add(self)
         recorded, _ = _torch.recorded_artifacts(0)
-        self._earlier = {(kind, key) for kind, key, _ in recorded if kind in SEVERAL_PER_KEY}
+        _recorded_before.update((kind, key) for kind, key, _ in recorded if kind in SEVERAL_PER_KEY)
         _torch.record_artifacts_again()
         self._seen, self._libraries = 0, set(loaded_libraries())
 
@@ -170,9 +175,9 @@ class WarmStart:
         recorded, self._seen = _torch.recorded_artifacts(self._seen)
         artifacts = [Artifact(*entry) for entry in recorded]
         if self._device.type == "cpu":
-            if any(artifact[:2] in self._earlier for artifact in artifacts):
-                # A graph that this process has loaded before: nothing tells which libraries it uses.
-                self._libraries, self._earlier = set(), set()
+            if any(a[:2] in _recorded_before and a.place not in self._used for a in artifacts):
+                # A graph that this process has loaded for somebody else: nothing tells which libraries it uses.
+                self._libraries = set()
             artifacts += self._new_libraries()
         self._used |= {artifact.place: artifact for artifact in artifacts}
 
