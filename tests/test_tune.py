@@ -387,7 +387,8 @@ def test_processes_run_the_same_candidates_and_choose_by_the_slowest():
         while tuning.winner is None:
             tuning.step_begins(measured=True)
             seen.append(tuning.in_force)
-            tuning.step_ends(measured=True, sample=rank == 0 or len(seen) % 3 > 0, made_for=lambda any_size: {})
+            sample = rank == 0 or len(seen) % 3 > 0
+            tuning.step_ends(Work("w"), measured=True, sample=sample, made_for=lambda work: {})
         return seen, tuning.winner
 
     with ThreadPoolExecutor(2) as processes:
@@ -411,7 +412,7 @@ def test_a_step_that_not_all_processes_take_does_not_count():
     tuning.expect(math.inf)
     for _ in range(40):
         tuning.step_begins(measured=True)
-        tuning.step_ends(measured=True, sample=True, made_for=lambda any_size: {})
+        tuning.step_ends(Work("w"), measured=True, sample=True, made_for=lambda work: {})
     assert [trial.verdict for trial in tuning.trials()] == []
     assert tuning.in_force is None
 

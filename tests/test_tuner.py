@@ -41,7 +41,7 @@ class Machine:
         length = self.mean_ms[name] * self.drift(len(self.ran)) * (1 + self.noise * abs(self.random.gauss(0, 1)))
         return length * 10 if self.random.random() < self.spikes else length
 
-    def run(self, tuner, steps=1000, work=lambda n: "w"):
+    def run(self, tuner, steps=1000, work=lambda n: "w", remembers=None):
         """What is chosen, after at most so many steps."""
         for _ in range(steps):
             if tuner.winner is not None:
@@ -58,7 +58,12 @@ class Machine:
             if name in self.fails:
                 tuner.rule_out("failed", "by design")
             elif over:
-                tuner.block_ends(self.times.get(name, {}))
+                tuner.measured(self.times.get(name, {}))
+                if remembers is not None:
+                    tuner.remember(*remembers)
+                    remembers = None
+                if tuner.winner is None:
+                    tuner.block_ends()
         return tuner.winner
 
 
@@ -299,6 +304,34 @@ def by_clock(seconds, **settings):
     return tuner
 
 
+def test_a_choice_that_was_cut_short_is_not_believed_and_a_short_runs_not_by_a_longer_one():
+    for run, held, believed in [((math.inf, 6), 0.0, False), ((math.inf, 600), 500, False), ((math.inf, 4), 500, True)]:
+        tuner = Tuner(["a"])
+        tuner.plan(*run)
+        while not tuner.step_ends(sample=True, seconds=0.01):
+            pass
+        tuner.measured({Work("w"): [10.0] * 5})
+        tuner.remember("eager", held)
+        assert (tuner.winner == "eager") == believed
+
+
+def test_settling_while_it_is_tried_anew_keeps_what_is_compiled():
+    tuner = Tuner(["a", "b"], compiled="a")
+    tuner.settle("the run ended")
+    assert tuner.winner == "a"
+    assert tuner.holds_for_steps == 0
+    tuner.plan(1000)
+    machine = Machine({"eager": 10, "a": 20, "b": 5})
+    assert machine.run(tuner) == "b"
+
+
+def test_a_longer_run_without_a_clock_looks_again_at_what_one_by_the_clock_left_out():
+    tuner = by_clock(6)
+    Machine({"eager": 10, "a": 5, "b": 1}, noise=0.001).run(tuner)
+    tuner.plan(5000)
+    assert tuner.winner is None
+
+
 def test_what_a_run_by_the_clock_cannot_repay_is_not_tried_and_the_choice_holds_for_its_like():
     tuner = by_clock(6)
     assert Machine({"eager": 10, "a": 5, "b": 1}, noise=0.001).run(tuner) == "a"
@@ -306,11 +339,10 @@ def test_what_a_run_by_the_clock_cannot_repay_is_not_tried_and_the_choice_holds_
     assert tuner.holds_for_steps == pytest.approx(600, rel=0.05)
     tuner.plan(math.inf, 3)  # a validation later
     assert tuner.winner == "a"
-    again = by_clock(6)
-    again.remember("a", tuner.holds_for_steps)
-    machine = Machine({"eager": 10, "a": 5, "b": 1})
-    assert machine.run(again) == "a"
+    again, machine = by_clock(6), Machine({"eager": 10, "a": 5, "b": 1})
+    assert machine.run(again, remembers=("a", tuner.holds_for_steps)) == "a"
     assert "in an earlier run" in reasons(again)["a"]
+    assert "b" not in machine.ran
     tuner.plan(math.inf, 600)  # of a longer run nothing is known
     assert tuner.winner is None
 

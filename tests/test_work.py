@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.measuring.baseline import Baseline
 from compile_callbacks.measuring.by_size import BySize
+from compile_callbacks.measuring.memory import PeakMemory
 from compile_callbacks.measuring.timing import StepTimer
 from compile_callbacks.measuring.work import STEPS_BETWEEN_LOOKS, KnownWork, Work, baseline_from_data, work_of
 from compile_callbacks.processes.meetings import Meetings
@@ -113,6 +114,21 @@ def test_a_run_of_varying_shapes_has_a_speedup():
     assert statistics.median(times.eager_ms) / statistics.median(times.compiled_ms) == pytest.approx(2, rel=0.1)
 
 
+def test_what_steps_saved_before_their_work_changed_is_kept():
+    clock = [0.0]
+    timer = StepTimer(lambda: clock[0])
+    timed(timer, clock, [(of_size(1), 10.0)] * 12, compiled=False)
+    timed(timer, clock, [(of_size(1), 5.0)] * 100, compiled=True)
+    timer.forget("train")
+    assert timer.times("train").work is None
+    timed(timer, clock, [(of_size(2), 100.0)] * 12, compiled=False)
+    timed(timer, clock, [(of_size(2), 80.0)] * 50, compiled=True)
+    assert timer.saved_before_seconds("train") == pytest.approx(0.5)
+    assert timer.steps_to_judge("train") == 50
+    assert statistics.median(timer.times("train").compiled_ms) == pytest.approx(80)
+    assert timer.compiled_steps("train") == 150
+
+
 def test_shapes_that_never_return_do_not_fill_the_memory():
     clock = [0.0]
     timer = StepTimer(lambda: clock[0])
@@ -123,7 +139,12 @@ def test_shapes_that_never_return_do_not_fill_the_memory():
 
 
 def looks(known, works):
-    return [known.has_changed(work) for work in works]
+    found = []
+    for work in works:
+        found.append(known.has_changed(work))
+        if found[-1]:
+            known.accept_change()
+    return found
 
 
 def test_work_that_changed_for_good_is_noticed_and_odd_batches_are_not():
@@ -166,6 +187,20 @@ def test_a_look_takes_little_time_where_shapes_vary():
     started = time.perf_counter()
     looks(known, works[:STEPS_BETWEEN_LOOKS])
     assert time.perf_counter() - started < 0.1
+
+
+def test_a_change_into_several_kinds_is_one():
+    known = KnownWork()
+    known.add(Work("train", "1 of 1"))
+    accumulated = [Work("train", "0 of 2"), Work("train", "1 of 2")] * STEPS_BETWEEN_LOOKS
+    assert sum(looks(known, accumulated)) == 1
+
+
+def test_a_change_of_which_nothing_comes_is_asked_for_again():
+    known = KnownWork()
+    known.add(of_size(100))
+    asked = [known.has_changed(work) for work in [of_size(200)] * 10 * STEPS_BETWEEN_LOOKS]
+    assert sum(asked) == 10
 
 
 def test_texts_are_work_of_their_number():
@@ -243,7 +278,13 @@ def test_a_frozen_backbone_is_other_work():
 def test_which_weights_train_is_known_in_the_middle_of_an_epoch():
     phase = {"train": Baseline(0), "infer": Baseline(0)}
     remeasuring = Remeasuring(
-        seeded(Classifier), baselines=phase, tunings={}, timer=StepTimer(), meetings=Meetings(), say=print
+        seeded(Classifier),
+        baselines=phase,
+        tunings={},
+        timer=StepTimer(),
+        memory=PeakMemory(),
+        meetings=Meetings(),
+        say=print,
     )
     remeasuring.begin()
     resumed = remeasuring.with_weights(of_size(1), look=False)

@@ -221,6 +221,11 @@ class CompiledRegion:
             policy.admit(args, kwargs)
 
     @property
+    def gave_up(self) -> bool:
+        """Whether the target runs eagerly for good, or for some inputs."""
+        return self._fallback.gave_up or bool(self._uncompilable)
+
+    @property
     def on_trial(self) -> bool:
         """Whether the settings are candidates of a `Tune`."""
         return self._fallback.settings.on_trial

@@ -222,6 +222,11 @@ class PhaseSwitch:
         for made in self._made.pop((phase, name), ()):
             for region in made.regions:
                 region.free_compiled()
+                self._meetings.forget(region.owner)  # if it is made again, it is compiled again
+
+    def gave_up(self, phase: Phase, name: str) -> bool:
+        """Whether a target of a candidate runs eagerly, because the compiler failed on it."""
+        return any(region.gave_up for made in self._made.get((phase, name), ()) for region in made.regions)
 
     def give_up(self, owner: Owner, reason: str) -> None:
         """Leave a target eager, because the compiler failed on it in this process or in another."""

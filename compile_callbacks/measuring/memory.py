@@ -43,6 +43,12 @@ class PeakMemory:
         self._measured[key] += 1
         self._peak_bytes[key] = max(self._peak_bytes.get(key, 0), torch.cuda.max_memory_allocated())
 
+    def forget(self, phase: Phase) -> None:
+        """Measure a phase anew: its steps have come to do other work."""
+        for of_ways in (self._peak_bytes, self._measured):
+            for way in [way for way in of_ways if way[0] == phase]:
+                del of_ways[way]
+
     def peak_mb(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> float | None:
         """The peak in MiB, or ``None`` where none was measured."""
         peak = self._peak_bytes.get((phase, compiled, settings))

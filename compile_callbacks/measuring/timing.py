@@ -136,6 +136,8 @@ class StepTimer:
         self._samples: dict[_Way, dict[Work, _Samples]] = defaultdict(dict)
         self._latest: dict[_Way, deque[tuple[Work, _Span]]] = defaultdict(lambda: deque(maxlen=LATEST_SAMPLES))
         self._seen_shapes: dict[_Way, set[int]] = defaultdict(set)
+        self._steps_judged: Counter[_Way] = Counter()
+        self._saved_seconds: dict[_Way, float] = defaultdict(float)
         self._settled: Counter[_Way] = Counter()
         self._restored: dict[Phase, dict[Work, tuple[float, ...]]] = {}
         self._series: dict[Phase, dict[tuple[StepKind, str | None], StepSeries]] = defaultdict(dict)
@@ -205,7 +207,13 @@ class StepTimer:
         return True
 
     def forget(self, phase: Phase) -> None:
-        """Drop the samples of a phase; how many steps there were, and their series, are kept."""
+        """Drop the samples of a phase; how many steps there were, what they saved, and their series are kept."""
+        for way in [way for way in self._samples if way[0] == phase and way[1]]:
+            times = self.times(phase, way[2])
+            eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
+            if eager_ms is not None and compiled_ms is not None:
+                self._saved_seconds[way] += (eager_ms - compiled_ms) * self.steps_to_judge(phase, way[2]) / 1000
+            self._steps_judged[way] = self._steps[way]
         for of_ways in (self._samples, self._latest):
             for way in [way for way in of_ways if way[0] == phase]:
                 del of_ways[way]
@@ -221,6 +229,15 @@ class StepTimer:
     def compiled_steps(self, phase: Phase, settings: str | None = None) -> int:
         """All compiled steps of a phase, samples or not."""
         return self._steps[phase, True, settings]
+
+    def steps_to_judge(self, phase: Phase, settings: str | None = None) -> int:
+        """Compiled steps since samples were last forgotten, which `times` tells of."""
+        way = phase, True, settings
+        return self._steps[way] - self._steps_judged[way]
+
+    def saved_before_seconds(self, phase: Phase, settings: str | None = None) -> float:
+        """What compiled steps saved before samples were last forgotten."""
+        return self._saved_seconds.get((phase, True, settings), 0.0)
 
     def series(self, phase: Phase) -> tuple[dict[str, Any], ...]:
         """The steps of a phase in order, a mapping for each way in which they ran; waits for the GPU.

@@ -18,6 +18,7 @@ STEPS_BETWEEN_LOOKS = 100
 
 
 _MOST_CHANGES = 5
+_RETURNING_STEPS = 5  # of a hundred
 
 
 class Work(NamedTuple):
@@ -100,6 +101,7 @@ class KnownWork:
         self._gather = gather
         self._by_kind: dict[str, Counter[Work]] = {}
         self._latest: Counter[Work] = Counter()
+        self._window: Counter[Work] = Counter()
         self._changes = 0
 
     def __bool__(self) -> bool:
@@ -112,7 +114,7 @@ class KnownWork:
     def has_changed(self, work: Work) -> bool:
         """A further step was taken: whether most of the latest ones, in all processes, did what was not measured.
 
-        Where they did, theirs is known from here on.
+        Where something comes of it, `accept_change` is to follow.
 
         Args:
             work: What the step did.
@@ -123,23 +125,26 @@ class KnownWork:
         if self._latest.total() < STEPS_BETWEEN_LOOKS * 2**self._changes:
             return False
         latest, self._latest = self._latest, Counter()
+        self._window = latest
         other = Counter(dict.fromkeys(latest, 0))
         for kind in {work.kind for work in latest}:
             covers = self._covering(kind)
             for one in latest:
                 if one.kind == kind and not covers(one):
                     other[one] = latest[one]
-        # Of a kind that is none of the others': batches of ever other structure would never be compared with any.
+        # Of kinds that return: with batches of ever other structure nothing would be compared all the same.
         kinds: Counter[str] = Counter()
         for one, times in other.items():
             kinds[one.kind] += times
-        of_ranks = self._gather(2 * max(kinds.values()) > latest.total())
-        changed = bool(of_ranks) and all(of_ranks)
-        if changed:
-            self._changes += 1
-            for one, times in latest.items():
-                self.add(one, times)
-        return changed
+        returning = sum(times for times in kinds.values() if times >= _RETURNING_STEPS)
+        of_ranks = self._gather(2 * returning > latest.total())
+        return bool(of_ranks) and all(of_ranks)
+
+    def accept_change(self) -> None:
+        """What the latest steps did is measured from here on."""
+        self._changes += 1
+        for work, times in self._window.items():
+            self.add(work, times)
 
     def _covering(self, kind: str) -> Callable[[Work], bool]:
         """What tells whether work of a kind is comparable with what was measured of it."""

@@ -177,6 +177,10 @@ class Meetings:
         self._meet()
         return result
 
+    def forget(self, owner: Owner) -> None:
+        """What was compiled is given back: where it is called again, that is a first call again."""
+        self._met -= {met for met in self._met if isinstance(met, tuple) and met[0] == owner}
+
     def compile_begins(self) -> None:
         """This rank compiles: the others wait until `compile_ends`."""
         self._news.compiled = True

@@ -287,7 +287,9 @@ def build_phase_report(
         speedup=eager_ms / compiled_ms if eager_ms is not None and compiled_ms else None,
         samples=min(counts) if counts else None,
         break_even_steps=break_even_steps(seconds, eager_ms, compiled_ms),
-        seconds_saved=seconds_saved(timer.compiled_steps(phase, of_tune), eager_ms, compiled_ms),
+        seconds_saved=seconds_saved(
+            timer.steps_to_judge(phase, of_tune), eager_ms, compiled_ms, timer.saved_before_seconds(phase, of_tune)
+        ),
         eager_peak_memory_mb=memory.peak_mb(phase, compiled=False),
         peak_memory_mb=memory.peak_mb(phase, compiled=True, settings=of_tune),
         folded_mb=sum(folded_mb) if folded_mb else None,
@@ -331,11 +333,11 @@ def uncompiled_report(configs: Mapping[Phase, Settings]) -> CompileReport:
     return CompileReport(train=phases["train"], infer=phases["infer"])
 
 
-def seconds_saved(steps: int, eager_ms: float | None, compiled_ms: float | None) -> float | None:
-    """What so many compiled steps took less than eager ones would have."""
+def seconds_saved(steps: int, eager_ms: float | None, compiled_ms: float | None, before: float = 0.0) -> float | None:
+    """What so many compiled steps took less than eager ones would have, and others before them."""
     if eager_ms is None or compiled_ms is None:
         return None
-    return (eager_ms - compiled_ms) * steps / 1000
+    return before + (eager_ms - compiled_ms) * steps / 1000
 
 
 def break_even_steps(compile_seconds: float | None, eager_ms: float | None, compiled_ms: float | None) -> float | None:

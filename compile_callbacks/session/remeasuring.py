@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import nn
 
 from compile_callbacks.measuring.baseline import Baseline
+from compile_callbacks.measuring.memory import PeakMemory
 from compile_callbacks.measuring.timing import StepTimer
-from compile_callbacks.measuring.work import KnownWork, Work
+from compile_callbacks.measuring.work import STEPS_BETWEEN_LOOKS, KnownWork, Work
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.processes.meetings import Meetings
 from compile_callbacks.tuning.tuning import PhaseTuning
@@ -25,6 +26,7 @@ class Remeasuring:
         baselines: The eager steps of each phase.
         tunings: The phases that are tuned.
         timer: Knows the steps' times.
+        memory: Knows the peaks of memory.
         meetings: Where processes agree on it.
         say: Takes a line of text.
     """
@@ -36,6 +38,7 @@ class Remeasuring:
         baselines: Mapping[Phase, Baseline],
         tunings: Mapping[Phase, PhaseTuning],
         timer: StepTimer,
+        memory: PeakMemory,
         meetings: Meetings,
         say: Callable[[str], None],
     ) -> None:
@@ -43,13 +46,14 @@ class Remeasuring:
         self._baselines = baselines
         self._tunings = tunings
         self._timer = timer
+        self._memory = memory
         self._say = say
         self._known = {phase: KnownWork(meetings.gather) for phase in PHASES}
-        self._which_train: int | None = None
+        self._which_train = self._steps = 0
 
     def begin(self) -> None:
         """A run begins, maybe in the middle of an epoch."""
-        self._which_train = None
+        self._steps = 0
 
     def with_weights(self, work: Work, *, look: bool) -> Work:
         """The work of a train step with which weights it trains: beneath a frozen backbone there is less to do.
@@ -58,14 +62,16 @@ class Remeasuring:
             work: The work.
             look: Whether that may have changed: an epoch begins, or something compiled.
         """
-        if look or self._which_train is None:
+        if look or self._steps % STEPS_BETWEEN_LOOKS == 0:  # at the first step of a run too
             self._which_train = zlib.crc32(bytes(weight.requires_grad for weight in self._module.parameters()))
+        self._steps += 1
         return work.where(trained=self._which_train)
 
     def restored(self, phase: Phase, works: Iterable[Work]) -> None:
         """Eager steps of an earlier run are those that this one is compared with."""
-        for work in works:
-            self._known[phase].add(work._replace(new=False))
+        if phase not in self._tunings:  # an earlier choice is believed after eager steps of this run
+            for work in works:
+                self._known[phase].add(work._replace(new=False))
 
     def step_ends(self, phase: Phase, work: Work, *, compiled: bool) -> None:
         """A step that may be measured is done.
@@ -79,13 +85,11 @@ class Remeasuring:
         if baseline.running if tuning is None else tuning.winner is None or not known:
             if not compiled:
                 known.add(work)
-        elif known.has_changed(work):
-            if tuning is not None:
-                if tuning.begin_anew():
-                    self._tell(phase, "candidates are tried")
-            elif baseline.again():
-                self._timer.forget(phase)
-                self._tell(phase, "eager steps are measured")
-
-    def _tell(self, phase: Phase, what: str) -> None:
+            return
+        if not known.has_changed(work) or not (baseline.again() if tuning is None else tuning.begin_anew()):
+            return
+        known.accept_change()
+        self._timer.forget(phase)
+        self._memory.forget(phase)
+        what = "eager steps are measured" if tuning is None else "candidates are tried"
         self._say(f"{phase} phase: most of the latest steps had other shapes, or other weights to train: {what} anew")

@@ -119,6 +119,7 @@ class CompileSession:
             baselines=self._baselines,
             tunings=self._tunings,
             timer=self._timer,
+            memory=self._memory,
             meetings=self._meetings,
             say=say,
         )
@@ -341,9 +342,7 @@ class CompileSession:
             if tuning.winner is None and config is not None and config.uses_cudagraphs:
                 # Torch frees the memory of CUDA graphs with the last of them, tensors that are still in it or not.
                 self._lasting_gradients.keep(self.module.parameters())
-            tuning.step_ends(
-                measured=self._measured, sample=sample, made_for=functools.partial(self._circumstances, work)
-            )
+            tuning.step_ends(work, measured=self._measured, sample=sample, made_for=self._circumstances)
         if self._measured and self._settings[self._phase] is not None:
             self._remeasuring.step_ends(self._phase, work, compiled=self._compiled)
         if tuning is not None:
@@ -427,11 +426,10 @@ class CompileSession:
         tuning = self._tunings.get(self._phase)
         return tuning.in_force if tuning is not None else None
 
-    def _circumstances(self, work: Work, any_size: bool) -> dict[str, str]:
+    def _circumstances(self, work: Work) -> dict[str, str]:
         """What a choice holds for that is made in this phase and for this work."""
         key, names = self._tunings[self._phase].tune.key(), tuple(target.name for target in self._switch.targets)
-        described = repr(work.of_any_size if any_size else work)
-        return self._reports.circumstances(self._phase, settings_key=key, targets=names, work=described)
+        return self._reports.circumstances(self._phase, settings_key=key, targets=names, work=repr(work))
 
     def _device_name(self) -> str:
         """What step times are compared on."""

@@ -22,8 +22,9 @@ _EARLIER = "chosen in an earlier run"
 class Tuner:
     """Decides which candidate a step runs with, until one is chosen.
 
-    It is asked for `candidate` before each step and told of the step afterwards: `step_ends`, then `block_ends` with
-    the candidate's samples where that says so, or `rule_out`. What it decides depends on what it is told alone.
+    It is asked for `candidate` before each step and told of the step afterwards: `step_ends`, then `measured` with
+    the candidate's samples and `block_ends` where that says so, or `rule_out`. What it decides depends on what it is
+    told alone.
 
     Args:
         names: The candidates in order, without eager.
@@ -73,7 +74,6 @@ class Tuner:
         self.steps_left = math.inf
         """Steps of the phase that remain of the run; infinite where that is not known."""
         self._run_seconds = self._seconds_to_end = math.inf  # by the clock: of the run, and what is left of it
-        self._looked_at_seconds = 0.0
         self._spent_seconds = 0.0
         self._not_worth: list[Candidate] = []
         self._cut_off: list[Candidate] = []
@@ -102,8 +102,7 @@ class Tuner:
         if steps_left > 0:
             again += self._cut_off
             self._cut_off.clear()
-        by_clock = math.isfinite(seconds_left)
-        if seconds_left > self._looked_at_seconds if by_clock else steps_left > self._looked_at_steps:
+        if self._steps_of_run() > self._looked_at_steps:
             again += self._not_worth
             self._not_worth.clear()
         if again:
@@ -121,8 +120,11 @@ class Tuner:
             name: The candidate.
             held_for_steps: The longest run, in steps of the phase, that the choice holds for: a longer one forgets it.
         """
-        by_clock = math.isfinite(self._run_seconds)  # of which nothing tells yet how many steps it has
-        if self.winner is not None or (held_for_steps < self._run_steps and not by_clock):
+        if self.winner is not None or not held_for_steps:
+            return
+        # By the clock a run is never exactly as long as another.
+        longer = 1.25 if self._steps_of_run() < self._run_steps else 1
+        if held_for_steps * longer < self._steps_of_run():
             return
         if name == EAGER:
             self._choose(self._eager, _EARLIER, when=_EARLIER, holds_for_steps=held_for_steps)
@@ -158,13 +160,16 @@ class Tuner:
         most = _STEPS_A_BLOCK * (wanted + 2)
         return self._samples_of_block >= wanted or self._steps_of_block >= most or self._seconds_left <= 0
 
-    def block_ends(self, times: Mapping[Work, Sequence[float]]) -> None:
-        """A block of `candidate` is done.
+    def measured(self, times: Mapping[Work, Sequence[float]]) -> None:
+        """A block of `candidate` is done: `block_ends` is to follow.
 
         Args:
             times: All of the candidate's samples so far, in milliseconds, by their work.
         """
         self._turns[0].times = {work: tuple(samples) for work, samples in times.items() if samples}
+
+    def block_ends(self) -> None:
+        """Judge what was measured, and go on to the next block."""
         self._rule_out_losers()
         if self._remembered is not None:
             self._judge_remembered(self._remembered)
@@ -186,7 +191,11 @@ class Tuner:
         Args:
             reason: Why now.
         """
-        if self.winner is None and self._eager.steps:
+        compiled = self._others.get(str(self._compiled))
+        if self.winner is None and compiled is not None and not (compiled.out or self._scores.proven(compiled.name)):
+            self._cut_off = self._in_play()
+            self._choose(compiled, f"chosen before, and {reason}", holds_for_steps=0.0)
+        elif self.winner is None and self._eager.steps:
             self._cut_off = self._in_play()
             self._settle(reason)
 
@@ -282,9 +291,8 @@ class Tuner:
         if one is self._eager or one is self._remembered or one.steps or eager is None or one.name == self._compiled:
             return True
         measured = [stats for other in self._in_play() if (stats := self._scores.stats(other.name))]
-        steps_a_second = 1000 / eager.median_ms
         known = Known(
-            steps_left=min(self.steps_left, max(0.0, self._seconds_to_end) * steps_a_second),
+            steps_left=min(self.steps_left, max(0.0, self._seconds_to_end) * 1000 / eager.median_ms),
             eager_ms=eager.median_ms,
             best_ms=min(stats.median_ms for stats in (eager, *measured)),
             seconds_left=self._seconds_left,
@@ -292,14 +300,18 @@ class Tuner:
         )
         if (reason := self._why_not(one.name, known)) is None:
             return True
-        self._leave_for_now(one, reason, min(self._run_steps, self._run_seconds * steps_a_second))
+        self._leave_for_now(one, reason, self._steps_of_run())
         return False
+
+    def _steps_of_run(self) -> float:
+        """How many steps the run has, by its epochs, and by its clock once eager was measured."""
+        eager = self._scores.stats(EAGER)
+        return self._run_steps if eager is None else min(self._run_steps, self._run_seconds * 1000 / eager.median_ms)
 
     def _leave_for_now(self, one: Candidate, reason: str, run_steps: float) -> None:
         one.rule_out("not tried", reason)
         self._not_worth.append(one)
         self._looked_at_steps = max(self._looked_at_steps, run_steps)
-        self._looked_at_seconds = max(self._looked_at_seconds, self._run_seconds)
 
     @property
     def _seconds_left(self) -> float:

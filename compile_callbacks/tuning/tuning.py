@@ -63,14 +63,20 @@ class Observed:
         )
 
 
-def slowest(read: Sequence[Mapping[Work, tuple[float, ...]]]) -> dict[Work, tuple[float, ...]]:
+def slowest(
+    read: Sequence[Mapping[Work, tuple[float, ...]]], *, by_size: bool | None = None
+) -> dict[Work, tuple[float, ...]]:
     """Of each kind of work the samples of the process that took longest for it; where shapes vary, of all its steps.
 
     Args:
         read: The samples of each process, in milliseconds, by their work.
+        by_size: Whether shapes vary; ``None`` where these samples tell.
     """
     works = dict.fromkeys(work for samples in read for work in samples)
-    if BySize.of({work: [ms for samples in read for ms in samples.get(work, ())] for work in works}) is not None:
+    if by_size is None:
+        pooled = {work: [ms for samples in read for ms in samples.get(work, ())] for work in works}
+        by_size = BySize.of(pooled) is not None
+    if by_size:
         # Hardly two steps are of equal work: the steps of one process, or each would count once in each of them.
         medians_ms = [statistics.median([ms for of in samples.values() for ms in of] or [0.0]) for samples in read]
         return dict(read[medians_ms.index(max(medians_ms))])
@@ -131,8 +137,9 @@ class PhaseTuning:
         self._planned = False
         self._store: ChoicesStore | None = None
         self._earlier: dict[str, Choice] = {}
-        self._made_for: dict[str, Mapping[str, str]] = {}  # for batches of the first step's shapes, and of any
-        self._recalled_any_size = False
+        self._works: Counter[Work] = Counter()  # of the steps in which candidates were tried
+        self._made_for: Mapping[str, str] | None = None
+        self._began_anew = False
         self._steps_left = self._seconds_left = math.inf
         self._told_at = 0.0
         self._in_force: str | None = None
@@ -179,19 +186,22 @@ class PhaseTuning:
         Returns:
             Whether enough steps are left.
         """
-        now = self._clock() - self._told_at, self._steps_left
-        of_ranks = self._gather(now) or [now]
-        self._steps_left = min(steps for _, steps in of_ranks)
-        if self._steps_left < _LEAST_STEPS_ANEW:
+        of_ranks = self._gather((self._clock() - self._told_at, self._steps_left))
+        if not of_ranks or min(steps for _, steps in of_ranks) < _LEAST_STEPS_ANEW:
             return False
+        self._steps_left = min(steps for _, steps in of_ranks)
         chosen = self.winner
         if chosen not in (None, EAGER):
-            self._switch.try_again(self.phase, str(chosen))
-        self._timer.forget(self.phase)
-        self._made_for, self._last_turn, self._checked = {}, None, None
-        self._recalled_any_size = True  # what is remembered for any shapes may be what this run has found to be over
+            if any(self._gather(self._switch.gave_up(self.phase, str(chosen)))):
+                self._switch.drop(self.phase, str(chosen))
+                chosen = None
+            else:
+                self._switch.try_again(self.phase, str(chosen))
+        self._made_for, self._last_turn, self._checked = None, None, None
+        self._began_anew = True
+        self._works.clear()
         self._graphs = Counter({str(chosen): self._graphs[str(chosen)]})
-        self._tuner = self._new_tuner(self._tuner)
+        self._tuner = self._new_tuner(self._tuner, compiled=chosen)
         self._plan(self._tuner, self._steps_left, self._seconds_left - max(seconds for seconds, _ in of_ranks))
         self._use(self._tuner.winner or EAGER)
         return True
@@ -216,28 +226,25 @@ class PhaseTuning:
             self._started = self._clock()
         return self._use(name)
 
-    def step_ends(self, *, measured: bool, sample: bool, made_for: Callable[[bool], Mapping[str, str]]) -> None:
+    def step_ends(
+        self, work: Work, *, measured: bool, sample: bool, made_for: Callable[[Work], Mapping[str, str]]
+    ) -> None:
         """A step ends.
 
         Args:
+            work: What it did.
             measured: As `step_begins` was told.
             sample: Whether its time is a sample.
-            made_for: Tells the circumstances that a choice would hold for, and whether for batches of whatever shapes.
+            made_for: Tells the circumstances that a choice for some work would hold for.
         """
         tuner = self._tuner
         assert tuner is not None
         self._steps_left -= measured
         if tuner.winner is not None or not measured:
             return
-        if not self._step_of_candidate(tuner, sample):
-            return
-        if not self._made_for:
-            self._made_for = {"exact": made_for(False), "any size": made_for(True)}
-            self._remember(tuner, self._made_for["exact"])
-        elif tuner.winner is None and tuner.by_size and not self._recalled_any_size:
-            self._recalled_any_size = True
-            self._remember(tuner, self._made_for["any size"])
-        self._apply(tuner)
+        self._works[work] += 1
+        if self._step_of_candidate(tuner, sample, made_for):
+            self._apply(tuner)
 
     def settle(self, reason: str) -> None:
         """Choose now, among what is proven."""
@@ -271,13 +278,15 @@ class PhaseTuning:
 
     def choice(self) -> dict[str, Any] | None:
         """What was chosen, and the fingerprint of what for, as plain data; ``None`` while nothing is."""
-        if self._tuner is None or self._tuner.winner is None or not self._made_for:
+        if self._tuner is None or self._tuner.winner is None or self._made_for is None:
             return None
-        return {"fingerprint": fingerprint(self._holds_for(self._tuner)), **asdict(self._as_choice(self._tuner.winner))}
+        if not self._tuner.holds_for_steps:
+            return None  # it was cut short
+        return {"fingerprint": fingerprint(self._made_for), **asdict(self._as_choice(self._tuner.winner))}
 
     # ------------------------------------------------------------------------------------------ what these call
 
-    def _new_tuner(self, before: Tuner | None = None) -> Tuner:
+    def _new_tuner(self, before: Tuner | None = None, compiled: str | None = None) -> Tuner:
         sharded = any(member.sharded for target in self._switch.targets for member in target.members)
         bakes_in = not (sharded or self._switch.shares_graphs)
         self._configs = named(self.tune.configs or auto_candidates(self._device, self.phase, freezes=bakes_in))
@@ -296,7 +305,7 @@ class PhaseTuning:
             latency_budget_ms=self.tune.latency_budget_ms,
             why_not=self._why_not,
             compile_seconds=before.compile_seconds if before is not None else None,
-            compiled=before.winner if before is not None else None,
+            compiled=compiled,
             least_steps=_LEAST_STEPS if self.tune.candidates == AUTO else 0,
             skip={
                 **dict.fromkeys(frozen, f"it asks for freezing, and {no_freezing}"),
@@ -318,7 +327,7 @@ class PhaseTuning:
             self._switch.use(self.phase, self.config, settings)
         return self.config
 
-    def _step_of_candidate(self, tuner: Tuner, sample: bool) -> bool:
+    def _step_of_candidate(self, tuner: Tuner, sample: bool, made_for: Callable[[Work], Mapping[str, str]]) -> bool:
         """What came of a step; whether all processes took it."""
         name = tuner.candidate
         self._recorder.collect()
@@ -345,17 +354,24 @@ class PhaseTuning:
             tuner.rule_out("failed", "nothing was compiled in its steps")
         elif over:
             read = self._timer.samples(self.phase, compiled=name != EAGER, settings=_settings(name))
-            tuner.block_ends(slowest(self._gather(read)))
+            by_size = None if name == EAGER else tuner.by_size
+            tuner.measured(slowest(self._gather(read), by_size=by_size))
+            if self._made_for is None:
+                self._remember(tuner, made_for)
+            if tuner.winner is None:
+                tuner.block_ends()
         self._reading_seconds = self._clock() - now
         return True
 
-    def _holds_for(self, tuner: Tuner) -> Mapping[str, str]:
-        """What the choice holds for."""
-        return self._made_for["any size" if tuner.by_size else "exact"]
-
-    def _remember(self, tuner: Tuner, made_for: Mapping[str, str]) -> None:
-        """Go on with what an earlier run chose under the same circumstances."""
-        found = self._earlier.get(fingerprint(made_for)) or (self._store.load(made_for) if self._store else None)
+    def _remember(self, tuner: Tuner, made_for: Callable[[Work], Mapping[str, str]]) -> None:
+        """Eager has its first samples: go on with what an earlier run chose under the same circumstances."""
+        work = self._works.most_common(1)[0][0]
+        self._made_for = made_for(work.of_any_size if tuner.by_size else work)
+        found = self._earlier.get(fingerprint(self._made_for))
+        if found is None and self._store is not None:
+            found = self._store.load(self._made_for)
+        if tuner.by_size and self._began_anew:
+            found = None  # it is what this run has found to be over
         choice = next((of_process for of_process in self._gather(found) if of_process is not None), None)
         known = [self._as_choice(name) for name in (EAGER, *self._configs)]
         if choice is not None and choice in known:
@@ -391,12 +407,12 @@ class PhaseTuning:
 
     def _keep(self, tuner: Tuner, winner: str) -> None:
         """Keep the choice for later runs, unless it was cut short, or is eager and would not have to be."""
-        if self._store is None or not self._made_for or not tuner.holds_for_steps:
+        if self._store is None or self._made_for is None or not tuner.holds_for_steps:
             return
         if tuner.eager_for_want_of_figures:
             return
         told = [trial.to_dict() for trial in tuner.trials()]
-        if problem := self._store.save(self._holds_for(tuner), self._as_choice(winner), told):
+        if problem := self._store.save(self._made_for, self._as_choice(winner), told):
             self._say(f"{self.phase} phase: the choice could not be kept for later runs: {problem}")
 
 
