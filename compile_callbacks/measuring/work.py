@@ -28,8 +28,8 @@ class Work(NamedTuple):
         stage: Which stage, and which of its loaders.
         kind: All else but sizes: accumulation, structure and dtypes of the batch, which weights train.
         shapes: The shapes of the batch's tensors.
-        new: Whether no step before it that ran in the same way had these shapes. Libraries choose kernels for each, which
-            may take longer than the step (attention on a GPU does).
+        new: Whether no step before it that ran in the same way had these shapes. Libraries choose kernels for each,
+            which may take longer than the step (attention on a GPU does).
     """
 
     stage: str
