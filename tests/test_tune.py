@@ -595,6 +595,7 @@ def test_eager_chosen_for_want_of_a_compiler_is_not_remembered(monkeypatch, tmp_
     ours = InductorCompile(tune, None, cache_dir=tmp_path)
     fit(ours)
     assert verdicts(ours.report.train) == {"eager": "chosen", "passes=[RaisingLater]": "failed"}
+    assert ours.state_dict()["choices"] == {}
     monkeypatch.setattr(RaisingLater, "broken", False)
     ours = InductorCompile(tune, None, cache_dir=tmp_path)
     fit(ours)

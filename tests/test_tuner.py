@@ -325,6 +325,42 @@ def test_settling_while_it_is_tried_anew_keeps_what_is_compiled():
     assert machine.run(tuner) == "b"
 
 
+def test_a_budget_that_ends_a_tuning_anew_keeps_what_is_compiled():
+    tuner = Tuner(["a", "b"], compiled="a", budget_seconds=0.04)
+    assert Machine({"eager": 10, "a": 5, "b": 1}).run(tuner) == "a"
+    assert tuner.holds_for_steps == 0
+    assert "chosen before, and budget_seconds=0.04" in reasons(tuner)["a"]
+    tuner.plan(math.inf)
+    assert tuner.winner == "a"  # no later run has more of the budget
+
+
+@pytest.mark.parametrize("name", ["eager", "a"])
+def test_what_was_remembered_of_short_runs_is_open_again_in_a_longer_one(name):
+    tuner, machine = Tuner(["a", "b"]), Machine({"eager": 10, "a": 8, "b": 5})
+    tuner.plan(400)
+    assert machine.run(tuner, remembers=(name, 500)) == name
+    tuner.plan(500)
+    assert tuner.winner == name
+    tuner.plan(5000)
+    assert (machine.run(tuner), tuner.holds_for_steps) == ("b", math.inf)
+
+
+def test_a_remembered_choice_that_is_never_comparable_is_given_up():
+    tuner = Tuner(["a"], steps=5)
+    chosen = Machine({"eager": 10, "a": 5}).run(
+        tuner, work=lambda step: tuner.candidate, remembers=("a", math.inf), steps=3000
+    )
+    assert (chosen, verdicts(tuner)["a"]) == ("eager", "not judged")
+
+
+def test_what_goes_on_in_another_run_is_compared_with_eager_steps_of_that():
+    tuner, machine = Tuner(["a"], steps=5), Machine({"eager": 10, "a": 5})
+    machine.run(tuner, steps=9, work=lambda step: "small")
+    assert tuner.winner is None
+    tuner.run_begins()
+    assert machine.run(tuner, work=lambda step: "large") == "a"
+
+
 def test_a_longer_run_without_a_clock_looks_again_at_what_one_by_the_clock_left_out():
     tuner = by_clock(6)
     Machine({"eager": 10, "a": 5, "b": 1}, noise=0.001).run(tuner)

@@ -22,6 +22,7 @@ from compile_callbacks.measuring.memory import PeakMemory
 from compile_callbacks.measuring.timing import StepTimer
 from compile_callbacks.measuring.work import STEPS_BETWEEN_LOOKS, KnownWork, Work, baseline_from_data, work_of
 from compile_callbacks.processes.meetings import Meetings
+from compile_callbacks.reporting.report import seconds_saved
 from compile_callbacks.session.remeasuring import Remeasuring
 from compile_callbacks.tuning.tuning import slowest
 
@@ -157,11 +158,11 @@ def test_work_that_changed_for_good_is_noticed_and_odd_batches_are_not():
     assert changed == [False] * (STEPS_BETWEEN_LOOKS - 1) + [True] + [False] * 2 * STEPS_BETWEEN_LOOKS
 
 
-def test_work_that_alternates_is_measured_once_and_ever_other_work_a_few_times():
+def test_work_that_alternates_is_measured_twice_at_most_and_ever_other_work_a_few_times():
     known = KnownWork()
     known.add(of_size(100))
     loaders = ([of_size(100)] * 210 + [of_size(200)] * 210) * 20
-    assert sum(looks(known, loaders)) == 1
+    assert sum(looks(known, loaders)) <= 2
     longer = [of_size(1000 * 2**epoch) for epoch in range(30) for _ in range(1000)]
     changes = [step for step, changed in enumerate(looks(known, longer)) if changed]
     assert len(changes) == 4
@@ -187,6 +188,14 @@ def test_a_look_takes_little_time_where_shapes_vary():
     started = time.perf_counter()
     looks(known, works[:STEPS_BETWEEN_LOOKS])
     assert time.perf_counter() - started < 0.1
+
+
+def test_work_that_returns_is_measured_again_as_its_samples_are_gone():
+    known = KnownWork()
+    known.add(of_size(100))
+    there, back = [of_size(200)] * STEPS_BETWEEN_LOOKS, [of_size(100)] * 2 * STEPS_BETWEEN_LOOKS
+    assert looks(known, there)[-1]
+    assert looks(known, back)[-1]
 
 
 def test_a_change_into_several_kinds_is_one():
@@ -221,6 +230,17 @@ def test_work_has_changed_where_it_has_in_all_processes():
         known = KnownWork(lambda own, others=others: [] if others is None else [own, *others])
         known.add(of_size(100))
         assert any(looks(known, [of_size(200)] * STEPS_BETWEEN_LOOKS)) == changed
+
+
+def test_processes_that_take_unequally_many_steps_look_at_once_after_a_stage():
+    few, many = (KnownWork(lambda own: [own, own if isinstance(own, bool) else 60]) for _ in range(2))
+    found = []
+    for known, steps in [(few, 60), (many, 67)]:
+        known.add(of_size(100))
+        assert not any(looks(known, [of_size(200)] * steps))
+        known.stage_ends()
+        found.append(looks(known, [of_size(200)] * (STEPS_BETWEEN_LOOKS - 60)))
+    assert found[0] == found[1] == [False] * 39 + [True]
 
 
 # ------------------------------------------------------------------------------------------ in a run
@@ -267,12 +287,39 @@ class Frozen(Classifier):
 
 def test_a_frozen_backbone_is_other_work():
     ours = InductorCompile("default", None, baseline_steps=4, verify="off")
-    trainer(ours, max_epochs=2).fit(seeded(Frozen), batches([4] * 150))
+    trainer(ours, max_epochs=3).fit(seeded(Frozen), batches([4] * 150))
     assert [step for step in Phases(ours).eager_steps if step > 150], "thawed steps have a baseline of their own"
     timer = ours._session._timer
     (kind,) = {work.kind for work in timer.samples("train", compiled=True)}  # without those of the frozen steps
     assert timer.times("train").work.kind == kind
     assert timer.times("train").eager_ms
+
+
+def test_a_run_that_is_nearly_over_keeps_its_figures():
+    ours = InductorCompile("default", None, baseline_steps=4, verify="off")
+    trainer(ours).fit(seeded(Classifier), batches([4] * 30 + [16] * 150))
+    assert max(Phases(ours).eager_steps) <= 30
+    assert ours.report.train.speedup is not None
+
+
+def test_what_was_saved_is_told_where_nothing_was_measured_since():
+    clock = [0.0]
+    timer = StepTimer(lambda: clock[0])
+    timed(timer, clock, [(of_size(1), 10.0)] * 12, compiled=False)
+    timed(timer, clock, [(of_size(1), 5.0)] * 100, compiled=True)
+    timer.forget("train")
+    timed(timer, clock, [(of_size(2), 80.0)] * 50, compiled=True)  # no eager ones beside them
+    timer.forget("train")
+    assert timer.steps_to_judge("train") == 50
+    assert seconds_saved(50, None, None, timer.saved_before_seconds("train")) == pytest.approx(0.5)
+
+
+def test_steps_of_another_precision_are_other_work():
+    ours, model = InductorCompile("default", None, baseline_steps=4, verify="off"), seeded(Classifier)
+    for precision, steps in [("32-true", 30), ("bf16-mixed", 250)]:
+        trainer(ours, precision=precision).fit(model, batches([4] * steps))
+    assert len([step for step in Phases(ours).eager_steps if step > 30]) in (5, 6)
+    assert "bf16-mixed" in ours._session._timer.times("train").work.kind
 
 
 def test_which_weights_train_is_known_in_the_middle_of_an_epoch():
@@ -359,6 +406,37 @@ def test_a_tune_that_begins_anew_keeps_what_it_has_compiled_and_knows_what_compi
     kinds = [(event["settings"], event["kind"]) for event in report.events if event["kind"] in ("compile", "recompile")]
     assert kinds.count(("default", "recompile")) == 1  # for the new shapes, and not from nothing again
     assert ours._session._tunings["train"]._tuner._compile_seconds.keys() == {"default", unfused.describe()}
+
+
+class LargeBatchesAreQuick(Times):
+    """Eager takes 10 ms for small batches and 5 for large ones; what is compiled takes 8 for any."""
+
+    def __init__(self, monkeypatch):
+        super().__init__(monkeypatch, train={"eager": 10, "default": 8})
+        of_any = StepTimer.samples
+
+        def samples(timer, phase, *, compiled, settings=None):
+            found = of_any(timer, phase, compiled=compiled, settings=settings)
+            quick = {work for work in found if not compiled and work.shapes[0][0] == 16}
+            return {work: (5.0,) * len(ms) if work in quick else ms for work, ms in found.items()}
+
+        monkeypatch.setattr(StepTimer, "samples", samples)
+
+
+def test_a_choice_is_kept_for_the_work_that_it_was_judged_by(monkeypatch, tmp_path):
+    LargeBatchesAreQuick(monkeypatch)
+
+    def run(sizes):
+        ours = InductorCompile(Tune(["default"], steps=12), None, verify="off", cache_dir=tmp_path)
+        trainer(ours).fit(seeded(Classifier), batches(sizes))
+        return ours.report.train
+
+    assert run([4] * 8 + [16] * 90).mode == "eager"
+    small = run([4] * 90)
+    assert small.mode == "default"
+    assert not any("in an earlier run" in (trial["reason"] or "") for trial in small.trials)
+    large = run([16] * 90)
+    assert any("in an earlier run" in (trial["reason"] or "") for trial in large.trials)
 
 
 def test_too_few_steps_to_come_are_not_tuned_anew(monkeypatch):

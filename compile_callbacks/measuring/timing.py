@@ -137,7 +137,7 @@ class StepTimer:
         self._latest: dict[_Way, deque[tuple[Work, _Span]]] = defaultdict(lambda: deque(maxlen=LATEST_SAMPLES))
         self._seen_shapes: dict[_Way, set[int]] = defaultdict(set)
         self._steps_judged: Counter[_Way] = Counter()
-        self._saved_seconds: dict[_Way, float] = defaultdict(float)
+        self._saved_seconds: dict[Phase, float] = {}
         self._settled: Counter[_Way] = Counter()
         self._restored: dict[Phase, dict[Work, tuple[float, ...]]] = {}
         self._series: dict[Phase, dict[tuple[StepKind, str | None], StepSeries]] = defaultdict(dict)
@@ -212,8 +212,9 @@ class StepTimer:
             times = self.times(phase, way[2])
             eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
             if eager_ms is not None and compiled_ms is not None:
-                self._saved_seconds[way] += (eager_ms - compiled_ms) * self.steps_to_judge(phase, way[2]) / 1000
-            self._steps_judged[way] = self._steps[way]
+                saved_seconds = (eager_ms - compiled_ms) * self.steps_to_judge(phase, way[2]) / 1000
+                self._saved_seconds[phase] = self._saved_seconds.get(phase, 0.0) + saved_seconds
+                self._steps_judged[way] = self._steps[way]
         for of_ways in (self._samples, self._latest):
             for way in [way for way in of_ways if way[0] == phase]:
                 del of_ways[way]
@@ -235,9 +236,9 @@ class StepTimer:
         way = phase, True, settings
         return self._steps[way] - self._steps_judged[way]
 
-    def saved_before_seconds(self, phase: Phase, settings: str | None = None) -> float:
-        """What compiled steps saved before samples were last forgotten."""
-        return self._saved_seconds.get((phase, True, settings), 0.0)
+    def saved_before_seconds(self, phase: Phase) -> float | None:
+        """What compiled steps saved before samples were last forgotten; ``None`` where none were."""
+        return self._saved_seconds.get(phase)
 
     def series(self, phase: Phase) -> tuple[dict[str, Any], ...]:
         """The steps of a phase in order, a mapping for each way in which they ran; waits for the GPU.

@@ -101,6 +101,7 @@ class KnownWork:
         self._gather = gather
         self._by_kind: dict[str, Counter[Work]] = {}
         self._latest: Counter[Work] = Counter()
+        self._looked_at = 0  # steps since it was last asked; of several processes, of the one that took the fewest
         self._window: Counter[Work] = Counter()
         self._changes = 0
 
@@ -122,9 +123,10 @@ class KnownWork:
         if not self or self._changes >= _MOST_CHANGES:
             return False
         self._latest[work._replace(stage="")] += 1
-        if self._latest.total() < STEPS_BETWEEN_LOOKS * 2**self._changes:
+        self._looked_at += 1
+        if self._looked_at < STEPS_BETWEEN_LOOKS * 2**self._changes:
             return False
-        latest, self._latest = self._latest, Counter()
+        latest, self._latest, self._looked_at = self._latest, Counter(), 0
         self._window = latest
         other = Counter(dict.fromkeys(latest, 0))
         for kind in {work.kind for work in latest}:
@@ -141,10 +143,16 @@ class KnownWork:
         return bool(of_ranks) and all(of_ranks)
 
     def accept_change(self) -> None:
-        """What the latest steps did is measured from here on."""
+        """What the latest steps did is measured from here on, and what was measured before is forgotten."""
         self._changes += 1
+        self._by_kind.clear()
         for work, times in self._window.items():
             self.add(work, times)
+
+    def stage_ends(self) -> None:
+        """A stage ends, of which processes may take unequally many steps: they look at the same ones from here on."""
+        if of_ranks := self._gather(self._looked_at):
+            self._looked_at = min(of_ranks)
 
     def _covering(self, kind: str) -> Callable[[Work], bool]:
         """What tells whether work of a kind is comparable with what was measured of it."""

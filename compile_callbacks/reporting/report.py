@@ -288,7 +288,7 @@ def build_phase_report(
         samples=min(counts) if counts else None,
         break_even_steps=break_even_steps(seconds, eager_ms, compiled_ms),
         seconds_saved=seconds_saved(
-            timer.steps_to_judge(phase, of_tune), eager_ms, compiled_ms, timer.saved_before_seconds(phase, of_tune)
+            timer.steps_to_judge(phase, of_tune), eager_ms, compiled_ms, timer.saved_before_seconds(phase)
         ),
         eager_peak_memory_mb=memory.peak_mb(phase, compiled=False),
         peak_memory_mb=memory.peak_mb(phase, compiled=True, settings=of_tune),
@@ -333,11 +333,13 @@ def uncompiled_report(configs: Mapping[Phase, Settings]) -> CompileReport:
     return CompileReport(train=phases["train"], infer=phases["infer"])
 
 
-def seconds_saved(steps: int, eager_ms: float | None, compiled_ms: float | None, before: float = 0.0) -> float | None:
+def seconds_saved(
+    steps: int, eager_ms: float | None, compiled_ms: float | None, before: float | None = None
+) -> float | None:
     """What so many compiled steps took less than eager ones would have, and others before them."""
     if eager_ms is None or compiled_ms is None:
-        return None
-    return before + (eager_ms - compiled_ms) * steps / 1000
+        return before
+    return (before or 0.0) + (eager_ms - compiled_ms) * steps / 1000
 
 
 def break_even_steps(compile_seconds: float | None, eager_ms: float | None, compiled_ms: float | None) -> float | None:

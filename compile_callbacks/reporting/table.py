@@ -62,7 +62,10 @@ def _listed(names: Sequence[str]) -> str:
 def _number(value: float | None, form: str, unit: str = "") -> str:
     if value is None:
         return _NOTHING
-    return "never" if math.isinf(value) else format(value, form) + unit
+    if math.isinf(value):
+        return "never"
+    text = format(value, form)
+    return (text if float(text) else text.lstrip("-")) + unit
 
 
 def _step(median: float | None, spread: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 
@@ -14,6 +15,8 @@ from compile_callbacks.measuring.work import STEPS_BETWEEN_LOOKS, KnownWork, Wor
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.processes.meetings import Meetings
 from compile_callbacks.tuning.tuning import PhaseTuning
+
+_LEAST_STEPS_TO_COME = 100  # what was measured stays, rather than that a run ends before it is measured anew
 
 
 class Remeasuring:
@@ -47,13 +50,19 @@ class Remeasuring:
         self._tunings = tunings
         self._timer = timer
         self._memory = memory
+        self._meetings = meetings
         self._say = say
         self._known = {phase: KnownWork(meetings.gather) for phase in PHASES}
+        self._steps_left: dict[Phase, float] = dict.fromkeys(PHASES, math.inf)
         self._which_train = self._steps = 0
 
     def begin(self) -> None:
         """A run begins, maybe in the middle of an epoch."""
         self._steps = 0
+
+    def expect(self, phase: Phase, steps_left: float) -> None:
+        """So many steps of the phase are to come; ``math.inf`` where that is not known."""
+        self._steps_left[phase] = steps_left
 
     def with_weights(self, work: Work, *, look: bool) -> Work:
         """The work of a train step with which weights it trains: beneath a frozen backbone there is less to do.
@@ -81,15 +90,26 @@ class Remeasuring:
             work: What it did.
             compiled: Whether it ran compiled.
         """
+        self._steps_left[phase] -= 1
         known, tuning, baseline = self._known[phase], self._tunings.get(phase), self._baselines[phase]
         if baseline.running if tuning is None else tuning.winner is None or not known:
             if not compiled:
                 known.add(work)
             return
-        if not known.has_changed(work) or not (baseline.again() if tuning is None else tuning.begin_anew()):
+        if not known.has_changed(work):
+            return
+        of_ranks = self._meetings.gather(self._steps_left[phase])
+        steps_left = min(of_ranks, default=0.0)
+        if steps_left < _LEAST_STEPS_TO_COME:
+            return
+        if not (baseline.again() if tuning is None else tuning.begin_anew(steps_left)):
             return
         known.accept_change()
         self._timer.forget(phase)
         self._memory.forget(phase)
         what = "eager steps are measured" if tuning is None else "candidates are tried"
         self._say(f"{phase} phase: most of the latest steps had other shapes, or other weights to train: {what} anew")
+
+    def stage_ends(self, phase: Phase) -> None:
+        """A stage of the phase ends, in all processes."""
+        self._known[phase].stage_ends()

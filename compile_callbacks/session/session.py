@@ -264,6 +264,7 @@ class CompileSession:
         for phase in steps:
             least = min(of_rank[phase] for of_rank, _ in of_ranks)
             self._baselines[phase].plan(least)
+            self._remeasuring.expect(phase, least)
             if (tuning := self._tunings.get(phase)) is not None:
                 tuning.expect(least, min(seconds for _, seconds in of_ranks))
                 self._configs[phase] = tuning.config
@@ -322,6 +323,7 @@ class CompileSession:
         disturbed = self._meetings.disturbed or self._recorder.compiles_seen != compiles_before
         self._meetings.step_ends()
         tuning = self._tunings.get(self._phase)
+        work = work.where(precision=self._reports.precision)
         if self._phase == "train":
             work = self._remeasuring.with_weights(work, look=self._first or disturbed)
         sample = self._timer.stop(
@@ -362,6 +364,7 @@ class CompileSession:
         self._warnings.of_steps([phase])
         self._keep_artifacts()
         self._reports.gather_figures()
+        self._remeasuring.stage_ends(phase)
 
     # ------------------------------------------------------------------------------------------ what was measured
 

@@ -135,7 +135,8 @@ class Scores:
         eager, own = self._candidates[EAGER].times, self._candidates[name].times
         if (by_size := BySize.of(eager)) is not None:
             return StepStats.of(by_size.eager_ms() if name == EAGER else by_size.scaled_ms(pairs(own)))
-        work = max(eager, key=lambda work: len(eager[work]), default=None)
+        # Of several the one that was done last.
+        work = max(reversed(eager), key=lambda work: len(eager[work]), default=None)
         return None if work is None else StepStats.of(own.get(work, ()))
 
     @property

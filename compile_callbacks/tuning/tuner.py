@@ -80,12 +80,17 @@ class Tuner:
         self._run_steps = self._looked_at_steps = 0.0  # of the run, and of the longest that found them not worth it
         self._remembered: Candidate | None = None
         self._remembered_for_steps = 0.0
+        self._eager_is_old = False
         self._rounds = 0
         self._turns: list[Candidate] = []
         self._steps_of_block = self._samples_of_block = 0
         self._next_turn()
 
     # ------------------------------------------------------------------------------------------ what it is told
+
+    def run_begins(self) -> None:
+        """Another trainer run, maybe with other batches: what goes on is compared with eager steps of this run too."""
+        self._eager_is_old = bool(self._eager.steps)
 
     def plan(self, steps_left: float, seconds_left: float = math.inf) -> None:
         """A run begins: what `settle` cut off goes on.
@@ -102,7 +107,7 @@ class Tuner:
         if steps_left > 0:
             again += self._cut_off
             self._cut_off.clear()
-        if self._steps_of_run() > self._looked_at_steps:
+        if self._is_longer_than(self._looked_at_steps):
             again += self._not_worth
             self._not_worth.clear()
         if again:
@@ -120,11 +125,7 @@ class Tuner:
             name: The candidate.
             held_for_steps: The longest run, in steps of the phase, that the choice holds for: a longer one forgets it.
         """
-        if self.winner is not None or not held_for_steps:
-            return
-        # By the clock a run is never exactly as long as another.
-        longer = 1.25 if self._steps_of_run() < self._run_steps else 1
-        if held_for_steps * longer < self._steps_of_run():
+        if self.winner is not None or not held_for_steps or self._is_longer_than(held_for_steps):
             return
         if name == EAGER:
             self._choose(self._eager, _EARLIER, when=_EARLIER, holds_for_steps=held_for_steps)
@@ -166,6 +167,8 @@ class Tuner:
         Args:
             times: All of the candidate's samples so far, in milliseconds, by their work.
         """
+        if self._turns[0] is self._eager:
+            self._eager_is_old = False
         self._turns[0].times = {work: tuple(samples) for work, samples in times.items() if samples}
 
     def block_ends(self) -> None:
@@ -206,9 +209,14 @@ class Tuner:
         return name != EAGER and self._others[name].out
 
     @property
-    def eager_for_want_of_figures(self) -> bool:
-        """Whether eager was chosen though a candidate failed, as without a C++ compiler, or could not be judged."""
-        return self.winner == EAGER and any(one.verdict in ("failed", "not judged") for one in self._others.values())
+    def worth_keeping(self) -> bool:
+        """Whether later runs may go by the choice.
+
+        Not where it was cut short, nor where eager was chosen though a candidate failed, as without a C++ compiler, or
+        could not be judged.
+        """
+        unknown = any(one.verdict in ("failed", "not judged") for one in self._others.values())
+        return self.winner is not None and self.holds_for_steps > 0 and not (self.winner == EAGER and unknown)
 
     @property
     def by_size(self) -> bool:
@@ -248,7 +256,8 @@ class Tuner:
 
     def _block_is_over(self) -> None:
         if self.winner is None and self._seconds_left <= 0:
-            self._settle(f"budget_seconds={self._budget_seconds:g} was used up")
+            self.settle(f"budget_seconds={self._budget_seconds:g} was used up")
+            self._cut_off.clear()  # no later run has more of it
         if self.winner is None:
             self._turns.pop(0)
             self._next_turn()
@@ -267,6 +276,8 @@ class Tuner:
 
     def _next_round(self) -> list[Candidate]:
         """Who runs in the next round: eager and all others, or under rules that go by order, one other at a time."""
+        if self._remembered is not None and self._is_done(self._remembered) and self._is_done(self._eager):
+            self._remembered = None  # its steps are not comparable with eager's
         eager = [] if self._is_done(self._eager) else [self._eager]
         in_play = self._in_play()[:1] if self._rule == "first" else self._in_play()
         others = [one for one in in_play if not self._is_done(one)]
@@ -282,6 +293,8 @@ class Tuner:
 
     def _is_done(self, one: Candidate) -> bool:
         """Whether a candidate has all the samples that it gets."""
+        if one is self._eager and self._eager_is_old:
+            return False
         most = _STEPS_A_CANDIDATE * (self._steps + BLOCK_SAMPLES)
         return self._scores.samples(one.name) >= self._steps or one.steps >= most
 
@@ -307,6 +320,11 @@ class Tuner:
         """How many steps the run has, by its epochs, and by its clock once eager was measured."""
         eager = self._scores.stats(EAGER)
         return self._run_steps if eager is None else min(self._run_steps, self._run_seconds * 1000 / eager.median_ms)
+
+    def _is_longer_than(self, steps: float) -> bool:
+        """Whether the run has more steps; by the clock it is never exactly as long as another."""
+        tolerance = 1.25 if self._steps_of_run() < self._run_steps else 1
+        return self._steps_of_run() > steps * tolerance
 
     def _leave_for_now(self, one: Candidate, reason: str, run_steps: float) -> None:
         one.rule_out("not tried", reason)
@@ -401,6 +419,10 @@ class Tuner:
                 one.rule_out("beaten")
             else:
                 one.rule_out("not tried", f"{winner.name} was {when}")
+                if when == _EARLIER:
+                    self._not_worth.append(one)
+        if when == _EARLIER:
+            self._looked_at_steps = max(self._looked_at_steps, holds_for_steps)
         winner.verdict, winner.reason = "chosen", reason
 
     def _reopen(self, again: Sequence[Candidate]) -> None:

@@ -28,7 +28,6 @@ from compile_callbacks.tuning.trial import BLOCK_SAMPLES, Known, Trial, Verdict
 from compile_callbacks.tuning.tuner import Tuner
 
 _LEAST_STEPS = 2 * (WARMUP_STEPS + BLOCK_SAMPLES) + 1  # a block of eager and one of a candidate, and its compile
-_LEAST_STEPS_ANEW = 100  # to come: trying candidates again is not worth more than what they may gain
 _T = TypeVar("_T")
 
 
@@ -138,9 +137,10 @@ class PhaseTuning:
         self._store: ChoicesStore | None = None
         self._earlier: dict[str, Choice] = {}
         self._works: Counter[Work] = Counter()  # of the steps in which candidates were tried
+        self._recalled_by: Work | None = None  # what an earlier choice was looked up for
         self._made_for: Mapping[str, str] | None = None
         self._began_anew = False
-        self._steps_left = self._seconds_left = math.inf
+        self._seconds_left = math.inf
         self._told_at = 0.0
         self._in_force: str | None = None
         self._last_turn: str | None = None
@@ -164,6 +164,7 @@ class PhaseTuning:
         if self._tuner is None:
             self._device = device
             self._tuner = self._new_tuner()
+        self._tuner.run_begins()
         self._use(self._tuner.winner or EAGER)
 
     def expect(self, steps_left: float, seconds_left: float = math.inf) -> None:
@@ -174,22 +175,24 @@ class PhaseTuning:
             seconds_left: When the run ends by the clock.
         """
         assert self._tuner is not None
-        self._steps_left, self._seconds_left, self._told_at = steps_left, seconds_left, self._clock()
+        self._seconds_left, self._told_at = seconds_left, self._clock()
         if not self._planned or math.isinf(self._tuner.steps_left):
             self._planned = True
             self._plan(self._tuner, steps_left, seconds_left)
             self._use(self._tuner.winner or EAGER)
 
-    def begin_anew(self) -> bool:
+    def begin_anew(self, steps_left: float) -> bool:
         """Steps have come to do other work: candidates are tried anew, or a choice is recalled that was made for it.
 
+        Args:
+            steps_left: Steps of the phase to come, of all processes the fewest.
+
         Returns:
-            Whether enough steps are left.
+            Whether all processes do.
         """
-        of_ranks = self._gather((self._clock() - self._told_at, self._steps_left))
-        if not of_ranks or min(steps for _, steps in of_ranks) < _LEAST_STEPS_ANEW:
+        since_told = self._gather(self._clock() - self._told_at)
+        if not since_told:
             return False
-        self._steps_left = min(steps for _, steps in of_ranks)
         chosen = self.winner
         if chosen not in (None, EAGER):
             if any(self._gather(self._switch.gave_up(self.phase, str(chosen)))):
@@ -197,12 +200,12 @@ class PhaseTuning:
                 chosen = None
             else:
                 self._switch.try_again(self.phase, str(chosen))
-        self._made_for, self._last_turn, self._checked = None, None, None
+        self._recalled_by, self._made_for, self._last_turn, self._checked = None, None, None, None
         self._began_anew = True
         self._works.clear()
         self._graphs = Counter({str(chosen): self._graphs[str(chosen)]})
         self._tuner = self._new_tuner(self._tuner, compiled=chosen)
-        self._plan(self._tuner, self._steps_left, self._seconds_left - max(seconds for seconds, _ in of_ranks))
+        self._plan(self._tuner, steps_left, self._seconds_left - max(since_told))
         self._use(self._tuner.winner or EAGER)
         return True
 
@@ -239,11 +242,12 @@ class PhaseTuning:
         """
         tuner = self._tuner
         assert tuner is not None
-        self._steps_left -= measured
         if tuner.winner is not None or not measured:
             return
         self._works[work] += 1
         if self._step_of_candidate(tuner, sample, made_for):
+            if tuner.winner is not None and self._recalled_by is not None:
+                self._made_for = made_for(self._judged_by(tuner, self._recalled_by))
             self._apply(tuner)
 
     def settle(self, reason: str) -> None:
@@ -280,8 +284,8 @@ class PhaseTuning:
         """What was chosen, and the fingerprint of what for, as plain data; ``None`` while nothing is."""
         if self._tuner is None or self._tuner.winner is None or self._made_for is None:
             return None
-        if not self._tuner.holds_for_steps:
-            return None  # it was cut short
+        if not self._tuner.worth_keeping:
+            return None
         return {"fingerprint": fingerprint(self._made_for), **asdict(self._as_choice(self._tuner.winner))}
 
     # ------------------------------------------------------------------------------------------ what these call
@@ -356,7 +360,7 @@ class PhaseTuning:
             read = self._timer.samples(self.phase, compiled=name != EAGER, settings=_settings(name))
             by_size = None if name == EAGER else tuner.by_size
             tuner.measured(slowest(self._gather(read), by_size=by_size))
-            if self._made_for is None:
+            if self._recalled_by is None:
                 self._remember(tuner, made_for)
             if tuner.winner is None:
                 tuner.block_ends()
@@ -365,11 +369,11 @@ class PhaseTuning:
 
     def _remember(self, tuner: Tuner, made_for: Callable[[Work], Mapping[str, str]]) -> None:
         """Eager has its first samples: go on with what an earlier run chose under the same circumstances."""
-        work = self._works.most_common(1)[0][0]
-        self._made_for = made_for(work.of_any_size if tuner.by_size else work)
-        found = self._earlier.get(fingerprint(self._made_for))
-        if found is None and self._store is not None:
-            found = self._store.load(self._made_for)
+        usual = self._works.most_common(1)[0][0]
+        self._recalled_by = usual.of_any_size if tuner.by_size else usual
+        found = self._kept(made_for(self._recalled_by))
+        if found is None and len({work.shapes for work in self._works}) > 1:  # so few do not tell whether shapes vary
+            found = self._kept(made_for(usual.of_any_size))
         if tuner.by_size and self._began_anew:
             found = None  # it is what this run has found to be over
         choice = next((of_process for of_process in self._gather(found) if of_process is not None), None)
@@ -377,6 +381,21 @@ class PhaseTuning:
         if choice is not None and choice in known:
             tuner.remember(choice.candidate, choice.holds_for_steps)
             self._checked = choice.candidate if tuner.remembers else None
+
+    def _kept(self, made_for: Mapping[str, str]) -> Choice | None:
+        found = self._earlier.get(fingerprint(made_for))
+        return self._store.load(made_for) if found is None and self._store is not None else found
+
+    def _judged_by(self, tuner: Tuner, recalled_by: Work) -> Work:
+        """What most steps did by which candidates were judged; what the choice was looked up for, where many did that.
+
+        Accumulation and the like alternate, and a choice is to be found again.
+        """
+        times: Counter[Work] = Counter()
+        for work, of_work in self._works.items():
+            times[work.of_any_size if tuner.by_size else work] += of_work
+        usual, most = times.most_common(1)[0]
+        return recalled_by if 2 * times[recalled_by] >= most else usual
 
     def _as_choice(self, name: str) -> Choice:
         steps = 0.0 if self._tuner is None else self._tuner.holds_for_steps
@@ -406,10 +425,8 @@ class PhaseTuning:
             self._keep(tuner, tuner.winner)
 
     def _keep(self, tuner: Tuner, winner: str) -> None:
-        """Keep the choice for later runs, unless it was cut short, or is eager and would not have to be."""
-        if self._store is None or self._made_for is None or not tuner.holds_for_steps:
-            return
-        if tuner.eager_for_want_of_figures:
+        """Keep the choice for later runs."""
+        if self._store is None or self._made_for is None or not tuner.worth_keeping:
             return
         told = [trial.to_dict() for trial in tuner.trials()]
         if problem := self._store.save(self._made_for, self._as_choice(winner), told):
