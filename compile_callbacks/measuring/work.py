@@ -49,8 +49,7 @@ class Work(NamedTuple):
 
     def where(self, **conditions: object) -> Work:
         """The same under conditions that make a difference."""
-        named = ", ".join(f"{name}={value}" for name, value in conditions.items())
-        return self._replace(kind=f"{self.kind}, {named}")
+        return self._replace(kind=_kind_where(self.kind, tuple(conditions.items())))
 
     @classmethod
     def from_data(cls, data: Sequence[Any]) -> Work:
@@ -162,6 +161,11 @@ class KnownWork:
         sizes = [other.elements for other in of_kind] if is_varied(of_kind) else [0]
         least, most = min(sizes) / SIMILAR_SIZE, max(sizes) * SIMILAR_SIZE
         return lambda work: not work.shapes or work in of_kind or least <= work.elements <= most
+
+
+@functools.lru_cache(maxsize=1024)  # in each step: small steps wait for the host
+def _kind_where(kind: str, conditions: tuple[tuple[str, object], ...]) -> str:
+    return ", ".join([kind, *(f"{name}={value}" for name, value in conditions)])
 
 
 @functools.lru_cache(maxsize=1024)
