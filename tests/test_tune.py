@@ -667,5 +667,6 @@ def test_cuda_graphs_are_candidates_on_a_gpu():
         for report in (ours.report.train, ours.report.infer):
             chosen = [name for name, verdict in verdicts(report).items() if verdict == "chosen"]
             assert chosen == [report.mode]
-            assert report.mode == "eager" or report.speedup > 1
-            assert trials(report)["reduce-overhead"]["samples"] >= 5
+            of = trials(report)
+            assert report.mode == "eager" or of[report.mode]["median_ms"] < of["eager"]["median_ms"]
+            assert of["reduce-overhead"]["samples"] >= 5
