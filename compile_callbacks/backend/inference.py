@@ -69,8 +69,10 @@ class CompiledInference:
         if self._placement.training:
             self._module.eval()
         with _no_autograd():
-            args, kwargs = _torch.tree_map_tensors(self._as_input, (args, kwargs))
-            return self._module(*args, **kwargs)
+            return self._module(
+                *[self._as_argument(value) for value in args],
+                **{name: self._as_argument(value) for name, value in kwargs.items()},
+            )
 
     def report(self) -> CompileReport:
         """What compiling cost so far; what ran and was not compiled is warned about here, once."""
@@ -94,6 +96,12 @@ class CompiledInference:
             before.restore()
         self._session.leave("infer")
 
+    def _as_argument(self, value: Any) -> Any:
+        """An argument with its tensors as `_as_input` gives them; a tensor by itself without a walk through a tree."""
+        if isinstance(value, torch.Tensor):
+            return self._as_input(value)
+        return _torch.tree_map_tensors(self._as_input, value)
+
     def _as_input(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the kind that the samples are, which was compiled for, with the same memory where it can be."""
         if tensor.device != self._device:
@@ -110,9 +118,13 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-@contextlib.contextmanager
-def _no_autograd() -> Iterator[None]:
+def _no_autograd() -> contextlib.AbstractContextManager[None]:
     # Inference mode, where it is the caller's, would be compiled for apart; its tensors cannot be used elsewhere.
+    return _no_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
+@contextlib.contextmanager
+def _no_inference_mode() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 
