@@ -32,6 +32,7 @@ from torch.autograd import forward_ad
 __all__ = [
     "DYNAMO_TRIGGER",
     "GRAPH_PASS_BASE",
+    "IN_SOURCE_OF_PROBES",
     "OPERATOR_TYPES",
     "RUN_PACKAGE",
     "SHARES_RECOMPILE_LIMIT",
@@ -1014,6 +1015,10 @@ def put_into_cache(kind: str, key: str, content: bytes) -> None:
 
     CacheArtifactManager._ensure_cache_artifacts_registered()
     CacheArtifactFactory.create(kind, key, content).populate_cache()
+
+
+IN_SOURCE_OF_PROBES = b"_chk_kernel"
+"""In the names of functions that Inductor compiles to try a CPU's instructions (``cpu_vec_isa.py``, 2.11 to 2.15)."""
 
 
 def cache_folder() -> Path:

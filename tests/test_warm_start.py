@@ -26,6 +26,7 @@ from compile_callbacks.reporting.report import CompileReport
 from compile_callbacks.warm_start.artifact_file import Artifact
 from compile_callbacks.warm_start.artifacts import ArtifactStore
 from compile_callbacks.warm_start.artifacts_key import artifacts_key
+from compile_callbacks.warm_start.libraries import probe_libraries
 from compile_callbacks.warm_start.warm_start import STEPS_TO_SETTLE, WarmStart
 
 pytestmark = pytest.mark.newest
@@ -371,6 +372,19 @@ def test_of_graphs_that_torch_does_not_cache_the_libraries_are_kept(tmp_path):
     module(torch.randn(2, FEATURES))
     restore(module)
     assert {artifact.kind for artifact in artifacts_of(tmp_path)} == {"library"}
+
+
+def test_libraries_of_other_programs_in_torchs_folder_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(_torch, "cache_folder", lambda: tmp_path)
+    sources = {"cprobe": 'extern "C" void __avx_chk_kernel() {}', "cother": "void kernel() {}", "cfile": None}
+    sources |= {"cpackage.wrapper": "// with the weights of a model", "cgraph.main": "void kernel() {}"}
+    (tmp_path / "ab").mkdir()
+    for name, source in sources.items():
+        (tmp_path / "ab" / f"{name}.so").write_bytes(b"library")
+        if source is not None:
+            (tmp_path / "ab" / f"{name}.cpp").write_text(source)
+    (tmp_path / "ab" / "cprobe.so.load_ok").touch()
+    assert set(probe_libraries()) == {"ab/cprobe.so", "ab/cprobe.so.load_ok"}
 
 
 def test_where_there_is_nothing_to_keep_it_is_said(tmp_path):

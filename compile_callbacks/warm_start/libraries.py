@@ -23,12 +23,20 @@ def probe_libraries() -> dict[str, Path]:
     """What Inductor compiled to learn which vector instructions there are, by names in torch's cache folder.
 
     Each takes a second to compile, and they come before the first kernel. Torch 2.15 puts an empty file beside each
-    that could be loaded.
+    that could be loaded. The folder is that of all programs of the user: other libraries in it, packages with the
+    weights of other models among them, are none of this run's.
     """
     folder = _torch.cache_folder()
-    probes = [path for path in folder.glob("*/*.so") if path.with_suffix(".cpp").exists()]
+    probes = [path for path in folder.glob("*/*.so") if "." not in path.stem and _is_probe(path)]
     marks = [mark for path in probes if (mark := path.with_name(f"{path.name}.load_ok")).exists()]
-    return {path.relative_to(folder).as_posix(): path for path in (*probes, *marks) if ".main." not in path.name}
+    return {path.relative_to(folder).as_posix(): path for path in (*probes, *marks)}
+
+
+def _is_probe(library: Path) -> bool:
+    try:
+        return _torch.IN_SOURCE_OF_PROBES in library.with_suffix(".cpp").read_bytes()
+    except OSError:
+        return False
 
 
 def put_library(name: str, content: bytes) -> None:
