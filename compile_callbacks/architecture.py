@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 _SHOWN = 3  # more names than this are no help in one message
+_KNOWN_BY_VERSION = ("builtins", "abc", "typing", "torch", "lightning", "lightning_fabric", "pytorch_lightning")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -37,6 +39,42 @@ def architecture_key(module: nn.Module) -> str:
         for name, tensor in named(remove_duplicate=False)
     ]
     return hashlib.sha256(json.dumps([parts, weights]).encode()).hexdigest()[:16]
+
+
+def code_key(module: nn.Module) -> str:
+    """A hash of what the classes of a module's parts do, without those of torch and Lightning.
+
+    Equal in every process of one version of Python. What they call outside of their classes is not in it.
+    """
+    classes = {known for part in module.modules() for known in type(part).__mro__}
+    own = [known for known in classes if known.__module__.partition(".")[0] not in _KNOWN_BY_VERSION]
+    described = sorted(
+        (known.__qualname__, name, _described(code))
+        for known in own
+        for name, member in vars(known).items()
+        for code in _code_of(member)
+    )
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+
+def _code_of(member: object) -> Iterator[types.CodeType]:
+    """The code of a function in a class, beneath whatever wraps it."""
+    while member is not None:
+        if isinstance(member, types.FunctionType):
+            yield member.__code__
+        wrapped = (getattr(member, name, None) for name in ("__wrapped__", "__func__", "fget", "func"))
+        member = next((inner for inner in wrapped if inner is not None), None)
+
+
+def _described(value: object) -> str:
+    """A constant of a function, the same in every process: sets of texts have another order in each."""
+    if isinstance(value, types.CodeType):
+        return f"{value.co_code.hex()} {value.co_names} {list(map(_described, value.co_consts))}"
+    if isinstance(value, frozenset):
+        return f"frozenset {sorted(map(_described, value))}"
+    if isinstance(value, tuple):
+        return f"tuple {list(map(_described, value))}"
+    return _ADDRESS.sub("", repr(value))
 
 
 def why_unfit(module: nn.Module, state_dict: Mapping[str, Any]) -> str | None:

@@ -100,6 +100,30 @@ def test_what_compiling_took_without_a_cache_is_compared_where_an_earlier_run_kn
     assert "ahead after" in line
 
 
+def test_artifacts_that_were_loaded_make_a_compile_no_cold_one(tmp_path):
+    CostsStore(tmp_path).save(MADE_FOR, "repeated", REGIONAL)
+    advisor = advice.Advisor(nn.Linear(2, 2), "whole", CostsStore(tmp_path))
+    report = PhaseReport(mode="default", compile_seconds=2.0, compiled_step_ms=17.9, samples=10)
+    (line,) = advisor.advise(report, MADE_FOR, loaded=True)
+    assert "2.0 s to compile (in part from a cache)" in line
+    assert "ahead" not in line
+
+
+def test_which_was_compiled_second_is_said_for_good(tmp_path):
+    way = {scope: advice.Advisor(nn.Linear(2, 2), scope, CostsStore(tmp_path)) for scope in ("whole", "repeated")}
+    cold = PhaseReport(mode="default", compile_seconds=23.6, compiled_step_ms=17.9, samples=10)
+    way["whole"].keep(cold, MADE_FOR)
+    second = replace(cold, compile_seconds=7.2, compiled_step_ms=34.1)
+    said = "repeated blocks: 7.2 s to compile (second, so less where torch's cache folder had kernels of the first), 34"
+    assert way["repeated"].advise(second, MADE_FOR)[0].startswith(said)
+    way["repeated"].keep(second, MADE_FOR)
+    (line,) = way["repeated"].advise(replace(second, compile_seconds=1.0, cache_hits=1), MADE_FOR)
+    assert line.startswith(said)
+    (line,) = way["whole"].advise(replace(cold, compile_seconds=1.0, cache_hits=1), MADE_FOR)
+    assert line.startswith("the whole model: 23.6 s to compile, 17.90 ms")
+    assert "in an earlier run: 7.2 s to compile (second, " in line
+
+
 def test_what_tune_chose_is_compared_with_what_it_chose_of_repeated_blocks(tmp_path, monkeypatch):
     Times(monkeypatch, train={"eager": 10, "default": 5})
 

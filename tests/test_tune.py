@@ -18,6 +18,7 @@ import torch
 from against_eager import FLOAT32, assert_same_module, assert_same_values
 from models import CLASSES, FEATURES, Classifier, loader, mlp, seeded, trainer
 from step_times import Times
+from torch import nn
 from torch._inductor.output_code import OutputCode
 from torch.utils.data import DataLoader
 from uncached import Uncached
@@ -114,6 +115,9 @@ def verdicts(report):
         ({"min_speedup": math.inf}, ValueError, "min_speedup=inf"),
         ({"min_speedup": math.nan}, ValueError, "min_speedup=nan"),
         ({"min_speedup": "1.1"}, TypeError, "min_speedup='1.1'"),
+        ({"min_speedup": 10**400}, ValueError, "min_speedup=an integer beyond all floats"),
+        ({"budget_seconds": 10**400}, ValueError, "budget_seconds=an integer beyond all floats must be above 0 and"),
+        ({"steps": 10**5000}, ValueError, "steps=an integer beyond all floats must be 1 or more, and finite"),
         ({"latency_budget_ms": 5}, ValueError, "rule='latency_budget' needs latency_budget_ms"),
         ({"rule": "latency_budget"}, ValueError, "rule='latency_budget' needs latency_budget_ms"),
         ({"rule": "latency_budget", "latency_budget_ms": -1}, ValueError, "latency_budget_ms=-1"),
@@ -515,6 +519,31 @@ def test_the_next_run_begins_with_the_choice_and_checks_it(monkeypatch, tmp_path
     assert len(list((tmp_path / "choices").iterdir())) == 2
 
 
+def test_a_choice_of_eager_is_believed_while_eager_steps_take_as_long(monkeypatch, tmp_path, caplog):
+    times = {"eager": 10, "default": 12}
+    Times(monkeypatch, train=times)
+
+    def run():
+        ours = InductorCompile(Tune(["default"], steps=5), None, cache_dir=tmp_path)
+        fit(ours, batches=40)
+        return ours.report.train
+
+    assert verdicts(run()) == {"eager": "chosen", "default": "not faster"}
+    (kept,) = (tmp_path / "choices").iterdir()
+    as_measured = kept.read_text()
+    times["eager"] = 14
+    again = run()
+    assert verdicts(again) == {"eager": "chosen", "default": "not tried"}
+    assert trials(again)["eager"]["reason"].endswith(f"without {kept} all candidates are tried again")
+    assert kept.read_text() == as_measured  # with the figures that it was chosen by
+    times["eager"] = 16
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    anew = run()
+    assert anew.mode == "default"
+    assert "whose eager steps took 10.00 ms; these take 16.00 ms, and all candidates are tried" in caplog.text
+    assert json.loads(kept.read_text())["eager_ms"] == 16
+
+
 def test_a_choice_that_left_a_candidate_out_is_for_runs_that_are_no_longer(monkeypatch, tmp_path):
     Times(monkeypatch, train={"eager": 10, "default": 5})
 
@@ -545,6 +574,8 @@ def test_what_a_choice_holds_for_is_all_that_may_change_the_fastest(monkeypatch)
     assert made_for() == before  # other weights
     assert made_for(mlp().double()) != before
     assert made_for(passes=(Idle(),)) != before
+    edited = [type("Net", (nn.Module,), {"forward": code})() for code in (lambda self, x: x.sin(), lambda self, x: x)]
+    assert made_for(edited[0]) != made_for(edited[1])
     assert made_for(device=torch.device("meta")) != before
     for owner, name, value in (
         (torch, "get_num_threads", lambda: 99),
@@ -571,8 +602,18 @@ def test_a_choice_is_for_one_model_and_one_shape(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "[" * 200_000, '{"candidate": 3}', '{"candidate": "default", "key": "k", "made_for": {}}'],
-    ids=["empty", "cut off", "a list", "too deep", "no name", "of another model"],
+    [
+        "",
+        "{",
+        "[]",
+        "[" * 200_000,
+        '{"candidate": 3}',
+        '{"candidate": "default", "key": "k", "made_for": {}}',
+        f'{{"candidate": "default", "key": "k", "made_for": {{"architecture": "a"}}, "holds_for_steps": 1{"0" * 400}}}',
+        '{"candidate": "default", "key": "k", "made_for": {"architecture": "a"}, "holds_for_steps": NaN}',
+        '{"candidate": "eager", "key": "", "made_for": {"architecture": "a"}, "holds_for_steps": 9, "eager_ms": -1}',
+    ],
+    ids=["empty", "cut off", "a list", "too deep", "no name", "of another model", "too long", "nan", "below 0"],
 )
 def test_a_damaged_choice_is_no_choice(tmp_path, content):
     store, made_for = ChoicesStore(tmp_path), {"architecture": "a"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -266,6 +267,19 @@ def test_a_file_that_is_not_to_be_used_costs_a_warning(tmp_path):
     restore(module)
 
 
+def test_a_folder_that_is_refused_is_told_of_once(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept").chmod(0o777)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompileWarning)
+        module = compile_phases(Scaled(2.35), infer_mode=None, verify="off", cache_dir=tmp_path / "kept")
+        module(torch.randn(2, FEATURES))
+        report_of(module)
+        restore(module)
+    (only,) = [str(warning.message) for warning in caught]
+    assert only.startswith("kept compile artifacts are ignored: others than its owner can write to")
+
+
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
     (tmp_path / "kept").mkdir(mode=0o700)
     module = compile_phases(Scaled(2.25), infer_mode=None, verify="off", cache_dir=tmp_path / "kept")
@@ -282,7 +296,7 @@ def test_artifacts_that_torch_cannot_take_cost_a_warning(tmp_path, monkeypatch):
     warm = WarmStart(tmp_path, {"train": InductorConfig(), "infer": None})
     module = mlp()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
-    key = artifacts_key(module, {"train": InductorConfig(), "infer": None}, (), torch.device("cpu"))
+    key = artifacts_key(module, {"train": InductorConfig(), "infer": None}, (), (), torch.device("cpu"))
     store.save(key, [Artifact("of another torch", "k", b"k"), Artifact("library", "ab/kernel.so", b"code")])
     with pytest.warns(CompileWarning, match="could not all be put"):
         warm.begin(module)
@@ -295,23 +309,24 @@ def test_artifacts_that_torch_cannot_take_cost_a_warning(tmp_path, monkeypatch):
 def test_the_key_is_of_what_compiled_code_depends_on(monkeypatch):
     configs = {"train": InductorConfig(), "infer": None}
     cpu = torch.device("cpu")
-    key = artifacts_key(mlp(), configs, (), cpu)
-    assert artifacts_key(mlp(), configs, (), cpu) == key  # other weights
-    assert artifacts_key(mlp(), {**configs, "infer": InductorConfig()}, (), cpu) != key
-    assert artifacts_key(mlp(), {**configs, "train": InductorConfig(dynamic=True)}, (), cpu) != key
-    assert artifacts_key(mlp(), configs, (Uncached(),), cpu) != key
-    assert artifacts_key(mlp().double(), configs, (), cpu) != key
-    assert artifacts_key(nn.Linear(2, 2), configs, (), cpu) != key
-    assert artifacts_key(mlp(), configs, (), torch.device("meta")) != key
+    key = artifacts_key(mlp(), configs, (), (), cpu)
+    assert artifacts_key(mlp(), configs, (), (), cpu) == key  # other weights
+    assert artifacts_key(mlp(), {**configs, "infer": InductorConfig()}, (), (), cpu) != key
+    assert artifacts_key(mlp(), {**configs, "train": InductorConfig(dynamic=True)}, (), (), cpu) != key
+    assert artifacts_key(mlp(), configs, (Uncached(),), (), cpu) != key
+    assert artifacts_key(mlp(), configs, (), ("net",), cpu) != key
+    assert artifacts_key(mlp().double(), configs, (), (), cpu) != key
+    assert artifacts_key(nn.Linear(2, 2), configs, (), (), cpu) != key
+    assert artifacts_key(mlp(), configs, (), (), torch.device("meta")) != key
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "3.0.0")
-        assert artifacts_key(mlp(), configs, (), cpu) != key
+        assert artifacts_key(mlp(), configs, (), (), cpu) != key
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-        assert artifacts_key(mlp(), configs, (), cpu) != key
+        assert artifacts_key(mlp(), configs, (), (), cpu) != key
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 99)
-        assert artifacts_key(mlp(), configs, (), cpu) != key
+        assert artifacts_key(mlp(), configs, (), (), cpu) != key
 
 
 def test_functions_have_keys_of_their_own(tmp_path):

@@ -24,7 +24,7 @@ class JsonFiles:
 
     def load(self, name: str) -> Any:
         """What a file holds; ``None`` where there is none, or it cannot be read."""
-        path = self._path(name)
+        path = self.path(name)
         try:
             # A pipe that somebody put there would be waited for.
             return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -41,11 +41,12 @@ class JsonFiles:
             # The folder above holds compile artifacts too, which are loaded from where nobody else can write alone.
             self._folder.parent.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
             self._folder.mkdir(mode=stat.S_IRWXU, exist_ok=True)
-            with appears_whole(self._path(name)) as beside:
+            with appears_whole(self.path(name)) as beside:
                 beside.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         except OSError as error:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
+        """Where a file is, or would be."""
         return self._folder / f"{name}.json"

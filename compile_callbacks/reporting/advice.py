@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -36,19 +37,23 @@ class Advisor:
         self._store = store
         self._blocks: list[RepeatedBlocks] | None = None
 
-    def advise(self, report: PhaseReport, made_for: Mapping[str, str] | None) -> tuple[str, ...]:
+    def advise(
+        self, report: PhaseReport, made_for: Mapping[str, str] | None, *, loaded: bool = False
+    ) -> tuple[str, ...]:
         """What there is to say of a phase.
 
         Args:
             report: The phase's report.
             made_for: What its figures hold for, without the targets; ``None`` where no steps were measured.
+            loaded: Whether the run loaded kept artifacts.
         """
-        now = _cost(report)
+        now = _cost(report, loaded=loaded)
         if self._scope is None:
             return ()
         if now is not None and self._store and made_for:
-            now = cold_if_known(now, self._store.load(made_for, self._scope))
-            if (earlier := self._store.load(made_for, other_scope(self._scope))) is not None:
+            earlier = self._store.load(made_for, other_scope(self._scope))
+            now = cold_if_known(replace(now, second=earlier is not None), self._store.load(made_for, self._scope))
+            if earlier is not None:
                 return tuple(compared(self._scope, now, earlier))
         if self._scope == "repeated":
             return tuple(not_compared(cache_dir=self._store is not None)) if now is not None else ()
@@ -59,16 +64,17 @@ class Advisor:
             self._blocks = blocks if spared_part(self._module, blocks) >= SPARED_PART else []
         return tuple(blocks_to_share(report.compile_seconds, self._blocks))
 
-    def keep(self, report: PhaseReport, made_for: Mapping[str, str] | None) -> str | None:
+    def keep(self, report: PhaseReport, made_for: Mapping[str, str] | None, *, loaded: bool = False) -> str | None:
         """Keep what was measured of a phase for later runs; arguments are those of `advise`.
 
         Returns:
             Why it could not be kept, or ``None``.
         """
-        now = _cost(report)
+        now = _cost(report, loaded=loaded)
         if self._scope is None or self._store is None or now is None or made_for is None:
             return None
-        return self._store.save(made_for, self._scope, now)
+        second = self._store.load(made_for, other_scope(self._scope)) is not None
+        return self._store.save(made_for, self._scope, replace(now, second=second))
 
 
 def other_scope(scope: Scope) -> Scope:
@@ -126,7 +132,7 @@ def blocks_to_share(compile_seconds: float, blocks: Sequence[RepeatedBlocks]) ->
         )
 
 
-def _cost(report: PhaseReport) -> Cost | None:
+def _cost(report: PhaseReport, *, loaded: bool) -> Cost | None:
     """What was measured of a phase; of candidates, of the one that was chosen."""
     if report.compile_seconds is None or report.compiled_step_ms is None or report.samples is None:
         return None
@@ -134,7 +140,7 @@ def _cost(report: PhaseReport) -> Cost | None:
     of_chosen = [e for e in report.events if e["kind"] == "compile" and e.get("settings") == chosen]
     return Cost(
         compile_seconds=report.compile_seconds if chosen is None else sum(e.get("seconds", 0) for e in of_chosen),
-        cold=not report.cache_hits,
+        cold=not (report.cache_hits or loaded),
         step_ms=report.compiled_step_ms,
         samples=report.samples,
     )
@@ -142,4 +148,6 @@ def _cost(report: PhaseReport) -> Cost | None:
 
 def _in_words(cost: Cost) -> str:
     cached = "" if cost.cold else " (in part from a cache)"
+    if cost.cold and cost.second:
+        cached = " (second, so less where torch's cache folder had kernels of the first)"
     return f"{cost.compile_seconds:.1f} s to compile{cached}, {cost.step_ms:.2f} ms a step"

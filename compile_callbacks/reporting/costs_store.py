@@ -17,22 +17,25 @@ class Cost:
 
     Attributes:
         compile_seconds: Seconds spent compiling.
-        cold: Whether none of it came out of a cache.
+        cold: Whether no graph of it came out of a cache, and no kept artifacts were loaded.
         step_ms: Median of the compiled steps, in milliseconds.
         samples: How many they were.
+        second: Whether the model had been compiled the other way before, by then: what kernels both have may have come
+            from torch's cache folder, of which torch does not tell.
     """
 
     compile_seconds: float
     cold: bool
     step_ms: float
     samples: int
+    second: bool = False
 
 
 def cold_if_known(cost: Cost, earlier: Cost | None) -> Cost:
     """A cost with what compiling took without a cache, where an earlier run of the same knows that."""
     if earlier is None or not earlier.cold or cost.cold:
         return cost
-    return replace(cost, compile_seconds=earlier.compile_seconds, cold=True)
+    return replace(cost, compile_seconds=earlier.compile_seconds, cold=True, second=earlier.second)
 
 
 class CostsStore:

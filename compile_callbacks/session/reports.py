@@ -90,7 +90,9 @@ class SessionReports:
         """What was measured so far; of several processes, by the slowest at the end of each stage."""
         phases = {phase: with_slowest(of_phase, phase, self._of_ranks) for phase, of_phase in self._own().items()}
         phases = {
-            phase: replace(report, advice=self._advisor.advise(report, self._costs_made_for(phase)))
+            phase: replace(
+                report, advice=self._advisor.advise(report, self._costs_made_for(phase), loaded=self._loaded_artifacts)
+            )
             for phase, report in phases.items()
         }
         artifacts = self._warm_start.report() if self._warm_start else None
@@ -111,7 +113,8 @@ class SessionReports:
             return
         report = self.report()
         for phase in PHASES:
-            if problem := self._advisor.keep(report.phase(phase), self._costs_made_for(phase)):
+            made_for = self._costs_made_for(phase)
+            if problem := self._advisor.keep(report.phase(phase), made_for, loaded=self._loaded_artifacts):
                 say(f"{phase} phase: what compiling cost could not be kept for later runs: {problem}")
 
     def circumstances(self, phase: Phase, *, settings_key: str, targets: tuple[str, ...], work: str) -> dict[str, str]:
@@ -134,6 +137,10 @@ class SessionReports:
             device=device_of(self._module),
             processes=self._meetings.size,
         )
+
+    @property
+    def _loaded_artifacts(self) -> bool:
+        return self._warm_start is not None and self._warm_start.loaded
 
     def _own(self) -> dict[Phase, PhaseReport]:
         """What this process measured."""

@@ -75,7 +75,8 @@ class CompileSession:
         self._meetings = Meetings(say)
         warn = WarnOnce(self._meetings.warn_elsewhere)
         keeps = cache_dir is not None and any(configs.values())
-        self._warm_start = WarmStart(cache_dir, configs, passes, warn) if cache_dir and keeps else None
+        names = [target.name for target in targets]
+        self._warm_start = WarmStart(cache_dir, configs, passes, names, warn) if cache_dir and keeps else None
         tunes = {phase: given for phase, given in configs.items() if isinstance(given, Tune)}
         self._configs: dict[Phase, InductorConfig | None] = {
             phase: given if isinstance(given, InductorConfig) else None for phase, given in configs.items()
@@ -391,9 +392,8 @@ class CompileSession:
             return
         for phase, choice in state.get("choices", {}).items():  # states before `Tune` have none
             if phase in self._tunings:
-                steps = choice.get("holds_for_steps", 0.0)  # earlier states say nothing of it
-                found = Choice(candidate=choice["candidate"], key=choice["key"], holds_for_steps=steps)
-                self._tunings[phase].recall(choice["fingerprint"], found)
+                # Earlier states do not say how long it holds.
+                self._tunings[phase].recall(choice["fingerprint"], Choice.from_data({"holds_for_steps": 0.0, **choice}))
         for phase in PHASES:
             baseline = baseline_from_data(state["baselines"][phase])
             self._timer.restore(phase, baseline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, get_args
@@ -74,16 +75,16 @@ class Tune:
         check_choice("rule", self.rule, RULES)
         if isinstance(self.steps, bool) or not isinstance(self.steps, int):
             raise TypeError(f"steps={self.steps!r} must be an integer, 1 or more")
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps} must be 1 or more")
+        if self.steps < 1 or _is_too_large(self.steps):
+            raise ValueError(f"steps={_shown(self.steps)} must be 1 or more, and finite as a float")
         _check_number("budget_seconds", self.budget_seconds, "seconds")
         _check_number("latency_budget_ms", self.latency_budget_ms, "milliseconds")
         if isinstance(self.min_speedup, bool) or not isinstance(self.min_speedup, (int, float)):
             raise TypeError(f"min_speedup={self.min_speedup!r} must be a number, 1 or more")
-        if not 1 <= self.min_speedup < math.inf:
+        if not 1 <= self.min_speedup < math.inf or _is_too_large(self.min_speedup):
             raise ValueError(
-                f"min_speedup={self.min_speedup!r} must be finite and 1 or more: what is slower than eager is not "
-                "chosen"
+                f"min_speedup={_shown(self.min_speedup)} must be finite and 1 or more: what is slower than eager is "
+                "not chosen"
             )
         if (self.rule == "latency_budget") != (self.latency_budget_ms is not None):
             raise ValueError(
@@ -228,5 +229,14 @@ def _check_number(argument: str, value: object, unit: str) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{argument}={value!r} must be a number of {unit}, or None")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{argument}={value!r} must be above 0 and finite")
+    if not 0 < value < math.inf or _is_too_large(value):
+        raise ValueError(f"{argument}={_shown(value)} must be above 0 and finite")
+
+
+def _is_too_large(number: float) -> bool:
+    """Whether it is an integer that no float can hold."""
+    return isinstance(number, int) and number > sys.float_info.max
+
+
+def _shown(number: float) -> str:
+    return "an integer beyond all floats" if _is_too_large(number) else repr(number)

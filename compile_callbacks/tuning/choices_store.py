@@ -6,14 +6,14 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from compile_callbacks.architecture import architecture_key
+from compile_callbacks.architecture import architecture_key, code_key
 from compile_callbacks.devices.device_description import described_device, device_name
 from compile_callbacks.files.json_files import JsonFiles
 from compile_callbacks.passes import pass_identity
@@ -48,6 +48,7 @@ def circumstances(
     """
     return {
         "architecture": architecture_key(module),
+        "code": code_key(module),
         "compile-callbacks": installed_version("compile-callbacks") or "none",
         "device": device_name(device),
         "device_key": _digest(described_device(device)),
@@ -77,11 +78,37 @@ class Choice:
         key: `InductorConfig.key` of the same; empty for eager.
         holds_for_steps: The longest run, in steps of the phase, that it holds for: a longer one can repay what was not
             worth its compile.
+        eager_ms: Median of an eager step when it was chosen, in milliseconds; ``None`` where none was measured.
     """
 
     candidate: str
     key: str = ""
     holds_for_steps: float = field(default=math.inf, compare=False)
+    eager_ms: float | None = field(default=None, compare=False)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Choice:
+        """The choice that `to_data` made ``data`` of.
+
+        Raises:
+            KeyError: A field is missing.
+            TypeError: It is no mapping, or a number is none.
+            ValueError: A number is out of range.
+            OverflowError: A number is too large.
+        """
+        steps, eager_ms = data["holds_for_steps"], data.get("eager_ms")
+        steps = math.inf if steps is None else float(steps)
+        eager_ms = None if eager_ms is None else float(eager_ms)
+        if not steps >= 0 or (eager_ms is not None and not 0 < eager_ms < math.inf):
+            raise ValueError(f"no choice holds for {steps} steps, and no step takes {eager_ms} ms")
+        return cls(candidate=str(data["candidate"]), key=str(data["key"]), holds_for_steps=steps, eager_ms=eager_ms)
+
+    def to_data(self) -> dict[str, Any]:
+        """The choice as JSON-ready data."""
+        return {
+            **asdict(self),
+            "holds_for_steps": self.holds_for_steps if math.isfinite(self.holds_for_steps) else None,
+        }
 
 
 class ChoicesStore:
@@ -105,12 +132,13 @@ class ChoicesStore:
         """
         data = self._files.load(fingerprint(made_for))
         try:
-            if data["made_for"] != dict(made_for):
-                return None
-            candidate, key, steps = str(data["candidate"]), str(data["key"]), data["holds_for_steps"]
-            return Choice(candidate=candidate, key=key, holds_for_steps=math.inf if steps is None else float(steps))
-        except (KeyError, TypeError, ValueError):
+            return Choice.from_data(data) if data["made_for"] == dict(made_for) else None
+        except (KeyError, TypeError, ValueError, OverflowError):
             return None
+
+    def path(self, made_for: Mapping[str, str]) -> Path:
+        """The file of the choice for some `circumstances`."""
+        return self._files.path(fingerprint(made_for))
 
     def save(self, made_for: Mapping[str, str], choice: Choice, trials: list[dict[str, Any]]) -> str | None:
         """Keep a choice.
@@ -123,9 +151,8 @@ class ChoicesStore:
         Returns:
             Why it could not be kept, or ``None``.
         """
-        steps = choice.holds_for_steps if math.isfinite(choice.holds_for_steps) else None
-        data = {"candidate": choice.candidate, "key": choice.key, "holds_for_steps": steps}
-        return self._files.save(fingerprint(made_for), {**data, "made_for": dict(made_for), "trials": trials})
+        data = {**choice.to_data(), "made_for": dict(made_for), "trials": trials}
+        return self._files.save(fingerprint(made_for), data)
 
 
 def _digest(data: Any) -> str:

@@ -64,6 +64,8 @@ class Tuner:
         self._scores = Scores(rule, steps, min_speedup, latency_budget_ms, {EAGER: self._eager, **self._others})
         self.holds_for_steps = 0.0
         """The longest run, in steps of the phase, that would choose the same; 0 where the choice was cut short."""
+        self.believed = False
+        """Whether the choice is an earlier run's, and not all candidates were tried in this one."""
         self._rule = rule
         self._steps = steps
         self._budget_seconds = budget_seconds
@@ -118,17 +120,19 @@ class Tuner:
                 self._leave_for_now(one, few, steps_left)
             self._settle(None)
 
-    def remember(self, name: str, held_for_steps: float = math.inf) -> None:
+    def remember(self, name: str, held_for_steps: float = math.inf, *, how_to_forget: str | None = None) -> None:
         """An earlier run chose this candidate: it is compared with eager alone, before any other is tried.
 
         Args:
             name: The candidate.
             held_for_steps: The longest run, in steps of the phase, that the choice holds for: a longer one forgets it.
+            how_to_forget: What to do for all candidates to be tried again, where eager is not to stay.
         """
         if self.winner is not None or not held_for_steps or self._is_longer_than(held_for_steps):
             return
         if name == EAGER:
-            self._choose(self._eager, _EARLIER, when=_EARLIER, holds_for_steps=held_for_steps)
+            reason = _EARLIER if how_to_forget is None else f"{_EARLIER}; {how_to_forget}"
+            self._choose(self._eager, reason, when=_EARLIER, holds_for_steps=held_for_steps)
         elif name in self._others and not self._others[name].out:
             self._remembered, self._remembered_for_steps = self._others[name], held_for_steps
             self._turns = [self._turns[0], self._remembered]
@@ -222,6 +226,12 @@ class Tuner:
     def by_size(self) -> bool:
         """Whether shapes vary, so that steps are compared by the size of their batches."""
         return self._scores.by_size
+
+    @property
+    def eager_ms(self) -> float | None:
+        """Median of the eager steps that are compared, in milliseconds; ``None`` where there is none."""
+        stats = self._scores.stats(EAGER)
+        return None if stats is None else stats.median_ms
 
     @property
     def compile_seconds(self) -> dict[str, float]:
@@ -409,7 +419,7 @@ class Tuner:
         when: str = "chosen before its turn",
         holds_for_steps: float | None = None,
     ) -> None:
-        self.winner = winner.name
+        self.winner, self.believed = winner.name, when == _EARLIER
         if holds_for_steps is None:
             holds_for_steps = self._looked_at_steps if self._not_worth else math.inf
         self.holds_for_steps = holds_for_steps

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from compile_callbacks.tuning.trial import BLOCK_SAMPLES, Known, Trial, Verdict
 from compile_callbacks.tuning.tuner import Tuner
 
 _LEAST_STEPS = 2 * (WARMUP_STEPS + BLOCK_SAMPLES) + 1  # a block of eager and one of a candidate, and its compile
+_SAME_EAGER = 1.5  # times as long as when eager was chosen: hosts vary by less, other work by more
 _T = TypeVar("_T")
 
 
@@ -286,7 +287,7 @@ class PhaseTuning:
             return None
         if not self._tuner.worth_keeping:
             return None
-        return {"fingerprint": fingerprint(self._made_for), **asdict(self._as_choice(self._tuner.winner))}
+        return {"fingerprint": fingerprint(self._made_for), **self._as_choice(self._tuner.winner).to_data()}
 
     # ------------------------------------------------------------------------------------------ what these call
 
@@ -371,16 +372,32 @@ class PhaseTuning:
         """Eager has its first samples: go on with what an earlier run chose under the same circumstances."""
         usual = self._works.most_common(1)[0][0]
         self._recalled_by = usual.of_any_size if tuner.by_size else usual
-        found = self._kept(made_for(self._recalled_by))
+        circumstances = made_for(self._recalled_by)
+        found = self._kept(circumstances)
         if found is None and len({work.shapes for work in self._works}) > 1:  # so few do not tell whether shapes vary
-            found = self._kept(made_for(usual.of_any_size))
+            circumstances = made_for(usual.of_any_size)
+            found = self._kept(circumstances)
         if tuner.by_size and self._began_anew:
             found = None  # it is what this run has found to be over
         choice = next((of_process for of_process in self._gather(found) if of_process is not None), None)
         known = [self._as_choice(name) for name in (EAGER, *self._configs)]
-        if choice is not None and choice in known:
-            tuner.remember(choice.candidate, choice.holds_for_steps)
+        if choice is not None and choice in known and not self._is_of_other_steps(choice, tuner.eager_ms):
+            file = None if self._store is None else self._store.path(circumstances)
+            how_to_forget = None if file is None else f"without {file} all candidates are tried again"
+            tuner.remember(choice.candidate, choice.holds_for_steps, how_to_forget=how_to_forget)
             self._checked = choice.candidate if tuner.remembers else None
+
+    def _is_of_other_steps(self, choice: Choice, eager_ms: float | None) -> bool:
+        """Whether eager was chosen when its steps took another time; a compiled choice is compared with these."""
+        if choice.candidate != EAGER or choice.eager_ms is None or eager_ms is None:
+            return False
+        if max(choice.eager_ms, eager_ms) <= _SAME_EAGER * min(choice.eager_ms, eager_ms):
+            return False
+        self._say(
+            f"{self.phase} phase: eager was chosen in an earlier run, whose eager steps took {choice.eager_ms:.2f} ms; "
+            f"these take {eager_ms:.2f} ms, and all candidates are tried"
+        )
+        return True
 
     def _kept(self, made_for: Mapping[str, str]) -> Choice | None:
         found = self._earlier.get(fingerprint(made_for))
@@ -398,8 +415,9 @@ class PhaseTuning:
         return recalled_by if 2 * times[recalled_by] >= most else usual
 
     def _as_choice(self, name: str) -> Choice:
-        steps = 0.0 if self._tuner is None else self._tuner.holds_for_steps
-        return Choice(candidate=name, key="" if name == EAGER else self._configs[name].key(), holds_for_steps=steps)
+        steps, eager_ms = (0.0, None) if self._tuner is None else (self._tuner.holds_for_steps, self._tuner.eager_ms)
+        key = "" if name == EAGER else self._configs[name].key()
+        return Choice(candidate=name, key=key, holds_for_steps=steps, eager_ms=eager_ms)
 
     def _why_not(self, name: str, known: Known) -> str | None:
         if (reason := why_not_affordable(name, self._configs, known)) is not None:
@@ -428,6 +446,8 @@ class PhaseTuning:
         """Keep the choice for later runs."""
         if self._store is None or self._made_for is None or not tuner.worth_keeping:
             return
+        if tuner.believed and self._store.load(self._made_for) is not None:
+            return  # it holds what came of all candidates when they were tried
         told = [trial.to_dict() for trial in tuner.trials()]
         if problem := self._store.save(self._made_for, self._as_choice(winner), told):
             self._say(f"{self.phase} phase: the choice could not be kept for later runs: {problem}")

@@ -68,11 +68,18 @@ def unpack(data: bytes, key: str) -> list[Artifact]:
     body = memoryview(data)[_HEAD.size :]
     if len(body) != metadata_size + size or hashlib.sha256(body).digest() != digest:
         raise ValueError("it is damaged: its checksum does not fit")
-    metadata = json.loads(bytes(body[:metadata_size]))
+    try:
+        metadata = json.loads(bytes(body[:metadata_size]))
+    except RecursionError:  # brackets in brackets
+        raise ValueError("its metadata is no list of artifacts") from None
     if metadata["key"] != key:
         raise ValueError("it was made with other versions, on another device, or for other settings")
     artifacts, start = [], metadata_size
     for kind, name, length, unused_runs in metadata["artifacts"]:
+        if not (isinstance(kind, str) and isinstance(name, str) and type(length) is type(unused_runs) is int):
+            raise ValueError("its metadata is no list of artifacts")
+        if length < 0 or start + length > len(body):
+            raise ValueError("its artifacts do not add up to its size")
         artifacts.append(Artifact(kind, name, bytes(body[start : start + length]), unused_runs))
         start += length
     return artifacts

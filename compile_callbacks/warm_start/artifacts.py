@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compile_callbacks.files.whole_files import ABANDONED_SECONDS
 from compile_callbacks.warm_start.artifact_file import Artifact, pack, unpack
 
 SUFFIX = ".artifacts"
@@ -25,7 +26,7 @@ _DEFAULT_LIMIT_MB = 2048
 _MOST_UNUSED_RUNS = 4
 _OWN_FILE = re.compile(r"[0-9a-f]{32}\.artifacts|\.[0-9a-f]{32}\.\d+\.[0-9a-f]{8}\.tmp")
 
-_ABANDONED_SECONDS = 3600
+_UNLOCKED_SECONDS = 5  # a writer locks its file at once
 
 
 class ArtifactError(Exception):
@@ -179,11 +180,11 @@ class ArtifactStore:
             raise ArtifactError(f"{path} is no regular file")
         if found.st_uid != os.geteuid():
             raise ArtifactError(
-                f"{path} belongs to another user ({found.st_uid}), whose code it would run; chown it to yourself if "
-                "you trust it, or remove it"
+                f"{path} belongs to another user ({found.st_uid}), whose code it would run; what this run compiles "
+                "takes its place"
             )
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ArtifactError(f"others than its owner can write to {path}; chmod go-w {path} mends it")
+            raise ArtifactError(f"others than its owner can write to {path}; what this run compiles takes its place")
 
     # ------------------------------------------------------------------------------------------ writing
 
@@ -208,6 +209,7 @@ class ArtifactStore:
         file = os.open(beside, flags, stat.S_IRUSR | stat.S_IWUSR, dir_fd=folder)
         try:
             with os.fdopen(file, "wb") as stream:
+                _lock(file)  # given back when the process ends, however it does
                 for part in pack(artifacts, key):
                     stream.write(part)
                 stream.flush()
@@ -230,7 +232,7 @@ class ArtifactStore:
                 found = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 if name.endswith(SUFFIX):
                     files.append((name != key + SUFFIX, -found.st_mtime, found.st_size, name))
-                elif time.time() - found.st_mtime > _ABANDONED_SECONDS:
+                elif _is_abandoned(folder, name, time.time() - found.st_mtime):
                     os.unlink(name, dir_fd=folder)
         size = 0
         for may_go, _, size_bytes, name in sorted(files):
@@ -245,6 +247,28 @@ class ArtifactStore:
             yield
         except OSError as error:
             raise ArtifactError(f"{self.path(key)}: {error.strerror or error}") from error
+
+
+def _lock(file: int) -> bool:
+    """Whether nobody else held the file's lock; it is held from now on, until the file is closed."""
+    import fcntl  # not on Windows, where nothing is written
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held; or a file system without locks
+        return False
+    return True
+
+
+def _is_abandoned(folder: int, name: str, age_seconds: float) -> bool:
+    """Whether a file that was to take another's place is one that a killed writer left."""
+    if age_seconds > ABANDONED_SECONDS or age_seconds < _UNLOCKED_SECONDS:
+        return age_seconds > ABANDONED_SECONDS
+    file = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return _lock(file)
+    finally:
+        os.close(file)
 
 
 def check_folder(argument: str, folder: object) -> Path | None:

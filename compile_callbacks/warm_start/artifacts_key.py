@@ -22,7 +22,11 @@ from compile_callbacks.versions import installed_version
 
 
 def artifacts_key(
-    module: nn.Module, configs: Mapping[Phase, Settings], passes: Sequence[Any], device: torch.device
+    module: nn.Module,
+    configs: Mapping[Phase, Settings],
+    passes: Sequence[Any],
+    targets: Sequence[str],
+    device: torch.device,
 ) -> str:
     """A hash of what compiled code depends on beside the code that it is compiled of: torch tells that apart itself.
 
@@ -30,12 +34,14 @@ def artifacts_key(
         module: The module; its weights' values do not count.
         configs: The settings by phase.
         passes: Graph passes for both phases.
+        targets: Names of what is compiled of it: other targets are other graphs.
         device: Where the module is.
     """
     described = {
         "architecture": architecture_key(module),
         "settings": {phase: config and config.key() for phase, config in configs.items()},
         "passes": [pass_identity(graph_pass) for graph_pass in passes],
+        "targets": list(targets),
         "packages": {name: installed_version(name) for name in ("compile-callbacks", "triton")},
         "torch": [torch.__version__, torch.version.git_version],
         "python": [sys.implementation.name, *sys.version_info[:2]],

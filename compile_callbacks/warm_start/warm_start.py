@@ -46,6 +46,7 @@ class WarmStart:
         folder: Where artifacts are kept.
         configs: The module's settings by phase.
         passes: Graph passes for both phases.
+        targets: Names of what is compiled of it.
         warn: Takes what there is to warn of; a subject, a message, and its entry in the docs.
     """
 
@@ -54,10 +55,11 @@ class WarmStart:
         folder: Path,
         configs: Mapping[Phase, Settings],
         passes: Sequence[Any] = (),
+        targets: Sequence[str] = (),
         warn: Callable[[Hashable, str, Entry], object] | None = None,
     ) -> None:
         self._store = ArtifactStore(folder)
-        self._settings = dict(configs), tuple(passes)
+        self._settings = dict(configs), tuple(passes), tuple(targets)
         self._key: str | None = None
         self._writes = True
         self._device = torch.device("cpu")
@@ -68,7 +70,13 @@ class WarmStart:
         self._kept: set[Any] = set()
         self._quiet_steps: int | None = None  # since something compiled that is not kept yet
         self._not_before = 0.0
+        self._told: str | None = None  # why the folder is not read, which is why it is not written either
         self._warn_of = warn or WarnOnce()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether anything was there to be loaded."""
+        return self._loaded_bytes > 0
 
     @property
     def idle(self) -> bool:
@@ -107,6 +115,7 @@ class WarmStart:
         try:
             artifacts = self._store.load(key)
         except ArtifactError as error:
+            self._told = str(error)
             self._warn(f"kept compile artifacts are ignored: {error}", "artifacts-are-ignored")
             return
         failure = None
@@ -153,7 +162,8 @@ class WarmStart:
         try:
             written = self._store.save(self._key, list(self._used.values()))
         except ArtifactError as error:
-            self._warn(f"compile artifacts are not kept: {error}", "artifacts-are-not-kept")
+            if str(error) != self._told:
+                self._warn(f"compile artifacts are not kept: {error}", "artifacts-are-not-kept")
             return
         self._saved_bytes = written.size_bytes
         if written.left_out:
