@@ -288,6 +288,8 @@ def test_an_undecided_run_goes_on_in_the_next_and_does_not_call_itself_decided(m
     trainer(ours).fit(module, loader(10))
     assert ours.report.train.mode == "tune(default)"
     assert verdicts(ours.report.train) == {"eager": "undecided", "default": "undecided"}
+    unchosen = "train: nothing is chosen yet: that takes more steps of the phase, in this run or a longer one"
+    assert unchosen in ours.report.notes()
     trainer(ours).fit(module, loader(40))
     assert ours.report.train.mode == "default"
 

@@ -213,7 +213,9 @@ class CompileReport:
         for phase in PHASES:
             trials = self.phase(phase).trials
             if trials and all(trial["verdict"] != "chosen" for trial in trials):
-                notes.append(f"{phase}: nothing is chosen yet; a run that goes on from here, or a longer one, tries on")
+                notes.append(
+                    f"{phase}: nothing is chosen yet: that takes more steps of the phase, in this run or a longer one"
+                )
             if self.phase(phase).restored:
                 notes.append(f"{phase}: eager steps were measured in the run before this one")
             if (comparison := self.phase(phase).comparison) is not None:
