@@ -33,7 +33,7 @@ from compile_callbacks.reporting.terminal import print_report, say
 from compile_callbacks.session.session import CompileSession
 from compile_callbacks.settings.tune import Mode, Settings, as_settings
 from compile_callbacks.stack_room import StackRoom
-from compile_callbacks.stages import seconds_to_come, steps_to_come
+from compile_callbacks.stages import is_last_of_loader, seconds_to_come, steps_to_come
 from compile_callbacks.warm_start.artifacts import check_folder
 
 _USERS_LINE = 6  # the stack level at which a warning of the constructor names the line that calls it
@@ -237,7 +237,7 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_begins(trainer, batch_idx)
+        self._step_begins(trainer, batch_idx, dataloader_idx)
 
     @override
     def on_validation_batch_end(
@@ -250,6 +250,7 @@ class InductorCompile(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         self._step_ends(f"validate {dataloader_idx}", batch)
+        self._loader_ends(trainer, batch_idx, dataloader_idx)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -278,7 +279,7 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_begins(trainer, batch_idx)
+        self._step_begins(trainer, batch_idx, dataloader_idx)
 
     @override
     def on_test_batch_end(
@@ -291,6 +292,7 @@ class InductorCompile(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         self._step_ends(f"test {dataloader_idx}", batch)
+        self._loader_ends(trainer, batch_idx, dataloader_idx)
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -310,7 +312,7 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_begins(trainer, batch_idx)
+        self._step_begins(trainer, batch_idx, dataloader_idx)
 
     @override
     def on_predict_batch_end(
@@ -377,13 +379,18 @@ class InductorCompile(Callback):
             timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
             self._session.expect(steps_to_come(trainer), seconds_to_come(trainer, timers))
 
-    def _step_begins(self, trainer: Trainer, batch_idx: int) -> None:
+    def _step_begins(self, trainer: Trainer, batch_idx: int, loader: int = 0) -> None:
         if self._session:
-            self._session.step_begins(first=batch_idx == 0, measured=not trainer.sanity_checking)
+            self._session.step_begins(first=batch_idx == 0, measured=not trainer.sanity_checking, loader=loader)
 
     def _step_ends(self, stage: str, batch: Any, part: str = "") -> None:
         if self._session:
             self._session.step_ends(work_of(stage, batch, part))
+
+    def _loader_ends(self, trainer: Trainer, batch_idx: int, loader: int) -> None:
+        """After a batch: if it was its loader's last one, the trainer reduces next what is logged for all processes."""
+        if self._session and is_last_of_loader(trainer, batch_idx, loader):
+            self._session.loader_ended(loader)
 
     def _leave(self, phase: Phase) -> None:
         if self._session:

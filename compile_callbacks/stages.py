@@ -41,10 +41,27 @@ def seconds_to_come(trainer: Trainer, timers: Sequence[Timer]) -> float:
     return max(0.0, min((seconds for seconds in left if seconds is not None), default=math.inf))
 
 
+def is_last_of_loader(trainer: Trainer, batch_idx: int, loader: int) -> bool:
+    """Whether a batch of a validation or test is the last one of its loader.
+
+    Args:
+        trainer: The trainer.
+        batch_idx: The batch's number.
+        loader: The loader's number among those of the stage.
+    """
+    of_stage = {"validate": trainer.validate_loop, "test": trainer.test_loop}
+    loop = of_stage.get(str(trainer.state.fn), trainer.fit_loop.epoch_loop.val_loop)
+    if loop.batch_progress.is_last_batch:
+        return True
+    batches = loop.max_batches
+    # Where loaders take turns none of them has a last batch. (Lightning tells of it in private, 2.5.6 to 2.6.6 alike.)
+    return loader < len(batches) - 1 and loop._is_sequential and batch_idx + 1 >= batches[loader]
+
+
 def _train_batches(trainer: Trainer) -> float:
     epochs = math.inf if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
-    done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-    left = epochs * trainer.num_training_batches - done if epochs else 0
+    batches = trainer.num_training_batches
+    left = epochs * batches - _batches_done(trainer, batches) if epochs else 0
     if trainer.max_steps >= 0:
         # By hand, as in a GAN, each optimizer is taken to step in each batch; the trainer counts all of their steps.
         by_hand = not trainer.lightning_module.automatic_optimization
@@ -52,6 +69,18 @@ def _train_batches(trainer: Trainer) -> float:
         steps = (trainer.max_steps - trainer.global_step) // steps_a_batch
         left = min(left, steps * trainer.accumulate_grad_batches)
     return max(0.0, float(left))
+
+
+def _batches_done(trainer: Trainer, batches: float) -> float:
+    """Those of all epochs, as if all had as many as this one: a run may be resumed with other batches."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    done = float(progress.total.ready)
+    if math.isinf(batches) or trainer.current_epoch * batches <= done <= (trainer.current_epoch + 1) * batches:
+        return done
+    of_epoch = float(progress.current.ready)
+    if of_epoch >= batches:  # of an epoch that is over, at whose end a validation may be
+        of_epoch = batches if trainer.validating else 0.0
+    return trainer.current_epoch * batches + of_epoch
 
 
 def _validation_batches(trainer: Trainer, train_batches: float) -> float:

@@ -42,8 +42,8 @@ class Meetings:
       compiled on every rank before any of them goes on to a collective, in forward or in backward;
     - before each backward pass whose gradients are reduced: a rank that compiles later, for a new shape, is waited for
       there;
-    - at the end of each step of inference, for the same, and after the last of them: DDP sends buffers to all ranks
-      before the next one, and what is logged for all ranks is reduced behind the last one;
+    - at the end of each step of inference, for the same, and after the last one with each loader: DDP sends buffers to
+      all ranks before the next one, and what is logged for all ranks is reduced behind the last one;
     - at the end of each stage.
 
     Outside of steps they do not meet: what one rank alone does there, the others do not wait for.
@@ -101,9 +101,15 @@ class Meetings:
         """How many processes there are."""
         return 1 if self._ranks is None else self._ranks.size
 
-    def step_begins(self) -> None:
-        """A step begins."""
+    def step_begins(self, loader: int = 0) -> None:
+        """A step begins.
+
+        Args:
+            loader: The number of its loader among those of the stage.
+        """
         self.in_step, self.disturbed = self._ranks is not None, False
+        if self._ranks is not None and loader:
+            self._ranks.loader_begins(loader)
 
     def step_ends(self) -> None:
         """A step ends."""
@@ -116,6 +122,11 @@ class Meetings:
     def after_inference(self) -> None:
         """All of a step has run that has no backward pass."""
         self._meet_in_step()
+
+    def after_loader(self, loader: int) -> None:
+        """The last step with a loader is done: what is logged for all ranks is reduced next."""
+        if self._ranks is not None:
+            self._hear(self._ranks.meet_after_loader(loader, self._told()))
 
     def after_steps(self) -> None:
         """The last step of a stage is done, and what follows in all ranks may wait for them."""

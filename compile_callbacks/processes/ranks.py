@@ -24,6 +24,7 @@ _TURN_LOOK_SECONDS = 0.02
 _FAREWELL_SECONDS = 5.0  # that a rank which ends the run by an error waits for the others to hear of it
 _LAST = 2**12 - 1
 _INDEX_BITS, _SEGMENT_BITS = 12, 32
+_SEGMENTS_OF_LOADER = 2**24  # more steps than a loader has
 
 
 @dataclass
@@ -145,6 +146,14 @@ class Ranks:
         heard = self._meet((self._segment, _LAST), news)
         self._segment, self._index = self._segment + 1, 0
         return heard
+
+    def loader_begins(self, number: int) -> None:
+        """Steps of a stage's loader begin, of which ranks may have unequally many: what follows is at equal places."""
+        self._segment = max(self._segment, number * _SEGMENTS_OF_LOADER)
+
+    def meet_after_loader(self, number: int, news: Any = None) -> Heard:
+        """Meet after the last step with a loader."""
+        return self._meet(((number + 1) * _SEGMENTS_OF_LOADER - 1, _LAST), news)
 
     def meet_after_steps(self, news: Any = None) -> Heard:
         """Meet after the last step of a stage, of which ranks may have unequally many."""

@@ -270,17 +270,18 @@ class CompileSession:
                 tuning.expect(least, min(seconds for _, seconds in of_ranks))
                 self._configs[phase] = tuning.config
 
-    def step_begins(self, *, first: bool = False, measured: bool = True) -> None:
+    def step_begins(self, *, first: bool = False, measured: bool = True, loader: int = 0) -> None:
         """A batch begins.
 
         Args:
+            loader: The number of its loader among those of the stage.
             first: Whether it is the first of its stage: whatever swaps weights for a stage has done so by now.
             measured: Whether its time may be a sample, and whether it may be an eager step of the baseline.
         """
         if first:
             self._switch.suspect_weights()
         if self._settings[self._phase] is not None:
-            self._meetings.step_begins()
+            self._meetings.step_begins(loader)
         self._measured, self._first = measured, first
         if (tuning := self._tunings.get(self._phase)) is not None:
             self._configs[self._phase] = tuning.step_begins(measured=measured)
@@ -353,6 +354,10 @@ class CompileSession:
         if self._warm_start is not None:
             self._warm_start.step_ends(compiled=self._recorder.compiles_seen != compiles_before)
         self._select(compiled=True)
+
+    def loader_ended(self, loader: int) -> None:
+        """The last step with a loader is done, of a stage without backward passes."""
+        self._meetings.after_loader(loader)
 
     def last_step_ended(self) -> None:
         """The last step of a stage without backward passes is done; what is logged for all processes comes next."""

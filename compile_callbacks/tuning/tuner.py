@@ -83,6 +83,9 @@ class Tuner:
         self._remembered: Candidate | None = None
         self._remembered_for_steps = 0.0
         self._eager_is_old = False
+        self._eager_samples: dict[Work, int] = {}  # how many were measured, what was left behind among them
+        self._samples_before: dict[Work, int] = {}  # the same, when the run began
+        self._left_behind: set[Work] = set()
         self._rounds = 0
         self._turns: list[Candidate] = []
         self._steps_of_block = self._samples_of_block = 0
@@ -93,6 +96,10 @@ class Tuner:
     def run_begins(self) -> None:
         """Another trainer run, maybe with other batches: what goes on is compared with eager steps of this run too."""
         self._eager_is_old = bool(self._eager.steps)
+        self._samples_before = dict(self._eager_samples)
+        if self.winner is None and self._eager_is_old:
+            self._turns = [self._eager, *(one for one in self._turns if one is not self._eager)]
+            self._steps_of_block = self._samples_of_block = 0
 
     def plan(self, steps_left: float, seconds_left: float = math.inf) -> None:
         """A run begins: what `settle` cut off goes on.
@@ -172,8 +179,25 @@ class Tuner:
             times: All of the candidate's samples so far, in milliseconds, by their work.
         """
         if self._turns[0] is self._eager:
+            if self._eager_is_old:
+                self._leave_behind(times)
             self._eager_is_old = False
-        self._turns[0].times = {work: tuple(samples) for work, samples in times.items() if samples}
+        if self._turns[0] is self._eager:
+            self._eager_samples = {work: len(samples) for work, samples in times.items()}
+        self._turns[0].times = {
+            work: tuple(samples) for work, samples in times.items() if samples and work not in self._left_behind
+        }
+
+    def _leave_behind(self, times: Mapping[Work, Sequence[float]]) -> None:
+        """Forget the samples of earlier runs where the first eager steps of this one had other work to do."""
+        before = self._eager.times
+        new = {work for work, samples in times.items() if len(samples) > self._samples_before.get(work, 0)}
+        if not new or not before or max(before, key=lambda work: len(before[work])) in new:
+            return
+        self._left_behind = (self._left_behind | before.keys()) - new
+        for one in (self._eager, *self._in_play()):
+            one.times = {work: samples for work, samples in one.times.items() if work not in self._left_behind}
+            one.steps = min(one.steps, 1)  # it was compiled
 
     def block_ends(self) -> None:
         """Judge what was measured, and go on to the next block."""
@@ -299,7 +323,9 @@ class Tuner:
             return []
         self._rounds += 1
         turns = eager + others
-        return turns if self._rounds % 2 else turns[::-1]
+        # What a candidate is worth is weighed against eager steps of this run.
+        eager_first = self._rounds % 2 or self._eager_is_old or self._scores.stats(EAGER) is None
+        return turns if eager_first else turns[::-1]
 
     def _is_done(self, one: Candidate) -> bool:
         """Whether a candidate has all the samples that it gets."""

@@ -40,7 +40,7 @@ class Observed:
         sample: Whether its time is a sample.
         seconds: How long it took, compiling and reading of times included.
         compile_seconds: How much of it went into compiling.
-        graphs: How many graphs were compiled in it.
+        graphs: How many graphs were compiled of the candidate so far, in steps that not all processes took among them.
         problem: Why the candidate is out, if it is.
     """
 
@@ -145,7 +145,7 @@ class PhaseTuning:
         self._told_at = 0.0
         self._in_force: str | None = None
         self._last_turn: str | None = None
-        self._graphs: Counter[str] = Counter()
+        self._found = self._looked_again = False
         self._checked: str | None = None
         self._events_before = 0
         self._started = 0.0
@@ -162,6 +162,7 @@ class PhaseTuning:
         """
         self._store = store
         self._planned = False
+        self._last_turn = None
         if self._tuner is None:
             self._device = device
             self._tuner = self._new_tuner()
@@ -204,7 +205,7 @@ class PhaseTuning:
         self._recalled_by, self._made_for, self._last_turn, self._checked = None, None, None, None
         self._began_anew = True
         self._works.clear()
-        self._graphs = Counter({str(chosen): self._graphs[str(chosen)]})
+        self._found = self._looked_again = False
         self._tuner = self._new_tuner(self._tuner, compiled=chosen)
         self._plan(self._tuner, steps_left, self._seconds_left - max(since_told))
         self._use(self._tuner.winner or EAGER)
@@ -342,26 +343,25 @@ class PhaseTuning:
             sample=sample,
             seconds=now - self._started + self._reading_seconds,
             compile_seconds=sum(event.seconds or 0 for event in events if event.kind == "compile"),
-            graphs=sum(event.graphs for event in events),
+            graphs=self._graphs_of(name),
             problem=None if name == EAGER else _problem(events),
         )
         self._reading_seconds = 0.0
         if not (gathered := self._gather(mine)):
             return False
         observed = Observed.of_all(gathered)
-        self._graphs[name] += observed.graphs
         over = tuner.step_ends(
             sample=observed.sample, seconds=observed.seconds, compile_seconds=observed.compile_seconds
         )
         if observed.problem is not None:
             tuner.rule_out(*observed.problem)
-        elif over and name != EAGER and not self._graphs[name]:
+        elif over and name != EAGER and not observed.graphs:
             tuner.rule_out("failed", "nothing was compiled in its steps")
         elif over:
             read = self._timer.samples(self.phase, compiled=name != EAGER, settings=_settings(name))
             by_size = None if name == EAGER else tuner.by_size
             tuner.measured(slowest(self._gather(read), by_size=by_size))
-            if self._recalled_by is None:
+            if self._recalled_by is None or self._is_to_look_again(tuner):
                 self._remember(tuner, made_for)
             if tuner.winner is None:
                 tuner.block_ends()
@@ -380,12 +380,24 @@ class PhaseTuning:
         if tuner.by_size and self._began_anew:
             found = None  # it is what this run has found to be over
         choice = next((of_process for of_process in self._gather(found) if of_process is not None), None)
+        self._found = choice is not None
         known = [self._as_choice(name) for name in (EAGER, *self._configs)]
         if choice is not None and choice in known and not self._is_of_other_steps(choice, tuner.eager_ms):
             file = None if self._store is None else self._store.path(circumstances)
             how_to_forget = None if file is None else f"without {file} all candidates are tried again"
             tuner.remember(choice.candidate, choice.holds_for_steps, how_to_forget=how_to_forget)
             self._checked = choice.candidate if tuner.remembers else None
+
+    def _is_to_look_again(self, tuner: Tuner) -> bool:
+        """Whether the first batches had all kinds of shapes, and most have one after all."""
+        again = not (self._found or self._looked_again or tuner.by_size or tuner.remembers)
+        again = again and len({work.shapes for work in self._works}) > 1
+        self._looked_again |= again
+        return again
+
+    def _graphs_of(self, name: str) -> int:
+        settings = _settings(name)
+        return sum(e.graphs for e in self._recorder.events if e.phase == self.phase and e.settings == settings)
 
     def _is_of_other_steps(self, choice: Choice, eager_ms: float | None) -> bool:
         """Whether eager was chosen when its steps took another time; a compiled choice is compared with these."""
@@ -432,9 +444,11 @@ class PhaseTuning:
                 self._switch.drop(self.phase, name)
         if self._checked is not None and not tuner.remembers:
             if self._checked != tuner.winner:
+                verdict = next(trial.verdict for trial in tuner.trials() if trial.candidate == self._checked)
+                what = f"{verdict}" if verdict in ("failed", "wrong") else "not faster than eager"
                 self._say(
-                    f"{self.phase} phase: {self._checked}, chosen in an earlier run, is not faster than eager in this "
-                    "one; all candidates are tried"
+                    f"{self.phase} phase: {self._checked}, chosen in an earlier run, is {what} in this one; all "
+                    "candidates are tried"
                 )
             self._checked = None
         if tuner.winner is not None:
