@@ -287,6 +287,31 @@ def uneven_validation() -> dict[str, Any]:
     return {"report": told(ours), "validated": len(module.validation_outputs)}
 
 
+class LoggedValidation(Classifier):
+    """What it logs is reduced when a loader ends, of which processes have unequally many batches."""
+
+    def val_dataloader(self) -> Any:
+        rank = torch.distributed.get_rank()
+        return [loader(2 + 3 * rank), loader(5 - 3 * rank)]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+
+def uneven_logged() -> dict[str, Any]:
+    ours = InductorCompile(None, "default", baseline_steps=2, verify="off")
+    module = seeded(LoggedValidation)
+    patience = 15 * PATIENCE  # the compiles of a slow machine are well below it
+    new_group(patience)
+    strategy = DDPStrategy(process_group_backend="gloo")
+    began = time.monotonic()
+    both = trainer(ours, strategy=strategy, devices=2, use_distributed_sampler=False, max_epochs=3)
+    both.fit(module, loader(2))
+    seconds = time.monotonic() - began
+    losses = {name: float(value) for name, value in both.callback_metrics.items()}
+    return {"report": told(ours), "losses": losses, "s": seconds, "patience": patience}
+
+
 def tuned() -> dict[str, Any]:
     ours = InductorCompile(Tune(["default", "aten"], steps=10), None, cache_dir=FOLDER / "cache", verify="off")
     module = seeded()

@@ -38,6 +38,7 @@ OTHERS = [
     "failure",
     "failure_raises",
     "uneven_validation",
+    "uneven_logged",
     "tuned",
     "resumed_from_one",
 ]
@@ -232,6 +233,13 @@ def test_processes_with_unequal_batches_wait_for_nobody(pair):
     assert first["validated"] > second["validated"]
     assert first["report"]["infer"]["trials"] == second["report"]["infer"]["trials"]
     assert first["report"]["infer"]["trials"][0]["samples"] > 0
+
+
+def test_a_process_whose_loaders_end_earlier_does_not_reduce_while_others_step(pair):
+    first, second = pair("uneven_logged")
+    assert first["losses"] == second["losses"]
+    assert first["report"]["infer"]["graphs"] >= 1
+    assert max(first["s"], second["s"]) < first["patience"], "they waited for each other until the group's timeout"
 
 
 def test_processes_choose_the_same_candidate(pair):

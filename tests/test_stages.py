@@ -133,6 +133,15 @@ def test_a_resumed_run_has_what_is_left(tmp_path):
     assert seen.steps == [(8, 4), (0, 4)]
 
 
+def test_a_run_that_is_resumed_with_other_batches_has_what_is_left_of_these(tmp_path):
+    first = trainer(max_epochs=2)
+    first.fit(Classifier(), loader(40), loader(4))
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    seen = Told()
+    trainer(seen, max_epochs=4).fit(Classifier(), loader(10), loader(4), ckpt_path=tmp_path / "two.ckpt")
+    assert seen.steps == [(20, 8), (10, 8), (0, 4)]
+
+
 def test_a_second_fit_has_what_is_left():
     seen = Told()
     once = trainer(seen, max_epochs=1)

@@ -13,6 +13,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from against_eager import FLOAT32, assert_same_module, assert_same_values
@@ -292,6 +293,42 @@ def test_an_undecided_run_goes_on_in_the_next_and_does_not_call_itself_decided(m
     assert unchosen in ours.report.notes()
     trainer(ours).fit(module, loader(40))
     assert ours.report.train.mode == "default"
+
+
+class EndsTheRun(pl.Callback):
+    """Interrupts the first step that runs with a candidate, when it is done."""
+
+    def __init__(self, ours):
+        self.ours = ours
+
+    def on_after_backward(self, trainer, pl_module):
+        if self.ours.report.train.graphs:
+            raise ZeroDivisionError
+
+
+def test_what_was_compiled_in_a_step_that_was_cut_off_is_compiled(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    ours = InductorCompile(Tune(["default"], steps=5), None)
+    module = seeded()
+    with pytest.raises(ZeroDivisionError):
+        trainer(ours, EndsTheRun(ours)).fit(module, loader(30))
+    assert verdicts(ours.report.train)["default"] == "undecided"
+    trainer(ours).fit(module, loader(40))
+    assert verdicts(ours.report.train)["default"] == "chosen"
+
+
+def test_a_choice_is_found_again_where_only_the_first_batches_have_other_shapes(monkeypatch, tmp_path):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    sizes = [*range(16, 4, -2), *([4] * 60)]
+    batches = [next(iter(loader(1, batch_size=size))) for size in sizes]
+
+    def run():
+        ours = InductorCompile(Tune(["default"], steps=10), None, cache_dir=tmp_path)
+        trainer(ours, num_sanity_val_steps=0).fit(seeded(), DataLoader(batches, batch_size=None))
+        return trials(ours.report.train)["default"]["reason"] or ""
+
+    assert run() == ""
+    assert run().startswith("chosen in an earlier run")
 
 
 def test_keeping_it_compiled_keeps_what_is_proven(monkeypatch):

@@ -315,6 +315,49 @@ def test_a_choice_that_was_cut_short_is_not_believed_and_a_short_runs_not_by_a_l
         assert (tuner.winner == "eager") == believed
 
 
+@pytest.mark.parametrize("rule", ["throughput", "first"])
+def test_another_run_with_other_work_is_judged_by_its_own_steps(rule):
+    machine = Machine({"eager": 10, "a": 20}, noise=0)
+    tuner = Tuner(["a"], rule=rule)
+    tuner.run_begins()
+    tuner.plan(22)
+    assert machine.run(tuner, steps=22) is None
+    machine.mean_ms = {"eager": 3, "a": 1}
+    tuner.run_begins()
+    tuner.plan(1000)
+    assert tuner.candidate == "eager"
+    assert machine.run(tuner, work=lambda n: "other") == "a"
+    assert [trial.median_ms for trial in tuner.trials()] == [3, 1]
+
+
+def test_work_that_an_earlier_run_did_is_compared_again_where_it_returns():
+    machine = Machine({"eager": 10, "a": 9.9}, noise=0.3)
+    tuner = Tuner(["a"], steps=100)
+    for work in ("validate", "test", "validate", "test"):
+        tuner.run_begins()
+        tuner.plan(40)
+        assert machine.run(tuner, steps=40, work=lambda n, work=work: work) is None
+    tuner.run_begins()
+    tuner.plan(10_000)
+    assert machine.run(tuner, steps=10_000, work=lambda n: "validate") is not None
+    assert "not judged" not in verdicts(tuner).values()
+    assert min(trial.samples for trial in tuner.trials()) >= 20
+
+
+def test_a_run_after_one_that_was_too_short_begins_with_eager():
+    asked = []
+    tuner = Tuner(["a", "b"], least_steps=15, why_not=lambda name, known: asked.append(known.eager_ms) or "too dear")
+    tuner.run_begins()
+    tuner.plan(3)
+    assert tuner.winner == "eager"
+    tuner.run_begins()
+    tuner.plan(100)
+    machine = Machine({"eager": 10, "a": 1, "b": 1}, noise=0)
+    assert machine.run(tuner) == "eager"
+    assert set(machine.ran) == {"eager"}
+    assert asked == [10, 10]
+
+
 def test_settling_while_it_is_tried_anew_keeps_what_is_compiled():
     tuner = Tuner(["a", "b"], compiled="a")
     tuner.settle("the run ended")
