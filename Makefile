@@ -1,6 +1,7 @@
 # make demo: train a ResNet on real images, with the report of what compiling cost and gained
 # make test: the test suite, on the newest torch
 # make test-oldest: the same on the oldest torch and Lightning that are supported
+# make test-random: 200 random modules, each trained with the callback and without
 # make examples: every example in a short form
 # make lint: ruff and mypy
 # make docs: the documentation site, in site/index.html
@@ -27,7 +28,7 @@ export UV_HTTP_TIMEOUT ?= 300
 # Lightning anew, for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest examples lint docs dist clean
+.PHONY: demo test test-oldest test-random examples lint docs dist clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/resnet_digits.py --min-accuracy 0.95 $(ARGS)
@@ -37,6 +38,9 @@ test: $(INSTALLED)
 
 test-oldest: $(INSTALLED_OLDEST)
 	$(BIN_OLDEST)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-random: $(INSTALLED)
+	COMPILE_CALLBACKS_EXAMPLES=200 $(BIN)/python -m pytest tests/lightning/test_random_modules.py --timeout 3600 $(ARGS)
 
 # Two at a time: each spends most of its time in one thread. What one prints is shown when it ends.
 examples: $(INSTALLED)

@@ -1,42 +1,45 @@
 """A transformer of a billion parameters under FSDP2: eager steps against steps with compiled blocks, in one run.
 
     python benchmarks/fsdp2.py --json fsdp2.json              # two GPUs; Lightning starts the second process
-    python benchmarks/fsdp2.py --tiny --device cpu            # two processes on the CPU, to see that it works
+    python benchmarks/fsdp2.py --tiny --device cpu            # two processes on the CPU, to test the script
 
-The blocks are written as Hugging Face's Llama writes them: RMS norms in float32, rotary embeddings, attention by
+The blocks are those of Hugging Face's Llama: RMS norms in float32, rotary embeddings, attention by
 `scaled_dot_product_attention`, a gated MLP; depth and width are those of Qwen2.5-1.5B. Each block is sharded
-(`fully_shard`), then the rest; weights are gathered in bfloat16 and gradients reduced in float32. Ways run one after
-another, each a `Trainer.fit` from the same seed on the same batches, eager first and last. A step is from one batch's
-start to the next one's, synchronised; losses are the first process's, and those of the two eager fits show how far
-rounding alone goes.
+(`fully_shard`), then the rest; weights are gathered in bfloat16 and gradients reduced in float32. The ways run one
+after another, each a `Trainer.fit` from the same seed on the same batches, eager first and last. A step lasts from the
+start of a batch to the start of the next one, synchronized. The losses are those of the first process; those of the two
+eager fits show the effect of rounding alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import logging
 import statistics
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
+from tables import Row, parser_for, print_columns, save, say
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from trainer import BlockClock, make_trainer
 
 from compile_callbacks import InductorCompile
 
 PROCESSES = 2
-WARMUP_STEPS = 5  # not timed; what compiles does so in the first
+WARMUP_STEPS = 5  # not timed; compiles happen in the first one
 EAGER = "eager"
+COLUMNS = {
+    "way": "{}", "step_ms": "{:.2f}", "tokens_per_second": "{:,.0f}", "speedup": "{:.2f}x",
+    "peak_memory_mib": "{:.0f}", "memory_ratio": "{:.2f}", "first_step_seconds": "{:.1f}", "last_loss": "{:.4f}",
+    "losses_apart": "{:.4f}",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Size:
     hidden: int = 5120
     vocabulary: int = 32000
     sequence: int = 2048
-    batch: int = 12  # sequences a process; with 4, compiling gained nothing on H200s
+    batch: int = 12  # sequences of each process; with 4, compiling gained nothing on H200s
 
 
 TINY = Size(layers=2, width=32, heads=2, hidden=64, vocabulary=64, sequence=16, batch=2)
@@ -124,7 +127,7 @@ class Model(pl.LightningModule):
         self.losses: list[torch.Tensor] = []
 
     def configure_model(self) -> None:
-        torch.manual_seed(0)  # the same weights in each process, and in each way
+        torch.manual_seed(0)  # the same weights in each process, and in each fit
         with self.trainer.strategy.root_device:
             self.net = Transformer(self.size)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -142,7 +145,7 @@ class Model(pl.LightningModule):
 
 
 class Counting(Dataset):
-    """Sequences that count on in steps of one to nine: there is something to learn."""
+    """Sequences that count in steps of one to nine, so that there is something to learn."""
 
     def __init__(self, size: Size, length: int) -> None:
         self.size, self.length = size, length
@@ -156,64 +159,50 @@ class Counting(Dataset):
         return (start + stride * torch.arange(self.size.sequence + 1)) % self.size.vocabulary
 
 
-class Clock(pl.Callback):
-    """Times steps from start to start, and reads the memory of those that are timed."""
+class Clock(BlockClock):
+    """Times steps from start to start, and reads the peak memory of the timed ones."""
 
-    def __init__(self) -> None:
-        self.starts: list[float] = []
-        self.peak_bytes = 0
+    peak_bytes = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch.is_cuda:
-            torch.cuda.synchronize()
-            if batch_idx == WARMUP_STEPS:
-                torch.cuda.reset_peak_memory_stats()
-        self.starts.append(time.perf_counter())
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if batch.is_cuda and batch_idx == WARMUP_STEPS:
+            torch.cuda.reset_peak_memory_stats()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if pl_module.device.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated()
 
-    @property
-    def step_ms(self) -> list[float]:
-        times = [1000 * (b - a) for a, b in zip(self.starts, self.starts[1:], strict=False)]
-        return times[WARMUP_STEPS:]
-
 
 def highest(value: float, device: torch.device) -> float:
-    """The highest of all processes."""
-    there = torch.tensor(value, device=device, dtype=torch.float64)
-    torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX)
-    return float(there)
+    """The highest value of all processes."""
+    tensor = torch.tensor(value, device=device, dtype=torch.float64)
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+    return float(tensor)
 
 
-def run(way: str, size: Size, steps: int, device: str) -> dict[str, Any]:
+def run(way: str, size: Size, steps: int, device: str) -> Row:
     clock, module = Clock(), Model(size)
     compiler = None if way == EAGER else InductorCompile(way, None, baseline_steps=0)
-    trainer = pl.Trainer(
-        accelerator="gpu" if device == "cuda" else "cpu",
-        devices=PROCESSES,
-        strategy=ModelParallelStrategy(data_parallel_size=PROCESSES, tensor_parallel_size=1),
-        max_steps=steps,
-        callbacks=[clock, *([compiler] if compiler else [])],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = ModelParallelStrategy(data_parallel_size=PROCESSES, tensor_parallel_size=1)
+    trainer = make_trainer(
+        device, clock, *([compiler] if compiler else []), devices=PROCESSES, strategy=strategy, precision=None,
+        max_epochs=None, max_steps=steps,
+    )  # fmt: skip
     data = Counting(size, steps * size.batch * PROCESSES)
     sampler = DistributedSampler(data, PROCESSES, trainer.local_rank, shuffle=False)
     started = time.perf_counter()
     trainer.fit(module, DataLoader(data, size.batch, sampler=sampler))
-    step_ms = highest(statistics.median(clock.step_ms), module.device)
+    timed_ms = clock.block_ms[WARMUP_STEPS:]
+    step_ms = highest(statistics.median(timed_ms), module.device)
     row = {
         "way": way,
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "step_ms": step_ms,
-        "samples": len(clock.step_ms),
+        "samples": len(timed_ms),
         "tokens_per_second": PROCESSES * size.batch * size.sequence / step_ms * 1000,
-        "peak_memory_mb": highest(clock.peak_bytes, module.device) / 2**20,
-        "first_step_seconds": highest(clock.starts[1] - clock.starts[0], module.device),
+        "peak_memory_mib": highest(clock.peak_bytes, module.device) / 2**20,
+        "first_step_seconds": highest(clock.block_ms[0] / 1000, module.device),
         "fit_seconds": time.perf_counter() - started,
         "losses": torch.stack(module.losses).tolist(),
     }
@@ -224,66 +213,43 @@ def run(way: str, size: Size, steps: int, device: str) -> dict[str, Any]:
     return row
 
 
-def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each way against eager: speed by the mean of both eager fits, memory by the smaller, losses by the first."""
+def compare(rows: list[Row]) -> None:
+    """Compare with eager: speed with the mean of both eager fits, memory with the smaller, losses with the first."""
     eager = [row for row in rows if row["way"] == EAGER]
     eager_ms = statistics.mean(row["step_ms"] for row in eager)
-    memory_mb = min(row["peak_memory_mb"] for row in eager)
+    memory_mib = min(row["peak_memory_mib"] for row in eager)
     for row in rows:
         row["speedup"] = eager_ms / row["step_ms"]
-        row["memory_ratio"] = row["peak_memory_mb"] / memory_mb if memory_mb else None
-        apart = [abs(a - b) for a, b in zip(row["losses"], rows[0]["losses"], strict=True)]
-        row["losses_apart"] = max(apart)
-        row["losses_apart_relative"] = max(a / b for a, b in zip(apart, rows[0]["losses"], strict=True))
-    return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| way | step ms | tokens/s | over eager | peak MiB | of eager's | first step s | last loss | losses apart |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        memory = f"{row['memory_ratio']:.2f}" if row["memory_ratio"] else "-"
-        lines.append(
-            f"| {row['way']} | {row['step_ms']:.2f} | {row['tokens_per_second']:,.0f} | {row['speedup']:.2f}x "
-            f"| {row['peak_memory_mb']:.0f} | {memory} | {row['first_step_seconds']:.1f} | {row['losses'][-1]:.4f} "
-            f"| {row['losses_apart']:.4f} |"
-        )
-    return "\n".join(lines)
+        row["memory_ratio"] = row["peak_memory_mib"] / memory_mib if memory_mib else None
+        row["last_loss"] = row["losses"][-1]
+        row["losses_apart"] = max(abs(a - b) for a, b in zip(row["losses"], rows[0]["losses"], strict=True))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of no use, to see that it works")
+    parser = parser_for(__doc__)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to test the script")
     parser.add_argument("--modes", nargs="+", default=["default"], help="train modes of InductorCompile")
     parser.add_argument("--steps", type=int, default=40, help=f"of each way, {WARMUP_STEPS} of them not timed")
     for name, value in vars(Size()).items():
         parser.add_argument(f"--{name}", type=int, help=f"default {value}")
-    parser.add_argument("--json", type=Path, help="where to write the figures; after each way")
-    arguments = parser.parse_args()
-    if arguments.steps < WARMUP_STEPS + 2:
+    args = parser.parse_args()
+    if args.steps < WARMUP_STEPS + 2:
         parser.error(f"--steps must be {WARMUP_STEPS + 2} or more")
-    given = {name: getattr(arguments, name) for name in vars(Size()) if getattr(arguments, name) is not None}
-    size = Size(**{**vars(TINY if arguments.tiny else Size()), **given})
+    given = {name: getattr(args, name) for name in vars(Size()) if getattr(args, name) is not None}
+    size = Size(**{**vars(TINY if args.tiny else Size()), **given})
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    rows: list[dict[str, Any]] = []
-    for way in (EAGER, *arguments.modes, EAGER):
-        rows.append(run(way, size, arguments.steps, arguments.device))
+    rows: list[Row] = []
+    for way in (EAGER, *args.modes, EAGER):
+        rows.append(run(way, size, args.steps, args.device))
+        compare(rows)
         gc.collect()
-        if arguments.device == "cuda":
+        if args.device == "cuda":
             torch.cuda.empty_cache()
         if torch.distributed.get_rank() == 0:
-            shown = {name: value for name, value in rows[-1].items() if name != "losses"}
-            print(json.dumps(shown), file=sys.stderr, flush=True)
-            if arguments.json:
-                versions = {"torch": torch.__version__, "lightning": pl.__version__}
-                device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
-                figures = {"size": vars(size), "device": device, **versions, "rows": compared(rows)}
-                arguments.json.write_text(json.dumps(figures, indent=1))
+            say(str({name: value for name, value in rows[-1].items() if name != "losses"}))
+            save(args.json, f"A transformer under FSDP2: {size}", rows)
     if torch.distributed.get_rank() == 0:
-        print(table(compared(rows)))
+        print_columns(COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,27 @@
-"""What Dynamo's guards cost in a training step: those that it has by its own settings, and those of this library.
+"""The time of Dynamo's guards in a training step: with torch's own settings, and with those of this library.
 
-In torch 2.11 Dynamo skips guards on weights unless it is told not to, and then does not see a parameter thaw
-(docs/correctness.md). Graphs are not compiled, as guards are the same; each step computes gradients and moves the
-weights, so that guards find the CPU's caches as they do in training. The time is that of "TorchDynamo Cache Lookup" in
-torch's profiler, a mean of all steps.
+torch 2.11 skips guards on weights by default, and then misses that a parameter is unfrozen (docs/correctness.md). The
+backend is "aot_eager", because the guards do not depend on the backend. Each step computes gradients and updates the
+weights, so that the CPU's caches are as in training. The time is "TorchDynamo Cache Lookup" in torch's profiler, the
+mean of all steps.
 
-python benchmarks/guards.py [--model resnet50] [--device cpu] [--steps 20]
+python benchmarks/guards.py [--model resnet50] [--device cpu] [--steps 20] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import warnings
 
 import torch
 import torch._dynamo
-import torchvision
+from models import make
+from tables import parser_for, print_columns, save
 
 
 def lookup_us(model: str, device: str, steps: int, *, skips: bool) -> float:
-    """Microseconds a step that Dynamo takes to find the graph of a call."""
+    """Microseconds of a step in which Dynamo looks for the graph of a call."""
     torch._dynamo.reset()
-    net = torchvision.models.get_model(model).to(device)
-    images = torch.randn(2, 3, 64, 64, device=device)
+    net, images, _ = make(model, 2, 64, device)
     optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9)
     with torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=skips):
         compiled = torch.compile(net, backend="aot_eager")
@@ -42,16 +41,19 @@ def lookup_us(model: str, device: str, steps: int, *, skips: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
+    parser.set_defaults(device="cpu")
     parser.add_argument("--model", default="resnet50")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    print("| torch | guards on weights | us a step |\n| --- | --- | --- |")
-    for skips in (True, False):
-        found = lookup_us(args.model, args.device, args.steps, skips=skips)
-        print(f"| {torch.__version__} | {'by torch' if skips else 'all'} | {found:.0f} |", flush=True)
+    rows = [
+        {"guards": guards, "lookup_us": lookup_us(args.model, args.device, args.steps, skips=skips)}
+        for guards, skips in (("torch's own", True), ("all weights", False))
+    ]
+    print(f"torch {torch.__version__}, {args.model}")
+    print_columns({"guards": "{}", "lookup_us": "{:.0f}"}, rows)
+    save(args.json, f"Guards of a training step of {args.model}", rows)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,15 @@
-"""The models of the benchmarks by name: torchvision's, timm's as timm/NAME, and transformers as blocks-DEPTH."""
+"""Models by name: torchvision models, timm models as timm/NAME, and transformers as blocks-DEPTH."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from compile_callbacks.bench.settings import parse_settings
-from compile_callbacks.bench.subject import load
-
-WIDTH, HEADS, TOKENS = 256, 4, 128
-"""Of the transformers: narrow, so that what compiling takes is what depth makes of it."""
+WIDTH, HEADS, TOKENS = 256, 4, 128  # narrow, so that depth dominates the compile time
 
 
 class Block(nn.Module):
-    """One pre-norm layer of a transformer; shapes (N, T, C) in and out."""
+    """A pre-norm transformer layer; shapes (N, T, C) in and out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,13 +20,13 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n, t, c = x.shape
         q, k, v = self.qkv(self.norm_1(x)).view(n, t, 3, HEADS, c // HEADS).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
-        x = x + self.out(mixed.transpose(1, 2).reshape(n, t, c))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(attended.transpose(1, 2).reshape(n, t, c))
         return x + self.mlp(self.norm_2(x))
 
 
 class Transformer(nn.Module):
-    """A stack of such layers with a classifier."""
+    """A stack of layers with a classifier."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -43,22 +39,34 @@ class Transformer(nn.Module):
         return self.head(x.mean(1))
 
 
-def make(name: str, batch_size: int, image_size: int | None, device: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model, a batch for it and labels, on a device; what takes images is laid out channels last."""
+def make(name: str, batch_size: int, image_size: int = 224, device: str = "cpu") -> tuple[nn.Module, Tensor, Tensor]:
+    """A model, a batch for it and labels; images and convolution weights use the channels-last memory format."""
+    torch.manual_seed(0)
     if name.startswith("blocks-"):
         net: nn.Module = Transformer(int(name.removeprefix("blocks-"))).to(device)
         inputs = torch.randn(batch_size, TOKENS, WIDTH, device=device)
     else:
-        settings = parse_settings(
-            name, modes=[], device=device, batch_size=batch_size, image_size=image_size, channels_last=True
-        )
-        subject = load(settings)
-        net, (inputs,) = subject.module, subject.args
+        net = create(name).to(device, memory_format=torch.channels_last)
+        inputs = torch.randn(batch_size, 3, image_size, image_size)
+        inputs = inputs.to(device, memory_format=torch.channels_last)
+    return net, inputs, torch.randint(1000, (batch_size,), device=device)
+
+
+def create(name: str) -> nn.Module:
+    """A model for images, with weights and statistics that make every output informative."""
+    if name.startswith("timm/"):
+        import timm
+
+        net = timm.create_model(name.removeprefix("timm/"))
+    else:
+        import torchvision
+
+        net = torchvision.models.get_model(name)
     for weight in net.parameters():
-        if not weight.any():  # the head of a fresh ViT is all zeros: its outputs would say nothing
+        if not weight.any():  # the head of a new ViT is all zeros, and so are its outputs
             nn.init.normal_(weight, std=0.02)
     for part in net.modules():
-        if isinstance(part, nn.BatchNorm2d):  # as after training: fresh ones compute x * 1 + 0
+        if isinstance(part, nn.BatchNorm2d):  # as after training: a new batch norm is the identity
             part.running_mean.normal_(0, 0.1)
             part.running_var.uniform_(0.5, 1.5)
-    return net, inputs, torch.randint(1000, (batch_size,), device=device)
+    return net

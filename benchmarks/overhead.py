@@ -1,29 +1,28 @@
-"""What the callback adds to a steady training step, against the same child compiled by hand, in one run.
+"""The overhead of the callback in a steady training step, against the same child compiled by hand, in one run.
 
-python benchmarks/overhead.py                                      a small net on the CPU
+python benchmarks/overhead.py                                        a small net on the CPU
 python benchmarks/overhead.py --device cuda --mode reduce-overhead   ResNet-50, batch 16, bf16
 python benchmarks/overhead.py --device cuda --mode reduce-overhead --calling-thread
 
-On a GPU the library has backward passes run in the thread that asks for them. With --calling-thread those of the child
-compiled by hand do so too: what is left is what the callback costs. Without, it is what a user gets by hand.
+On a GPU the library runs backward passes in the calling thread. With --calling-thread those of the child compiled by
+hand run there too, so that the difference is the overhead of the callback. Without, it is the difference to what a user
+gets by hand.
 
-Blocks of steps alternate between the two in one `fit`, so that both see the same machine; what is compared is
-the wall time of whole blocks, loop and hooks included.
+Blocks of steps alternate between the two in one `fit`; the times are those of whole blocks, loop and hooks included.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 import warnings
 
-import lightning.pytorch as pl
 import torch
 from models import make
+from tables import parser_for, save
 from torch import nn
-from ways import Classifier, Fixed
+from trainer import Classifier, loader, make_trainer, synchronize
 
 from compile_callbacks import InductorCompile
 
@@ -31,12 +30,12 @@ WARM_UP_STEPS = 40
 
 
 def small_net() -> nn.Module:
-    """Its steps take some milliseconds on two CPU cores."""
+    """A net with steps of some milliseconds on two CPU cores."""
     return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
 
 class Alternate(InductorCompile):
-    """`InductorCompile` in every other block of steps; in the others the child compiled by hand, and no hooks."""
+    """`InductorCompile` in every other block of steps; in the others the child compiled by hand, without our hooks."""
 
     def __init__(self, mode: str, block: int, calling_thread: bool) -> None:
         super().__init__(mode, None, baseline_steps=0, targets=["net"])
@@ -60,8 +59,7 @@ class Alternate(InductorCompile):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def turn(self, module, batch_idx):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize()
         now = time.perf_counter()
         if self.started is not None and batch_idx > 2 * WARM_UP_STEPS:
             self.seconds[self.ours].append(now - self.started)
@@ -79,49 +77,48 @@ class Alternate(InductorCompile):
         super().teardown(trainer, pl_module, stage)
 
 
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    alternate = Alternate(args.mode, args.block, args.calling_thread)
+    if args.device == "cuda":
+        net, *batch = make("resnet50", args.batch_size, 224, "cuda")
+    else:
+        count = args.batch_size * 8
+        net, batch = small_net(), [torch.randn(count, 256), torch.randint(10, (count,))]
+    steps = 2 * WARM_UP_STEPS + 2 * args.blocks * args.block + 1
+    make_trainer(args.device, alternate).fit(Classifier(net), loader(tuple(batch), steps))
+    ours_ms, by_hand_ms = ([s / args.block * 1000 for s in alternate.seconds[ours]] for ours in (True, False))
+    pairs = list(zip(ours_ms, by_hand_ms, strict=False))
+    overhead_us = statistics.median((ours - by_hand) * 1000 for ours, by_hand in pairs)
+    return {
+        "by_hand_ms": statistics.median(by_hand_ms),
+        "callback_ms": statistics.median(ours_ms),
+        "by_hand_fastest_ms": min(by_hand_ms),
+        "callback_fastest_ms": min(ours_ms),
+        "overhead_us": overhead_us,
+        "overhead_percent": overhead_us / statistics.median(by_hand_ms) / 10,
+        "pairs_of_blocks": len(pairs),
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--mode", default="default")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--block", type=int, default=20, help="steps in a block")
-    parser.add_argument("--blocks", type=int, default=60, help="blocks of each kind")
-    parser.add_argument("--calling-thread", action="store_true", help="by hand too, backward passes run in it")
+    parser = parser_for(__doc__)
+    parser.set_defaults(device="cpu")
+    add = parser.add_argument
+    add("--mode", default="default")
+    add("--batch-size", type=int, default=16)
+    add("--block", type=int, default=20, help="steps of a block")
+    add("--blocks", type=int, default=60, help="blocks of each kind")
+    add("--calling-thread", action="store_true", help="backward passes by hand run in the calling thread too")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_float32_matmul_precision("high")
-    steps = 2 * WARM_UP_STEPS + 2 * args.blocks * args.block + 1
-    alternate = Alternate(args.mode, args.block, args.calling_thread)
-    rows = args.batch_size * 8
-    net, batch, precision = small_net(), (torch.randn(rows, 256), torch.randint(10, (rows,))), "32-true"
-    if args.device == "cuda":
-        net, *batch = make("resnet50", args.batch_size, 224, "cuda")
-        precision = "bf16-mixed"
-    trainer = pl.Trainer(
-        accelerator=args.device, devices=1, precision=precision, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[alternate],
-    )  # fmt: skip
-    trainer.fit(Classifier(net), torch.utils.data.DataLoader(Fixed(tuple(batch), steps), batch_size=None))
-
-    pairs = list(zip(alternate.seconds[True], alternate.seconds[False], strict=False))
-    step_ms = {ours: statistics.median(s) / args.block * 1000 for ours, s in alternate.seconds.items()}
-    difference_us = statistics.median((ours - hand) / args.block * 1e6 for ours, hand in pairs)
-    result = {
-        "by_hand_ms": step_ms[False],
-        "callback_ms": step_ms[True],
-        "by_hand_fastest_ms": min(alternate.seconds[False]) / args.block * 1000,
-        "callback_fastest_ms": min(alternate.seconds[True]) / args.block * 1000,
-        "overhead_us": difference_us,
-        "overhead_percent": difference_us / step_ms[False] / 10,
-        "pairs_of_blocks": len(pairs),
-        "torch": torch.__version__,
-    }
+    row = measure(args)
     print(
-        f"compiled by hand {result['by_hand_ms']:.3f} ms a step, with the callback {result['callback_ms']:.3f} ms "
-        f"(the fastest block {result['by_hand_fastest_ms']:.3f} and {result['callback_fastest_ms']:.3f} ms); median "
-        f" difference of {len(pairs)} pairs of blocks: {difference_us:.1f} us, {result['overhead_percent']:.2f} %"
+        f"compiled by hand {row['by_hand_ms']:.3f} ms a step, with the callback {row['callback_ms']:.3f} ms (fastest "
+        f"blocks {row['by_hand_fastest_ms']:.3f} and {row['callback_fastest_ms']:.3f} ms); median difference of "
+        f"{row['pairs_of_blocks']} pairs of blocks: {row['overhead_us']:.1f} us, {row['overhead_percent']:.2f} %"
     )
-    print(json.dumps(result))
+    save(args.json, f"Overhead of the callback, mode {args.mode}", [row])
 
 
 if __name__ == "__main__":

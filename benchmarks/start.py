@@ -1,20 +1,18 @@
-"""The first step of a training run, compiling included: cold, warm, with kept artifacts, and with repeated blocks.
+"""The first step of a training run without a Trainer, compiling included, and the steps after it.
 
-Each measurement is a process of its own, with folders of its own for everything that torch, Triton and the compilers
-keep. The time is that from `compile_phases` to the end of the first step, forward and backward, after one eager step
-that wakes the device; imports are not in it, Inductor's included. A run starts
+Each measurement is a process with its own folders for the caches of torch, Triton and the C++ compiler. The time
+is that from `compile_phases` to the end of the first step, forward and backward, after one eager step that initializes
+the device; imports are excluded. The ways:
 
-- cold: with nothing, and leaves artifacts behind;
-- warm folder: with the cache folders that a cold run left, as on the same machine;
-- artifacts: with empty cache folders and the artifacts, as on another machine, or in a fresh container;
-- regional cold: with nothing, and one graph for all repeated blocks (targets="repeated").
+- cold: with an empty `cache_dir`;
+- warm: with the `cache_dir` that the cold run left, and everything else empty;
+- regional cold: with nothing cached, and one graph for all repeated blocks (targets="repeated").
 
-The steps that follow are timed too, each way for itself: what regional compile saves at the start it may cost in every
-step. ``transformer`` is an encoder of ViT-L's width on embeddings; the options of its size are for it alone.
+``transformer`` is an encoder of ViT-L's width on embeddings; --depth, --width, --heads and --length are its size.
+`warm_start.py` compares with torch's own cache folder, in a Trainer.
 
 python benchmarks/start.py [--model resnet18] [--device cpu] [--batch-size 4] [--image-size 64] [--mode default]
-                           [--precision fp32] [--ways "cold,warm folder,artifacts"] [--steps 20] [--repeats 3]
-                           [--json FILE]
+                           [--precision fp32] [--ways "cold,warm"] [--steps 20] [--repeats 3] [--json FILE]
 python benchmarks/start.py --model transformer --depth 24 --ways "cold,regional cold" --device cuda --precision bf16
                            --batch-size 32
 """
@@ -31,26 +29,30 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# What each way starts with: the folder of its caches, that of its artifacts, and the targets.
-WAYS: dict[str, tuple[str, str | None, str | None]] = {
-    "cold": ("cold", "kept", None),
-    "warm folder": ("cold", None, None),
-    "artifacts": ("other", "kept", None),
-    "regional cold": ("regional", None, "repeated"),
-}
-_DEFAULT_WAYS = "cold,warm folder,artifacts"
-_WARMUP_STEPS = 5
+import torch
+from models import make
+from tables import Row, parser_for, print_columns, save, say
+from torch import Tensor, nn
+from trainer import synchronize
+
+from compile_callbacks import compile_phases, report_of
+from compile_callbacks.bench.measure import summarize
+from compile_callbacks.reporting.report_file import environment
+
+# The folder of all other caches, that of `cache_dir`, and the targets.
+WAYS = {"cold": ("cold", "kept", None), "warm": ("warm", "kept", None), "regional cold": ("regional", None, "repeated")}
+WARMUP_STEPS = 5
+COLUMNS = {
+    "way": "{}", "first_step_seconds": "{:.1f}", "of_cold": "{:.0%}", "step_ms": "{:.2f}", "spread_ms": "{:.2f}",
+    "eager_ms": "{:.2f}", "graphs": "{}", "cache_hits": "{}", "cache_misses": "{}",
+}  # fmt: skip
 
 
-def transformer(args: argparse.Namespace) -> tuple[Any, Any]:
+def transformer(args: argparse.Namespace) -> tuple[nn.Module, Tensor]:
     """An encoder with a linear embedding and head, and a batch for it."""
-    import torch
-    from torch import nn
-
     layer = nn.TransformerEncoderLayer(
         args.width, args.heads, 4 * args.width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
     )
@@ -59,32 +61,17 @@ def transformer(args: argparse.Namespace) -> tuple[Any, Any]:
     return module.to(args.device), torch.randn(args.batch_size, args.length, args.width, device=args.device)
 
 
-def convolutional(args: argparse.Namespace) -> tuple[Any, Any]:
-    """A model of torchvision's, and a batch for it."""
-    import torch
-    import torchvision
-
-    layout = torch.channels_last if args.device == "cuda" else torch.contiguous_format
-    module = torchvision.models.get_model(args.model).to(args.device, memory_format=layout)
-    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=args.device)
-    return module, images.to(memory_format=layout)
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """One first step, and those after it, in this process."""
-    import torch
-
-    from compile_callbacks import compile_phases, report_of
-
+    """The first step and those after it, in this process."""
     warnings.simplefilter("ignore")
-    started = time.perf_counter()
-    importlib.import_module("torch._inductor.compile_fx")  # else the first compile does, for seconds
-    import_seconds = time.perf_counter() - started
+    importlib.import_module("torch._inductor.compile_fx")  # seconds of the first compile otherwise
     torch.set_float32_matmul_precision("high")
-    torch.manual_seed(0)
-    module, inputs = (transformer if args.model == "transformer" else convolutional)(args)
+    if args.model == "transformer":
+        module, inputs = transformer(args)
+    else:
+        module, inputs, _ = make(args.model, args.batch_size, args.image_size, args.device)
 
-    def step_seconds() -> float:
+    def step_ms() -> float:
         if args.device == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         started = time.perf_counter()
@@ -92,124 +79,80 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             out = module(inputs)
         out.float().sum().backward()
         module.zero_grad(set_to_none=True)
-        if args.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
+        synchronize()
+        return (time.perf_counter() - started) * 1000
 
-    def steady_ms() -> list[float]:
-        taken = [step_seconds() * 1000 for _ in range(_WARMUP_STEPS + args.steps)]
-        return taken[_WARMUP_STEPS:]
-
-    step_seconds()
-    eager_ms = steady_ms()
+    eager_ms = [step_ms() for _ in range(1 + WARMUP_STEPS + args.steps)][1 + WARMUP_STEPS :]
     started = time.perf_counter()
-    compile_phases(
-        module, train_mode=args.mode, infer_mode=None, targets=args.targets, verify="off", cache_dir=args.kept
-    )
-    loaded_seconds = time.perf_counter() - started
-    first_seconds = step_seconds()
-    compiled_ms = steady_ms()
-    report = report_of(module)
-    return {
-        "seconds": loaded_seconds + first_seconds, "load_seconds": loaded_seconds, "import_seconds": import_seconds,
-        "eager_ms": eager_ms, "compiled_ms": compiled_ms,
-        "compile_seconds": report.train.compile_seconds, "graphs": report.train.graphs,
-        "targets": list(report.train.targets),
-        "cache_hits": report.train.cache_hits, "cache_misses": report.train.cache_misses,
-        "artifacts": report.artifacts, "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
-    }  # fmt: skip
+    modes = {"train_mode": args.mode, "infer_mode": None}
+    compile_phases(module, **modes, targets=args.targets, verify="off", cache_dir=args.cache_dir)
+    step_ms()
+    first_step_seconds = time.perf_counter() - started
+    compiled_ms = [step_ms() for _ in range(WARMUP_STEPS + args.steps)][WARMUP_STEPS:]
+    report = report_of(module).train
+    names = ("compile_seconds", "graphs", "cache_hits", "cache_misses")
+    row = {"first_step_seconds": first_step_seconds, **{name: getattr(report, name) for name in names}}
+    return {"row": row, "eager_ms": eager_ms, "compiled_ms": compiled_ms, "environment": environment()}
 
 
-def in_a_new_process(folder: Path, kept: Path | None, targets: str | None) -> dict[str, Any]:
-    """The same with everything that is cached in ``folder``."""
-    folder.mkdir(exist_ok=True)
-    environment = {
-        **os.environ,
+def in_new_process(folder: Path, cache_dir: Path | None, targets: str | None) -> dict[str, Any]:
+    """The same in a new process, with all caches but ``cache_dir`` in ``folder``."""
+    folder.mkdir()
+    caches = {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
-        "TMPDIR": str(folder),  # where C++ headers are kept that are compiled once
+        "TMPDIR": str(folder),  # of precompiled C++ headers
     }
-    command = [sys.executable, __file__, *sys.argv[1:], "--measure", *(["--kept", str(kept)] if kept else [])]
+    command = [sys.executable, __file__, *sys.argv[1:], "--measure"]
+    command += ["--cache-dir", str(cache_dir)] if cache_dir else []
     command += ["--targets", targets] if targets else []
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise SystemExit(result.stderr)
-    measured: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return measured
-
-
-def step_ms(runs: Sequence[Mapping[str, Any]], of: str) -> str:
-    """The median of all steps, and half of their interquartile range."""
-    taken = [ms for run in runs for ms in run[of]]
-    if len(taken) < 4:
-        return f"{statistics.median(taken):.2f}" if taken else "-"
-    first, median, third = statistics.quantiles(taken, n=4, method="inclusive")
-    return f"{median:.2f} ± {(third - first) / 2:.2f}"
+    result = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="resnet18", help="a name of torchvision's, or transformer")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--image-size", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=24, help="layers of the transformer")
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--length", type=int, default=197, help="of its sequences")
-    parser.add_argument("--mode", default="default", help="as train_mode takes it")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--ways", default=_DEFAULT_WAYS, help=f"cold, and of {', '.join(WAYS)} those wanted")
-    parser.add_argument("--steps", type=int, default=20, help="steps timed after the first")
-    parser.add_argument("--repeats", type=int, default=1, help="medians of so many are shown")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--kept", help=argparse.SUPPRESS)
-    parser.add_argument("--targets", help=argparse.SUPPRESS)
+    parser = parser_for(__doc__)
+    parser.set_defaults(device="cpu")
+    add = parser.add_argument
+    add("--model", default="resnet18", help="a torchvision model, or transformer")
+    add("--batch-size", type=int, default=4)
+    add("--image-size", type=int, default=64)
+    add("--depth", type=int, default=24)
+    add("--width", type=int, default=1024)
+    add("--heads", type=int, default=16)
+    add("--length", type=int, default=197)
+    add("--mode", default="default", help="the train_mode")
+    add("--precision", choices=["fp32", "bf16"], default="fp32")
+    add("--ways", default="cold,warm", help=f"cold, and any of {', '.join(WAYS)}")
+    add("--steps", type=int, default=20, help="timed steps after the first")
+    add("--repeats", type=int, default=1, help="processes of each way; the table has their medians")
+    add("--measure", action="store_true", help=argparse.SUPPRESS)
+    add("--cache-dir", help=argparse.SUPPRESS)
+    add("--targets", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         print(json.dumps(measure(args)))
         return
-
     ways = args.ways.split(",")
     if not set(ways) <= set(WAYS) or "cold" not in ways:
-        parser.error(f"--ways {args.ways}: give names out of {', '.join(WAYS)}, 'cold' among them")
-
-    measured: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS if way in ways}
-    for repeat in range(args.repeats):
-        with tempfile.TemporaryDirectory() as temporary:
-            top = Path(temporary)
-            for way, runs_of_way in measured.items():
-                folder, kept, targets = WAYS[way]
-                runs_of_way.append(in_a_new_process(top / folder, top / kept if kept else None, targets))
-                print(f"{repeat + 1}/{args.repeats} {way}: {runs_of_way[-1]['seconds']:.1f} s", file=sys.stderr)
-
-    cold = statistics.median(run["seconds"] for run in measured["cold"])
-    print("| start | first step s | of cold | loading s | step ms | graphs | cache hits / misses | artifacts MB |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for way, runs_of_way in measured.items():
-        last = runs_of_way[-1]
-        seconds = statistics.median(run["seconds"] for run in runs_of_way)
-        load_seconds = statistics.median(run["load_seconds"] for run in runs_of_way)
-        kept_mb = last["artifacts"] or {"loaded_mb": 0, "saved_mb": 0}
-        print(
-            f"| {way} | {seconds:.1f} | {seconds / cold:.0%} | {load_seconds:.2f} "
-            f"| {step_ms(runs_of_way, 'compiled_ms')} | {last['graphs']} "
-            f"| {last['cache_hits']} / {last['cache_misses']} | {max(kept_mb['loaded_mb'], kept_mb['saved_mb']):.1f} |"
-        )
-    first = measured["cold"][0]
-    shape = f"batch {args.batch_size}, {args.image_size}x{args.image_size}"
-    if args.model == "transformer":
-        shape = f"{args.depth} layers of width {args.width}, batch {args.batch_size}, length {args.length}"
-    eager = step_ms([run for runs_of_way in measured.values() for run in runs_of_way], "eager_ms")
-    print(f"\n{args.model}, {shape}, {args.precision}, mode {args.mode}, eager step {eager} ms")
-    import_seconds = statistics.median(
-        run["import_seconds"] for runs_of_way in measured.values() for run in runs_of_way
-    )
-    print(f"torch {first['torch']}, {first['device']}; before that, Inductor is imported in {import_seconds:.1f} s")
-    if args.json:
-        args.json.write_text(json.dumps({"arguments": vars(args), "runs": measured}, indent=1, default=str))
+        parser.error(f"--ways {args.ways}: give names of {', '.join(WAYS)}, with 'cold'")
+    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS if way in ways}
+    for _ in range(args.repeats):
+        with tempfile.TemporaryDirectory() as top:
+            for way, of_way in runs.items():
+                folder, cache_dir, targets = WAYS[way]
+                of_way.append(in_new_process(Path(top, folder), Path(top, cache_dir) if cache_dir else None, targets))
+                say(f"{way}: {of_way[-1]['row']}")
+    rows: list[Row] = []
+    for way, of_way in runs.items():
+        seconds = statistics.median(run["row"]["first_step_seconds"] for run in of_way)
+        of_cold = seconds / rows[0]["first_step_seconds"] if rows else 1.0
+        summary = summarize([step_ms for run in of_way for step_ms in run["compiled_ms"]])
+        eager_ms = summarize([step_ms for run in of_way for step_ms in run["eager_ms"]])["step_ms"]
+        rows.append({"way": way, **of_way[-1]["row"], "first_step_seconds": seconds, "of_cold": of_cold, **summary})
+        rows[-1]["eager_ms"] = eager_ms
+    print_columns(COLUMNS, rows)
+    save(args.json, f"First step of {args.model}, mode {args.mode}", rows, runs["cold"][0]["environment"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A device that several processes share while they prepare: one at a time computes on it, and compiles need no turn.
+"""Lets several processes prepare on one device: one at a time computes on it, while others compile on the CPU.
 
-What is tried out on a device while others use it (Triton's configurations, the candidates of "auto") is tried out
-wrongly. So each process computes in its turn, and gives it up while it compiles, which is work for the CPU.
+Measurements while compiling (Triton's configurations, the candidates of "auto") are wrong if another process uses the
+device. So each process computes only in its turn, and ends its turn while it compiles.
 """
 
 from __future__ import annotations
@@ -17,44 +17,36 @@ from torch._inductor.runtime import benchmarking
 
 from compile_callbacks import _torch
 
-STRETCH_SECONDS = 0.5
-"""How long a turn is before others may have theirs: so many steps follow each other without a wait."""
+STRETCH_SECONDS = 0.5  # a turn lasts at least that long, so that most steps run without waiting
 
 
 class Turn:
-    """This process's turns on a device.
+    """The turns of this process on a device.
 
-    A lock of the operating system, which the end of a process gives back, and any thread may: backward compiles in
-    autograd's own.
-
-    Args:
-        file: The same for all processes.
-        cuda: Whether the device is a GPU.
+    The lock of the file is released when the process ends, and any thread may release it: autograd compiles backward
+    graphs in its own thread.
     """
 
     def __init__(self, file: Path, *, cuda: bool) -> None:
-        self.compiles = 0
-        """Compiles and recordings of CUDA graphs so far."""
-        self.compile_seconds = 0.0
-        """Time that went into compiling, recordings of CUDA graphs left out."""
+        self.compiles = 0  # compiles and recordings of CUDA graphs
+        self.compile_seconds = 0.0  # without the recordings
         self.waited_seconds = 0.0
-        """Time spent waiting for a turn."""
         self._file = file.open("w")
         self._cuda = cuda
         self._held = self._held_before_compile = False
         self._since = self._compile_started = self._waited_before = 0.0
 
     def take(self) -> None:
-        """Wait for a turn, or go on with the one that this process has."""
+        """Wait for a turn, or continue the current one."""
         if self._held and time.perf_counter() - self._since < STRETCH_SECONDS:
             return
         if self._held:
             self.give()
-            time.sleep(0.002)  # else this process would have it again before those who wait wake up
+            time.sleep(0.002)  # else this process takes the lock before the waiting ones wake up
         self._lock()
 
     def give(self) -> None:
-        """Let others have a turn, and the memory that is not in use."""
+        """End the turn, and free the memory that is not in use."""
         if not self._held:
             return
         self.synchronize()
@@ -68,7 +60,7 @@ class Turn:
             torch.cuda.synchronize()
 
     def listen(self) -> None:
-        """Give the turn up while anything compiles, but take it for what is measured meanwhile."""
+        """End the turn while anything compiles, and take one for each measurement during a compile."""
         _torch.callback_handler.register_start_callback(self._compile_starts)
         _torch.callback_handler.register_end_callback(self._compile_ends)
         measure = benchmarking.benchmarker.benchmark_gpu

@@ -7,9 +7,9 @@ One line is enough::
 
 from typing import TYPE_CHECKING, Any
 
+from compile_callbacks._utils.errors import CompileError, CompileWarning
 from compile_callbacks.backend.backend import InductorBackend
 from compile_callbacks.by_grad_mode import compile_phases, report_of, restore
-from compile_callbacks.compiling.errors import CompileError, CompileWarning
 from compile_callbacks.exporting.export import export
 from compile_callbacks.exporting.exported import ExportError, load_exported
 from compile_callbacks.pass_library import (

@@ -14,6 +14,7 @@ import inspect
 import io
 import os
 import sys
+import threading
 import time
 import traceback
 import types
@@ -28,100 +29,6 @@ from torch._C import _functorch
 from torch._dynamo import exc as _exc
 from torch._inductor import custom_graph_pass as _custom_graph_pass
 from torch.autograd import forward_ad
-
-__all__ = [
-    "DYNAMO_TRIGGER",
-    "GRAPH_PASS_BASE",
-    "IN_SOURCE_OF_PROBES",
-    "OPERATOR_TYPES",
-    "RUN_PACKAGE",
-    "SHARES_RECOMPILE_LIMIT",
-    "TORCH_PASSES_FLAG",
-    "TORCH_PASS_TYPES",
-    "CompilationRecord",
-    "GraphBreak",
-    "OpOverload",
-    "TraceSettings",
-    "add_node",
-    "after_optimizer_steps",
-    "aside_of_main_graph",
-    "beside_activation_checkpoints",
-    "build_cpp",
-    "bundled_cache",
-    "cache_folder",
-    "caches_graphs",
-    "callback_handler",
-    "causes",
-    "collective_timeout",
-    "compilation_records",
-    "compile_function",
-    "compile_graph",
-    "compile_inner",
-    "compile_package",
-    "copy_of_graph",
-    "cpp_compiler",
-    "cpp_compilers_tried",
-    "ddp_treatment_is_chosen",
-    "default_store",
-    "donated_buffers_kept",
-    "export_program",
-    "fake_tensor",
-    "forget_compiled",
-    "forget_generated",
-    "function_with_own_cache",
-    "generated_with_constants",
-    "gradients_given",
-    "graph_breaks",
-    "graph_is_kept",
-    "has_backward_of_its_own",
-    "has_call_hooks",
-    "has_cutlass",
-    "has_flat_weights",
-    "has_tensor_subclasses",
-    "has_triton",
-    "has_triton_tma",
-    "hooks_registered",
-    "inference_flag_of_caller",
-    "is_compiled_node",
-    "is_decomposed",
-    "is_dynamo_wrapper",
-    "is_fsdp1_unit",
-    "is_fsdp2_unit",
-    "is_sharded",
-    "load_foreign_package",
-    "load_package",
-    "load_program",
-    "mode_names",
-    "mutated_inputs",
-    "named_leaves",
-    "no_cudagraphs",
-    "option_names",
-    "option_type",
-    "output_code_class",
-    "outside_ddp",
-    "pattern_matcher",
-    "program_as_module",
-    "put_into_cache",
-    "quiet_export",
-    "raised_while_compiling",
-    "recompile_limit",
-    "record_artifacts_again",
-    "recorded_artifacts",
-    "resolve_options",
-    "restored",
-    "run_pass",
-    "save_program",
-    "serializable",
-    "set_timeout",
-    "torch_folder",
-    "tree_leaves",
-    "tree_map_tensors",
-    "unregister",
-    "unwrap_dynamo",
-    "wants_channels_last",
-    "with_dynamo_settings",
-    "wrap_backward",
-]
 
 # ---------------------------------------------------------------------------------------------- settings
 
@@ -227,8 +134,8 @@ def raised_while_compiling(error: BaseException) -> bool:
     return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame, _ in frames)
 
 
-# Control flow of Dynamo's own, which passes through a backend on its way.
-_CONTROL_FLOW = (_exc.RestartAnalysis, _exc.SkipFrame)
+# Dynamo's control flow, which passes through a backend. The last ones ask Dynamo for a graph break.
+_CONTROL_FLOW = (_exc.RestartAnalysis, _exc.SkipFrame, *_exc.exceptions_allowed_to_be_fallback)
 
 SHARES_RECOMPILE_LIMIT = "isolate_recompiles" not in inspect.signature(torch.compile).parameters
 """Whether two settings of one code object use up one ``recompile_limit`` (torch before 2.13)."""
@@ -242,6 +149,14 @@ def function_with_own_cache(function: types.FunctionType, name: str) -> types.Fu
     """
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+def import_inductor() -> None:
+    """Import Inductor's compiler, as ``torch.compile(module)`` does when it is called.
+
+    The import takes a second, which would otherwise be part of the first compiled step.
+    """
+    import torch._inductor.compile_fx  # noqa: F401
 
 
 def compile_function(
@@ -264,10 +179,26 @@ def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any
     from torch._dynamo import config
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with config.patch({name: change(getattr(config, name)) for name, change in settings.items()}):
+        with _settings_lock:
+            _settings_active.append(settings)
+            for name, change in settings.items():
+                _settings_before.setdefault(name, getattr(config, name))
+                setattr(config, name, change(_settings_before[name]))
+        try:
             return compiled(*args, **kwargs)
+        finally:
+            with _settings_lock:
+                _settings_active.remove(settings)
+                while not _settings_active and _settings_before:
+                    setattr(config, *_settings_before.popitem())
 
     return call
+
+
+# Calls of several threads overlap. `config.patch` would restore the value that another thread had set.
+_settings_lock = threading.Lock()
+_settings_active: list[Mapping[str, Any]] = []
+_settings_before: dict[str, Any] = {}
 
 
 def recompile_limit() -> int:
@@ -340,6 +271,14 @@ def beside_activation_checkpoints() -> Iterator[None]:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     with torch.autograd.graph.saved_tensors_hooks(_same, _same) if hooks else contextlib.nullcontext():
         yield
+
+
+def saves_through_hooks() -> bool:
+    """Whether hooks handle the tensors that are saved for backward, as in an activation checkpoint.
+
+    They do in its forward pass and in its recomputation. No public function tells (2.11 to 2.15).
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -430,7 +369,7 @@ def compile_graph(
             if (others := other_patches(error)) is not None:
                 graph_module, patches = copy_of_graph(eager), others
             elif fallback(error):
-                return eager.forward
+                return eager_graph(eager).forward
             else:
                 raise
 
@@ -441,11 +380,234 @@ def copy_of_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     vars(copied).update({name: value for name, value in vars(graph_module).items() if name not in vars(copied)})
     copied.meta.update(graph_module.meta)
     for node, original in zip(copied.graph.nodes, graph_module.graph.nodes, strict=True):
+        # It has a weak reference to a weight, and goes with the graph only when Python collects garbage.
+        node.meta.pop("grapharg", None)
         for name, value in getattr(original, "__dict__", {}).items():
             if name.startswith("_dynamo"):
                 setattr(node, name, value)
     return copied
 
+
+def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy of a graph module that runs eagerly, without Dynamo's metadata.
+
+    The metadata of the placeholders holds weak references to the weights. With these, ``module.cpu()`` fails for
+    weights that are tensor subclasses.
+    """
+    copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    for node in copied.graph.nodes:
+        node.meta.clear()
+        # Both operators are made for tracing; eagerly, torch 2.15 runs checkpoints without their random state.
+        if node.target is torch.ops.higher_order.invoke_subgraph:
+            node.target, node.args = _call_subgraph, (node.args[0], *node.args[2:])
+        elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            node.target = _call_checkpoint
+    copied.recompile()
+    copied.meta.update(graph_module.meta)
+    for name, part in list(copied.named_children()):
+        if isinstance(part, torch.fx.GraphModule):  # Inductor changes these too
+            setattr(copied, name, eager_graph(part))
+    return copied
+
+
+def _call_subgraph(subgraph: torch.fx.GraphModule, *args: Any) -> Any:
+    return subgraph.forward(*args)
+
+
+def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    def run(*_: torch.Tensor) -> Any:
+        return subgraph.forward(*args)
+
+    # The arguments tell the device; others, such as buffers, must not be among them if the subgraph writes to them.
+    differentiable = [value for value in args if isinstance(value, torch.Tensor) and value.requires_grad]
+    keeps_random_state = kwargs.get("preserve_rng_state", True)
+    return checkpoint(run, *differentiable, use_reentrant=False, preserve_rng_state=keeps_random_state)
+
+
+# ---------------------------------------------------------------------------------------------- comparing graphs
+
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp")
+
+
+def has_collective(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether a graph of Dynamo communicates with other processes, forward or backward."""
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for part in graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            namespace = str(node.target).partition(".")[0] if isinstance(node.target, OPERATOR_TYPES) else ""
+            of_distributed = str(getattr(node.target, "__module__", "")).startswith("torch.distributed")
+            has_shards = isinstance(node.meta.get("example_value"), dtensor)
+            if namespace in _COLLECTIVE_NAMESPACES or of_distributed or has_shards:
+                return True
+    return False
+
+
+class GraphFacts(NamedTuple):
+    """What a graph does to its inputs.
+
+    Attributes:
+        written: Positions of the inputs whose memory the graph writes to.
+        dtypes: The dtypes of all values that it computes.
+        has_subclasses: Whether an input or output is a tensor subclass.
+    """
+
+    written: frozenset[int]
+    dtypes: frozenset[torch.dtype]
+    has_subclasses: bool
+
+
+def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> GraphFacts:
+    """Run a graph on fake tensors, and note what each operator writes to.
+
+    AOTAutograd knows the inputs that a graph writes to, but keeps that to itself if the compiled graph comes out of its
+    cache.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Examination(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            written.update(storage_of(tensor) for tensor in tensors_in(_written_arguments(func, args, kwargs)))
+            outputs = func(*args, **kwargs)
+            dtypes.update(tensor.dtype for tensor in tensors_in(outputs))
+            return outputs
+
+    def tensors_in(value: Any) -> list[torch.Tensor]:
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+    def storage_of(tensor: torch.Tensor) -> int:
+        return int(tensor.untyped_storage()._cdata)
+
+    written, dtypes = set[int](), set[torch.dtype]()
+    # With a shape environment, the numbers that a graph takes out of tensors are unknown, and no error.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    fakes = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+    with mode, Examination(), torch.no_grad():  # type: ignore[no-untyped-call]
+        outputs = graph_module.forward(*fakes)
+    tensors = {i: fake for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
+    positions = frozenset(i for i, fake in tensors.items() if storage_of(fake) in written)
+    has_subclasses = any(type(tensor) is not FakeTensor for tensor in tensors_in((fakes, outputs)))
+    return GraphFacts(positions, frozenset(dtypes | {fake.dtype for fake in tensors.values()}), has_subclasses)
+
+
+def _written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments that an operator may write to."""
+    if not isinstance(operator, OpOverload):  # an operator of higher order, such as the call of a Triton kernel
+        return () if "flex_attention" in operator.name() else (args, kwargs)
+    arguments = operator._schema.arguments
+    written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    # The schemas of batch norms do not say that they write to the running statistics.
+    written |= {"running_mean", "running_var"}
+    return [value for name, value in given.items() if name in written]
+
+
+DOUBLE_OF = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    torch.complex64: torch.complex128,
+}
+"""By dtype, the one that `computing_in_double` puts in its place."""
+
+
+def computing_in_double(enabled: bool) -> contextlib.AbstractContextManager[Any]:
+    """A context in which operators compute in float64 that were written for another precision.
+
+    All inputs must be float64 already: this changes the casts within, and the tensors that are created there.
+    """
+    if not enabled:
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map
+
+    def requested(value: Any) -> Any:
+        return DOUBLE_OF.get(value, value) if isinstance(value, torch.dtype) else value
+
+    def result(value: Any) -> Any:
+        return value.to(DOUBLE_OF.get(value.dtype, value.dtype)) if isinstance(value, torch.Tensor) else value
+
+    class InDouble(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return tree_map(result, func(*tree_map(requested, args), **tree_map(requested, kwargs or {})))
+
+    return InDouble()  # type: ignore[no-untyped-call]
+
+
+def is_as_accurate(
+    expected: torch.Tensor, actual: torch.Tensor, reference: torch.Tensor, *, tolerance: float, lenient: bool
+) -> bool:
+    """Whether ``actual`` is as close to a float64 reference as ``expected`` is.
+
+    Args:
+        expected: What eager computed.
+        actual: What the compiled graph computed.
+        reference: The same in float64.
+        tolerance: An absolute and relative error that is always allowed.
+        lenient: Whether ten times the error of ``expected`` is allowed, in place of two to ten times.
+    """
+    from torch._dynamo.utils import same
+
+    return bool(
+        same(
+            expected,
+            actual,
+            reference,
+            tol=tolerance,
+            log_error=lambda *args: None,
+            use_larger_multiplier_for_smaller_tensor=True,
+            force_max_multiplier=lenient,
+        )
+    )
+
+
+def draws_as_eager(options: Mapping[str, Any]) -> bool:
+    """Whether compiled code draws the random numbers that eager code draws."""
+    from torch._inductor import config
+
+    return bool(options.get("fallback_random", config.fallback_random))
+
+
+def without_weak_references() -> Any:
+    """A context in which Dynamo drops its weak references to weights when a compile ends.
+
+    By default it does so for its own backends alone, and ``module.cpu()`` then fails for weights that are tensor
+    subclasses.
+    """
+    return torch._dynamo.config.patch(invalidate_compile_context_weakrefs=True)
+
+
+@contextlib.contextmanager
+def without_odd_gradients() -> Iterator[None]:
+    """A context in which Dynamo overlooks gradients that it fails on, so that it can compile after a backward pass.
+
+    While FSDP1 has gathered a weight, the weight's gradient of the step before is still sharded: "attempting to assign
+    a gradient of size ..." (2.11 to 2.15; to be deleted with the support for FSDP1). For gradients of tensor subclasses
+    2.11 fails with "Expected SubclassSymbolicContext" (to be deleted with the support for 2.11). There is no public way
+    to hide a gradient.
+    """
+    from torch._subclasses import meta_utils
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    safe_grad = meta_utils.safe_grad
+
+    def plain_grad(tensor: Any) -> Any:
+        grad = safe_grad(tensor)
+        odd = grad is not None and (grad.shape != tensor.shape or is_traceable_wrapper_subclass(grad))
+        return None if odd else grad
+
+    meta_utils.safe_grad = plain_grad  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        meta_utils.safe_grad = safe_grad
+
+
+# ---------------------------------------------------------------------------------------------- repeated backward
 
 # Torch 2.11 to 2.15: what AOTAutograd compiles is the forward and backward of an autograd.Function. The latter refuses
 # to keep its graph where it computes in saved tensors ("donated buffers"), and to be differentiated.
@@ -693,6 +855,32 @@ def no_cudagraphs() -> Any:
     return BoxedBool(False)
 
 
+def end_failed_warmup(device_index: int) -> bool:
+    """Repair the CUDA graphs of a device after a warm-up run has raised, with `torch.OutOfMemoryError` for example.
+
+    Torch 2.11 and 2.15 keep the failed run as the current node of the device's tree, without its outputs. All later
+    calls on the device then fail with an empty ``AssertionError`` (2.11), or skip the warm-up of that graph. There is
+    no public function for it except ``torch.compiler.reset()``, which drops all compiled code of the process. To be
+    deleted when ``CUDAGraphTreeManager.run_eager`` restores the current node after an exception.
+
+    Returns:
+        Whether the current node was such a run.
+    """
+    from torch._inductor.cudagraph_trees import CUDAWarmupNode, get_manager
+
+    manager = get_manager(device_index, create_if_none_exists=False)
+    node = manager and manager.current_node
+    if not isinstance(node, CUDAWarmupNode) or not node.stack_traces:
+        return False
+    missing = len(node.stack_traces) - len(node.tensor_weakrefs)
+    if missing <= 0:
+        return False
+    node.tensor_weakrefs += [None] * missing
+    node.outputs_weakrefs += [None] * missing
+    manager.warmed_up_functions.discard(node.wrapped_function.id)  # type: ignore[union-attr]
+    return True
+
+
 def wants_channels_last(module: torch.fx.GraphModule) -> bool:
     """Whether Inductor will lay out this graph's convolutions channels last."""
     from torch._inductor.graph import GraphLowering
@@ -736,9 +924,14 @@ def after_optimizer_steps(hook: Callable[..., None]) -> Any:
 
 def has_tensor_subclasses(module: torch.nn.Module) -> bool:
     """Whether weights of a module are tensors around other tensors, as a ``DTensor`` is."""
+    return any(is_tensor_subclass(tensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
+def is_tensor_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one around other tensors, which ``__tensor_flatten__`` names."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    return any(is_traceable_wrapper_subclass(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def serializable(code: Any) -> Any:
@@ -780,43 +973,6 @@ def tree_map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any)
     return tree_map_only(torch.Tensor, change, value)
 
 
-def output_dtypes(
-    module: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
-) -> list[torch.dtype] | None:
-    """The dtypes of the tensors that a call returns, found on tensors without data; ``None`` where that fails.
-
-    What the call sets on the module's parts is taken back; random numbers are not drawn. Private are fake tensors, and
-    what `torch.func.functional_call` is made of, which itself would call the module as it is compiled. Weights and
-    buffers are replaced all of them: what computes with real tensors alone would be computed (``count.add_(1)``).
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.nn.utils.stateless import _reparametrize_module
-
-    before = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
-        for part in module.modules():
-            vars(part).pop("_compiled_call_impl", None)  # what is compiled in place, by this library or by torch
-        # Other code that the user compiled must not be compiled for fake tensors.
-        with (
-            _reparametrize_module(module, fakes),
-            mode,
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-        ):
-            outputs = call(*tree_map_tensors(mode.from_tensor, args), **tree_map_tensors(mode.from_tensor, kwargs))
-    except Exception:  # control flow on values, an operator without a fake one
-        return None
-    finally:
-        for part, attributes, buffers in before:
-            vars(part).clear()
-            vars(part).update(attributes)
-            part._buffers.update(buffers)
-    return [leaf.dtype for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-
-
 def named_leaves(value: Any) -> list[tuple[str, Any]]:
     """The leaves of nested containers, as `tree_leaves` orders them, after the way that leads there: ``"[0]['a']"``."""
     from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -830,10 +986,30 @@ def is_dynamo_wrapper(module: object) -> bool:
     return isinstance(module, torch._dynamo.OptimizedModule)
 
 
+def is_compiled_call(code: types.CodeType) -> bool:
+    """Whether this is the code that runs when a function is called that ``torch.compile`` returned."""
+    return code.co_name == "compile_wrapper" and code.co_filename == torch._dynamo.eval_frame.__file__
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler is running, which may have a profile function of Python of its own."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def unwrap_dynamo(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside what ``torch.compile(module)`` returned."""
     while is_dynamo_wrapper(module):
         module = module._orig_mod  # type: ignore[assignment]
+    return module
+
+
+def compiled_in_place(wrapper: torch.nn.Module) -> torch.nn.Module:
+    """Take the module out of what ``torch.compile(module)`` returned, and compile it in place with the same settings.
+
+    ``module.compile()`` would need the settings as arguments, and the wrapper keeps only the context made of them.
+    """
+    module = unwrap_dynamo(wrapper)
+    module._compiled_call_impl = wrapper.dynamo_ctx(module._call_impl)  # type: ignore[operator]
     return module
 
 
@@ -957,7 +1133,10 @@ def load_foreign_package(path: str) -> Any:
 
 
 RUN_PACKAGE = """
+import os
 import sys
+
+sys.path.append(os.getcwd())  # last: a file there must not take the place of a module
 import torch
 
 package, inputs = sys.argv[1:]
@@ -968,98 +1147,49 @@ torch._C._aoti.AOTIModelPackageLoader(package, "model", False, 1, -1).boxed_run(
 if torch.accelerator.is_available():
     torch.accelerator.synchronize()
 """
-"""A script that runs an AOTInductor package once, on input tensors in a file.
+"""A script that runs an AOTInductor package once, on input tensors in a file; for ``python -P``.
 
 It imports torch alone, and what `torch._inductor.aoti_load_package` calls (torch 2.11 to 2.15) in place of that, which
 imports Inductor for some seconds more.
 """
 
 
-# ---------------------------------------------------------------------------------------------- compile artifacts
-
-
-def recorded_artifacts(after: int) -> tuple[list[tuple[str, str, bytes]], int]:
-    """What this process wrote to torch's caches and took from them since the ``after``-th entry, each entry once.
-
-    ``torch.compiler.save_cache_artifacts`` gives it as bytes, of which ``load_cache_artifacts`` takes no more than what
-    was new in the last call (torch 2.11 to 2.15): of what a run compiles for training, nothing would be left after it
-    was called for inference.
-
-    Returns:
-        The kind, key and content of each; and how many there are in all.
-    """
-    from torch.compiler._cache import CacheArtifactManager
-
-    recorded = list(CacheArtifactManager._seen_artifacts)
-    if len(recorded) < after:  # torch.compiler's caches were made afresh
-        after = 0
-    return [(artifact.type(), artifact.key, artifact.content) for artifact in recorded[after:]], len(recorded)
-
-
-def record_artifacts_again() -> None:
-    """Have torch record what is used from here on, though it was recorded in this process before.
-
-    Torch 2.11 to 2.15 record each entry once in a process: of a module that was compiled twice, by two callbacks,
-    nothing would be recorded for the second. What ``torch.compiler.save_cache_artifacts`` gives keeps what it had.
-    """
-    from torch.compiler._cache import CacheArtifactManager
-
-    for artifacts in CacheArtifactManager._new_cache_artifacts.values():
-        artifacts[:] = dict.fromkeys(artifacts)  # those that were recorded again would add up
-    CacheArtifactManager._seen_artifacts.clear()
-
-
-def put_into_cache(kind: str, key: str, content: bytes) -> None:
-    """Put an entry into one of torch's caches, as ``torch.compiler.load_cache_artifacts`` does with each of its."""
-    from torch.compiler._cache import CacheArtifactFactory, CacheArtifactManager
-
-    CacheArtifactManager._ensure_cache_artifacts_registered()
-    CacheArtifactFactory.create(kind, key, content).populate_cache()
-
-
-IN_SOURCE_OF_PROBES = b"_chk_kernel"
-"""In the names of functions that Inductor compiles to try a CPU's instructions (``cpu_vec_isa.py``, 2.11 to 2.15)."""
+# ---------------------------------------------------------------------------------------------- caches
 
 
 def cache_folder() -> Path:
-    """Where torch's compiler keeps what it makes; ``TORCHINDUCTOR_CACHE_DIR`` tells only if it is set."""
+    """The folder of Inductor's caches. ``TORCHINDUCTOR_CACHE_DIR`` names it only if it is set."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
 
 
-def caches_graphs() -> bool:
-    """Whether Inductor keeps what it compiles in its cache on disk."""
-    from torch._inductor import config
-
-    return bool(config.fx_graph_cache and not config.force_disable_caches)
+# ---------------------------------------------------------------------------------------------- process groups
 
 
-# ---------------------------------------------------------------------------------------------- processes
+def collective_timeouts() -> list[tuple[Any, timedelta]]:
+    """The backends of this rank's process groups, each with the timeout of its collectives.
+
+    Neither the groups of a process nor their timeouts have a public getter (torch 2.11 to 2.15). A backend without
+    options, as MPI's, has no timeout and is left out.
+    """
+    found: dict[Any, timedelta] = {}
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        for device in getattr(group, "_device_types", ()):
+            backend = group._get_backend(device)
+            timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+            if timeout is not None and hasattr(backend, "_set_default_timeout"):
+                found[backend] = timeout
+    return list(found.items())
 
 
-def default_store() -> Any:
-    """The key-value store of the default process group; a second one would need an address that all ranks know."""
-    return torch.distributed.distributed_c10d._get_default_store()
+def set_collective_timeout(backend: Any, timeout: timedelta) -> None:
+    """Set the timeout of a backend's future collectives.
 
-
-def collective_timeout() -> timedelta:
-    """How long a collective of the default process group waits; there is no public way to ask (torch 2.11 to 2.15)."""
-    from torch.distributed.constants import default_pg_timeout
-
-    group: Any = torch.distributed.group.WORLD
-    device = group._device_types[0] if group._device_types else torch.device("cpu")
-    options = getattr(group._get_backend(device), "options", None)  # backends that others made need not have them
-    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
-    return timeout
-
-
-def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Have collectives of a process group wait for so long from now on; public from torch 2.15 on."""
-    if (set_publicly := getattr(torch.distributed, "set_timeout", None)) is not None:
-        set_publicly(timeout, group)
-    else:
-        torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+    ``torch.distributed.set_timeout`` is missing in torch 2.11, and sets one timeout for all backends of a group. To be
+    replaced when torch 2.15 is the oldest version and each backend can be set alone.
+    """
+    backend._set_default_timeout(timeout)
 
 
 # ---------------------------------------------------------------------------------------------- graph passes

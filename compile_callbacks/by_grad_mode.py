@@ -11,26 +11,21 @@ from typing import Any
 
 from torch import nn
 
-from compile_callbacks.choices import check_choice
-from compile_callbacks.compiling.errors import CompileWarning
-from compile_callbacks.compiling.region_settings import ON_ERROR, OnError, RegionSettings
-from compile_callbacks.compiling.shapes import NEW_SHAPES, NewShapes
+from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks.compiling.region_settings import NewShapes, OnError, RegionSettings, Verify
 from compile_callbacks.compiling.sharding import why_refused
 from compile_callbacks.compiling.switch import compiled_parts
-from compile_callbacks.compiling.targets import check_names, find_targets, scope_of
-from compile_callbacks.compiling.verify import VERIFY, Verify
-from compile_callbacks.links import checks_settings, see
+from compile_callbacks.compiling.targets import check_names, find_targets
 from compile_callbacks.passes import as_passes
 from compile_callbacks.phases import PHASES, Phase
 from compile_callbacks.reporting.report import CompileReport
+from compile_callbacks.runtime.cache_dir import check_folder
 from compile_callbacks.session.session import CompileSession
 from compile_callbacks.settings.config import InductorConfig
 from compile_callbacks.settings.mode import Mode
-from compile_callbacks.settings.tune import Settings, Tune, as_settings
-from compile_callbacks.warm_start.artifacts import check_folder
+from compile_callbacks.settings.tune import Settings, Tune, as_settings, phases_left_alone
 
 
-@checks_settings
 def compile_phases(
     target: Any = None,
     /,
@@ -61,8 +56,7 @@ def compile_phases(
         on_error: As `InductorCompile` takes it.
         verify: As `InductorCompile` takes it.
         new_shapes: As `InductorCompile` takes it.
-        cache_dir: As `InductorCompile` takes it. Compile artifacts are loaded here, and kept when the process ends, or
-            at `report_of` and `restore`.
+        cache_dir: As `InductorCompile` takes it, in use until `restore`, or until the module is deleted.
 
     Returns:
         The same module, or a function that calls the compiled one.
@@ -104,39 +98,37 @@ def compile_phases(
     for config in configs.values():
         if config is not None:
             config.check_beside(passes)
-    check_choice("on_error", on_error, ON_ERROR)
-    check_choice("verify", verify, VERIFY)
-    check_choice("new_shapes", new_shapes, NEW_SHAPES)
+    settings = RegionSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
     folder = check_folder("cache_dir", cache_dir)
     if folder is not None and not any(configs.values()):
         message = "cache_dir has no effect: neither train_mode nor infer_mode compiles"
-        warnings.warn(see(message, "nothing-compiles"), CompileWarning, stacklevel=3)
+        warnings.warn(message, CompileWarning, stacklevel=3)
     for phase, config in configs.items():
         if config is not None and config.freezes:
             message = (
                 f"{phase}_mode's freezing has no effect without a Trainer, whose stages tell where weights stand still"
             )
-            warnings.warn(see(message, "freezing-has-no-effect"), CompileWarning, stacklevel=3)
+            warnings.warn(message, CompileWarning, stacklevel=3)
     module = target if isinstance(target, nn.Module) else _Function(target)
     names = check_names(targets)
     found = find_targets(module, names or ("forward",), nn.Module)
     if refused := why_refused(module, configs):
-        raise ValueError(see(refused, "sharded-weights"))
+        raise ValueError(refused)
     parts = {member.name for part in found for member in part.members}
     if _session_of(module) is not None or parts & set(compiled_parts(module)):
         message = (
             f"target={type(module).__name__} is compiled by this library already; undo that first: restore(), or "
             "deactivate() where an InductorBackend compiled it"
         )
-        raise ValueError(see(message, "compiled-already"))
+        raise ValueError(message)
     session = CompileSession(
         module,
         found,
         configs,
+        left_alone=phases_left_alone(train_mode, infer_mode),
         passes=passes,
-        settings=RegionSettings(on_error=on_error, verify=verify, new_shapes=new_shapes),
+        settings=settings,
         cache_dir=folder,
-        scope=scope_of(names),
     )
     session.begin_by_grad_mode()
     weakref.finalize(module, session.listeners_end())
@@ -151,7 +143,6 @@ def compile_phases(
     return call
 
 
-@checks_settings
 def report_of(compiled: Any) -> CompileReport:
     """What compiling cost so far. Step times are a Trainer's to measure, and are not in it.
 
@@ -169,7 +160,6 @@ def report_of(compiled: Any) -> CompileReport:
     return session.report()
 
 
-@checks_settings
 def restore(compiled: Any) -> None:
     """Have a module, or what a wrapped function calls, run uncompiled again, with nothing left behind.
 

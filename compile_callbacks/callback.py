@@ -2,41 +2,84 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from compile_callbacks.checkpoint import KeyMatcher
-from compile_callbacks.choices import check_choice
-from compile_callbacks.compiling.errors import CompileWarning
-from compile_callbacks.compiling.region_settings import ON_ERROR, OnError, RegionSettings
-from compile_callbacks.compiling.shapes import NEW_SHAPES, NewShapes
+from compile_callbacks._utils import stack_chunks
+from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.messages import describe_failure, in_one_line
+from compile_callbacks.checkpoint import match_keys_on_load
+from compile_callbacks.compiling.region_settings import NewShapes, OnError, RegionSettings, Verify
 from compile_callbacks.compiling.sharding import why_refused, why_strategy_refused
-from compile_callbacks.compiling.targets import adopt_compiled, check_names, find_targets, scope_of
-from compile_callbacks.compiling.verify import VERIFY, Verify
-from compile_callbacks.links import checks_settings, see
-from compile_callbacks.loggers import join_hparams, log_scalars, log_summary
+from compile_callbacks.compiling.targets import adopt_compiled, check_names, find_targets, named_targets
+from compile_callbacks.loggers import (
+    log_scalars,
+    log_settings,
+    log_summary,
+    report_folder,
+    settings_to_log,
+    write_report,
+)
+from compile_callbacks.measuring.baseline import Baseline
 from compile_callbacks.measuring.work import work_of
 from compile_callbacks.pass_library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes import as_passes
-from compile_callbacks.phases import Phase
+from compile_callbacks.phases import PHASES, Phase
+from compile_callbacks.reporting.console import print_report, say
 from compile_callbacks.reporting.report import CompileReport, uncompiled_report
-from compile_callbacks.reporting.terminal import print_report, say
+from compile_callbacks.runtime.cache_dir import check_folder
 from compile_callbacks.session.session import CompileSession
-from compile_callbacks.settings.tune import Mode, Settings, as_settings
-from compile_callbacks.stack_room import StackRoom
-from compile_callbacks.stages import is_last_of_loader, seconds_to_come, steps_to_come
-from compile_callbacks.warm_start.artifacts import check_folder
+from compile_callbacks.session.together import name_of, state_key, why_not_together
+from compile_callbacks.settings.tune import Mode, Settings, as_settings, phases_left_alone
+from compile_callbacks.stages import seconds_to_come, steps_to_come
 
-_USERS_LINE = 6  # the stack level at which a warning of the constructor names the line that calls it
+_USERS_LINE = 5  # the stack level at which a warning of the constructor names the line that calls it
+_STATE_KEY = "compile_callbacks"
+"""The checkpoint's key for the states of all callbacks, by their targets. Lightning's ``state_dict`` hook is not used,
+because two callbacks would need different state keys when the Trainer is constructed."""
+
+
+@dataclass(kw_only=True)
+class _Call:
+    """A trainer call from ``setup`` to ``teardown``.
+
+    Attributes:
+        trainer: The trainer.
+        report_folder: The folder for the report.
+        key_matcher: The hook on the module, which teardown removes.
+        outer: The session of the trainer call that is running, if this one is made in a hook of it.
+        go_on: Continues ``outer``.
+    """
+
+    trainer: Trainer
+    report_folder: str | None
+    key_matcher: RemovableHandle
+    outer: CompileSession | None
+    go_on: Callable[[], None]
+
+
+class _LastReport:
+    """The report of the last run of a callback or of any copy of it: some libraries train with a copy."""
+
+    report: CompileReport | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LastReport:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
 
 class InductorCompile(Callback):
@@ -49,14 +92,16 @@ class InductorCompile(Callback):
     Args:
         train_mode: Settings for training: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``,
             ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), a template's name, an
-            `InductorConfig`, a mapping of its fields, or ``None`` or ``"eager"`` for not compiled. ``"auto"`` or a
-            `Tune`, or a mapping of its fields: what measurements choose.
+            `InductorConfig`, or a mapping of its fields. ``"auto"`` or a `Tune`, or a mapping of its fields: the
+            fastest of several, by measuring. ``"eager"``: not compiled. ``None``: the callback leaves the phase alone,
+            so that a module you compiled yourself runs as you compiled it.
         infer_mode: Settings for sanity check, validation, test and predict; the same choices.
         targets: What to compile: dotted names of submodules or methods (``"net"``, ``"training_step"``), or
-            globs (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None`` takes that
-            if the module overrides it, and each direct child that holds parameters; what FSDP shards in parts is
-            compiled part by part. ``"repeated"``: blocks that are repeated, such as a transformer's layers, which share
-            one graph; what is between them stays eager.
+            globs (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None``: what the
+            steps call. The callback records the modules and methods that the first step of each stage calls, which is
+            eager, and compiles these; a direct child with parameters that is called later is compiled then. A
+            module without parameters and a metric are compiled only if you name them. ``"repeated"``: repeated blocks,
+            such as a transformer's layers, share one graph; the code between them stays eager.
         passes: Custom graph passes for both phases, see `GraphPass`; in YAML by import path, or by ``class_path``.
         baseline_steps: Steps that each phase runs eagerly first, to measure what the speedup is compared
             with, after two to warm up; never more than half of the steps to come. 0: no baseline, no speedup.
@@ -67,17 +112,17 @@ class InductorCompile(Callback):
             ``"raise"``, end the run. ``"off"``: do not compare. The tolerance is in docs/correctness.md.
         new_shapes: What an input of a shape not seen before does: ``"recompile"``; ``"eager"``, run eagerly
             unless a compiled graph fits (a shape that keeps coming back is compiled after all); ``"raise"``.
-        cache_dir: A folder in which compile artifacts are kept across runs and machines: made where it is not there,
-            and loaded from only where nobody else can write to it (docs/warm_start.md). What was chosen among
-            candidates is kept in ``choices`` below it, and checked in a few steps by the next run; what compiling cost
-            and steps took, in ``costs``. ``None`` keeps none.
+        cache_dir: A folder in which Inductor and Triton keep compiled code while the trainer runs, so that a later run
+            starts in a fraction of the time, also on another machine of the same kind. It is created if it is missing,
+            and must belong to you: its code is run. It also holds what a `Tune` chose. ``None``: torch's own folder.
         keep_compiled: Leave the module compiled after the trainer is done. Calls then choose the phase by
             whether grad is enabled.
 
     Raises:
         ValueError: A value that is none of the choices. Targets are looked up when the trainer starts.
         TypeError: A value of the wrong type.
-        MisconfigurationException: When the trainer starts: under DeepSpeed, or CUDA graphs of sharded weights.
+        MisconfigurationException: When the trainer starts: under DeepSpeed, CUDA graphs of sharded weights, or
+            several callbacks with overlapping targets.
 
     Example::
 
@@ -86,7 +131,6 @@ class InductorCompile(Callback):
         'max-autotune'
     """
 
-    @checks_settings
     def __init__(
         self,
         train_mode: Mode = "default",
@@ -105,7 +149,9 @@ class InductorCompile(Callback):
             "train": as_settings(train_mode, "train_mode"),
             "infer": as_settings(infer_mode, "infer_mode"),
         }
+        self._left_alone = phases_left_alone(train_mode, infer_mode)
         self.targets = check_names(targets)
+        self._region_settings = RegionSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
         self.passes = as_passes(passes, "passes")
         for settings in self.configs.values():
             if settings is not None:
@@ -114,76 +160,80 @@ class InductorCompile(Callback):
             raise TypeError(f"baseline_steps={baseline_steps!r} must be an integer, 0 or more")
         if baseline_steps < 0:
             raise ValueError(f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline")
-        check_choice("on_error", on_error, ON_ERROR)
-        check_choice("verify", verify, VERIFY)
-        check_choice("new_shapes", new_shapes, NEW_SHAPES)
         self.cache_dir = check_folder("cache_dir", cache_dir)
         if not isinstance(keep_compiled, bool):
             raise TypeError(f"keep_compiled={keep_compiled!r} must be True or False")
         if self.configs["train"] is not None and self.configs["train"].freezes:
             message = "train_mode's option 'freezing' has no effect: weights that are trained are not baked in"
-            rank_zero_warn(see(message, "freezing-has-no-effect"), stacklevel=_USERS_LINE, category=CompileWarning)
+            rank_zero_warn(message, stacklevel=_USERS_LINE, category=CompileWarning)
         given = {"passes": self.passes, "cache_dir": self.cache_dir, "keep_compiled": keep_compiled}
         if not any(self.configs.values()) and (idle := next((name for name, value in given.items() if value), None)):
             message = f"{idle} has no effect: neither train_mode nor infer_mode compiles"
-            rank_zero_warn(see(message, "nothing-compiles"), stacklevel=_USERS_LINE, category=CompileWarning)
+            rank_zero_warn(message, stacklevel=_USERS_LINE, category=CompileWarning)
         self.baseline_steps = baseline_steps
-        self.on_error: OnError = on_error
-        self.verify: Verify = verify
-        self.new_shapes: NewShapes = new_shapes
         self.keep_compiled = keep_compiled
         self._session: CompileSession | None = None
-        self._key_matcher: KeyMatcher | None = None
-        self._stack_room = StackRoom()
+        self._calls: list[_Call] = []
+        self._last = _LastReport()
         self._global_step_before = 0
         self._printed = False
-        self._earlier_state: dict[str, Any] | None = None
+        self._others: tuple[Any, ...] = ()  # targets of other callbacks of the trainer, which targets=None leaves out
+        self._earlier_state: object = None
 
     @property
     def report(self) -> CompileReport:
-        """What was measured so far; on a GPU, asking waits for the steps done so far."""
-        return self._session.report() if self._session else uncompiled_report(self.configs)
+        """What was measured so far; on a GPU, asking waits for the steps done so far.
+
+        If only a copy of this callback ran, the report is that of the copy.
+        """
+        if self._session is not None:
+            return self._session.report()
+        return self._last.report or uncompiled_report(self.configs, self._left_alone)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What runs or ran belongs to its process: a strategy that spawns processes sends each of them a callback.
-        return {**vars(self), "_session": None, "_key_matcher": None, "_stack_room": StackRoom()}
+        # A run belongs to its process: a strategy that spawns processes sends each of them a callback.
+        return {**vars(self), "_session": None, "_calls": []}
 
     # ------------------------------------------------------------------------------------------ a trainer run
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if refused := why_strategy_refused(trainer.strategy):
-            raise MisconfigurationException(see(refused, "sharded-weights"))
-        self._key_matcher = KeyMatcher(pl_module)
-        self._stack_room.install(trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+            raise MisconfigurationException(refused)
+        with contextlib.suppress(ValueError):  # configure_model may still make the module of an unknown name
+            self._check_together(trainer, pl_module)
+        self._begin_call(trainer, pl_module, stage)
+        stack_chunks.install_on(trainer)
         self._adopt(pl_module)
-        join_hparams(trainer.loggers, lambda: self.report)
+        log_settings(trainer, pl_module, self._settings_to_log(trainer))
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._prepare(trainer, pl_module)  # no phase yet: a model summary may run the model, and so may log_graph
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return self._session.state_dict() if self._session else {}
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._session:
+            checkpoint.setdefault(_STATE_KEY, {})[state_key(self.targets)] = self._session.state_dict()
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # What LearningRateFinder restores in the middle of a run is no resume.
-        running = self._session is not None and self._session.running
-        self._earlier_state = None if running else state_dict or None
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._session and self._session.running:
+            return  # LearningRateFinder and BatchSizeFinder load a checkpoint within a run, which is no resume
+        states = checkpoint.get(_STATE_KEY)
+        self._earlier_state = states.get(state_key(self.targets)) if isinstance(states, Mapping) else None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end()
-        self._log(trainer)
-        self._summarize(trainer)
+        self._end_call(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end()
-        self._log(trainer)
-        log_summary(trainer.loggers, self.report, trainer.global_step, self._recorded_graphs())
+        # After an error of the GPU, even reading step times raises. It must not hide the exception of the run.
+        try:
+            self._end_call(trainer, exception)
+        except Exception as error:
+            exception.add_note(f"InductorCompile wrote no report: {in_one_line(describe_failure(error))}")
 
     # ------------------------------------------------------------------------------------------ train phase
 
@@ -196,12 +246,6 @@ class InductorCompile(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._global_step_before = trainer.global_step
         self._step_begins(trainer, batch_idx)
-
-    @override
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        # Under no_sync, in an accumulation, DDP does not reduce gradients; other strategies do not say.
-        if self._session and getattr(trainer.model, "require_backward_grad_sync", True):
-            self._session.backward_begins()
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -219,25 +263,26 @@ class InductorCompile(Callback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave("train")
-        self._log(trainer)
+        self._log(trainer, self.report)
 
     # ------------------------------------------------------------------------------------------ infer phase
+
+    # Validation, test and predict are the same to this callback.
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer, pl_module, "infer")
         self._expect(trainer)
 
+    on_test_start = on_predict_start = on_validation_start
+
     @override
     def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._step_begins(trainer, batch_idx, dataloader_idx)
+        self._step_begins(trainer, batch_idx)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     @override
     def on_validation_batch_end(
@@ -249,15 +294,9 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_ends(f"validate {dataloader_idx}", batch)
-        self._loader_ends(trainer, batch_idx, dataloader_idx)
+        self._step_ends(f"{trainer.state.stage} {dataloader_idx}", batch)
 
-    @override
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session:
-            self._session.last_step_ended()
-
-    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -265,109 +304,56 @@ class InductorCompile(Callback):
         if trainer.state.fn == "fit":
             self._begin(trainer, pl_module, "train")
 
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer, pl_module, "infer")
-        self._expect(trainer)
-
-    @override
-    def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._step_begins(trainer, batch_idx, dataloader_idx)
-
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._step_ends(f"test {dataloader_idx}", batch)
-        self._loader_ends(trainer, batch_idx, dataloader_idx)
-
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave("infer")
-
-    @override
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer, pl_module, "infer")
-        self._expect(trainer)
-
-    @override
-    def on_predict_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._step_begins(trainer, batch_idx, dataloader_idx)
-
-    @override
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._step_ends(f"predict {dataloader_idx}", batch)
-
-    @override
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave("infer")
+    on_test_end = on_predict_end = on_validation_end
 
     # ------------------------------------------------------------------------------------------ what hooks call
 
     def _adopt(self, pl_module: LightningModule) -> None:
-        """Take over what the user compiled by hand: our settings, clean keys."""
-        if adopted := adopt_compiled(pl_module):
+        """Undo what the user compiled, so that state_dict keys are clean and this callback's settings hold."""
+        if adopted := adopt_compiled(pl_module, self._left_alone):
             rank_zero_info(
-                f"InductorCompile takes over {', '.join(adopted)}, compiled by hand: the original module stands "
-                "there again, compiled with train_mode and infer_mode while a trainer runs"
+                f"InductorCompile replaces your torch.compile of {', '.join(adopted)}: it compiles the original module "
+                "with train_mode and infer_mode while a trainer runs. If a mode is None, its phase runs as you compiled"
             )
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
         """Enter a phase."""
-        self._prepare(trainer, pl_module).enter(phase, weights_stand_still=trainer.state.fn != "fit")
+        session = self._prepare(trainer, pl_module)
+        session.enter(phase, weights_stand_still=trainer.state.fn != "fit" and not self._is_within_run)
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> CompileSession:
-        """The session of the run; the first time in a run it is made to begin, and what is compiled installed."""
+        """Return the session of the run. At the first call in a run, begin the session and install the targets."""
         session = self._session
-        if session is None or session.module is not pl_module:
-            if session is not None:
+        others = tuple(callback.targets for callback in self._callbacks(trainer) if callback is not self)
+        others = others if self.targets is None else ()
+        if session is None or session.module is not pl_module or (not session.running and others != self._others):
+            if session is not None and not self._is_within_run:
                 session.end()
                 session.free_compiled()
-            self._adopt(pl_module)  # what configure_model made came after setup
+            self._adopt(pl_module)  # configure_model comes after setup
             if refused := why_refused(pl_module, self.configs):
-                raise MisconfigurationException(see(refused, "sharded-weights"))
-            targets = find_targets(pl_module, self.targets, LightningModule)
+                raise MisconfigurationException(refused)
+            self._check_together(trainer, pl_module)
+            taken = [target for names in others for target in named_targets(pl_module, names)]
+            targets = find_targets(pl_module, self.targets, LightningModule, taken)
+            self._others = others
             session = self._session = CompileSession(
                 pl_module,
                 targets,
                 self.configs,
+                left_alone=self._left_alone,
+                finds_targets=self.targets is None,
+                others=taken,
+                taken=taken,
                 passes=self.passes,
                 baseline_steps=self.baseline_steps,
-                settings=RegionSettings(on_error=self.on_error, verify=self.verify, new_shapes=self.new_shapes),
+                settings=self._region_settings,
                 cache_dir=self.cache_dir,
                 say=functools.partial(say, trainer),
-                scope=scope_of(self.targets),
             )
         if not session.running:
-            session.begin(precision=str(trainer.precision), together=trainer.world_size > 1)
+            together = trainer.world_size > 1
+            session.begin(precision=str(trainer.precision), together=together, shared=self._shared_baselines(trainer))
         if self._earlier_state is not None:  # now it is known how many processes there are
             session.resume(self._earlier_state)
             self._earlier_state = None
@@ -375,48 +361,128 @@ class InductorCompile(Callback):
 
     def _expect(self, trainer: Trainer) -> None:
         """Tell how many steps are to come: what is tried out, or measured eagerly, must not take most of them."""
-        if self._session and not trainer.sanity_checking:
+        if self._session and not trainer.sanity_checking and not self._is_within_run:
             timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
             self._session.expect(steps_to_come(trainer), seconds_to_come(trainer, timers))
 
-    def _step_begins(self, trainer: Trainer, batch_idx: int, loader: int = 0) -> None:
+    def _step_begins(self, trainer: Trainer, batch_idx: int) -> None:
         if self._session:
-            self._session.step_begins(first=batch_idx == 0, measured=not trainer.sanity_checking, loader=loader)
+            sessions = [session for callback in self._callbacks(trainer) if (session := callback._session)]
+            # Each session changes how long the step takes, so only one at a time measures it.
+            turn = max(sessions, key=lambda session: (session.compares, session.measures)) is self._session
+            sanity = trainer.sanity_checking
+            stage = "validate" if sanity else str(trainer.state.stage.value)  # type: ignore[union-attr]
+            self._session.step_begins(stage, first=batch_idx == 0, sanity=sanity, nested=self._is_within_run, turn=turn)
 
     def _step_ends(self, stage: str, batch: Any, part: str = "") -> None:
         if self._session:
             self._session.step_ends(work_of(stage, batch, part))
 
-    def _loader_ends(self, trainer: Trainer, batch_idx: int, loader: int) -> None:
-        """After a batch: if it was its loader's last one, the trainer reduces next what is logged for all processes."""
-        if self._session and is_last_of_loader(trainer, batch_idx, loader):
-            self._session.loader_ended(loader)
-
     def _leave(self, phase: Phase) -> None:
-        if self._session:
+        if self._session and not self._is_within_run:
             self._session.leave(phase)
 
-    def _end(self) -> None:
-        self._stack_room.remove()
-        if self._session:
-            self._session.end(keep_compiled=self.keep_compiled)
-        if self._key_matcher:
-            self._key_matcher.remove()
-            self._key_matcher = None
+    def _log(self, trainer: Trainer, report: CompileReport) -> None:
+        log_scalars(trainer.loggers, report.scalars(self._name_in(trainer)), trainer.global_step)
 
-    def _log(self, trainer: Trainer) -> None:
-        log_scalars(trainer.loggers, self.report.scalars(), trainer.global_step)
+    # ------------------------------------------------------------------------------------------ calls of a trainer
 
-    def _summarize(self, trainer: Trainer) -> None:
-        """The table in the loggers, and after a fit or a first run in the terminal."""
-        report = self.report
-        log_summary(trainer.loggers, report, trainer.global_step, self._recorded_graphs())
+    def _begin_call(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        while self._calls and (
+            self._calls[-1].trainer.state.status != TrainerStatus.RUNNING
+            or (self._calls[-1].trainer is trainer and stage == "fit")
+        ):
+            self._close(self._calls.pop())  # another callback raised in on_exception, so this one was not called
+        outer = self._session if self._calls and self._session and self._session.running else None
+        call = _Call(
+            trainer=trainer,
+            report_folder=report_folder(trainer),  # a collective, so that no other hook asks for it
+            key_matcher=match_keys_on_load(pl_module),
+            outer=outer,
+            go_on=outer.interrupt() if outer else lambda: None,
+        )
+        self._calls.append(call)
+
+    @property
+    def _is_within_run(self) -> bool:
+        """Whether the call was made within a run of the same session, which then neither measures nor decides."""
+        return bool(self._calls) and self._session is not None and self._calls[-1].outer is self._session
+
+    def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
+        if not self._calls or self._calls[-1].trainer is not trainer:
+            return  # an exception came before this callback's setup
+        within, call = self._is_within_run, self._calls.pop()
+        try:
+            stack_chunks.remove_from(trainer)
+            self._close(call)
+            report = self._last.report = self.report
+            self._log(trainer, report)
+            name, settings = self._name_in(trainer), self._settings_to_log(trainer)
+            log_summary(trainer.loggers, report, trainer.global_step, self._recorded_graphs(), settings, name)
+            write_report(call.report_folder, trainer, report, exception, name)
+            if exception is None and not within:
+                self._summarize(trainer, report)
+        finally:
+            if call.outer is not None:
+                if self._session is not None and not (within or self.keep_compiled):
+                    self._session.free_compiled()
+                self._session = call.outer
+                call.go_on()
+
+    def _close(self, call: _Call) -> None:
+        """Remove the hook and the compiled calls of a trainer call."""
+        call.key_matcher.remove()
+        if self._session is not None and self._session is not call.outer:
+            try:
+                self._session.end(keep_compiled=self.keep_compiled)
+            except Exception as error:
+                if isinstance(error, Warning):  # a warning that the user has made an error
+                    raise
+                message = f"InductorCompile could not clean up after the run: {in_one_line(describe_failure(error))}"
+                rank_zero_warn(message, category=CompileWarning)
+
+    def _summarize(self, trainer: Trainer, report: CompileReport) -> None:
+        """Warn of slow steps, and after a fit or the first call print the table."""
         if self._session is None or not report.has_figures:
             return
         self._session.judge()
         if trainer.is_global_zero and (trainer.state.fn == "fit" or not self._printed):
             self._printed = True
-            print_report(report)
+            print_report(report, self._name_in(trainer))
+
+    # ------------------------------------------------------------------------------------------ several callbacks
+
+    def _callbacks(self, trainer: Trainer) -> list[InductorCompile]:
+        """The trainer's callbacks of this class. The first one that compiles a phase measures it."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of its connectors sets it
+        found = [callback for callback in callbacks if isinstance(callback, InductorCompile)]
+        return found if any(callback is self for callback in found) else [self]  # a callback around it calls its hooks
+
+    def _check_together(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if refused := why_not_together(self._callbacks(trainer), pl_module):
+            raise MisconfigurationException(refused)
+
+    def _name_in(self, trainer: Trainer) -> str:
+        """The name in scalars and files; empty for the trainer's first callback."""
+        return "" if self._callbacks(trainer)[0] is self else name_of(self.targets)
+
+    def _shared_baselines(self, trainer: Trainer) -> dict[Phase, Baseline]:
+        """By phase, the baseline of the first callback that compiles it, unless that is this one."""
+        callbacks = self._callbacks(trainer)
+        firsts = {phase: next((c for c in callbacks if c.configs[phase]), callbacks[0]) for phase in PHASES}
+        return {
+            phase: first._session.baseline(phase) if first._session else Baseline(0)
+            for phase, first in firsts.items()
+            if first is not self
+        }
+
+    def _settings_to_log(self, trainer: Trainer) -> dict[str, str]:
+        """The settings of all callbacks, which the first one logs: TensorBoard shows one set of hyperparameters."""
+        first, *others = self._callbacks(trainer)
+        settings = settings_to_log(first.configs, first.targets)
+        for other in others:
+            settings |= settings_to_log(other.configs, other.targets, name_of(other.targets))
+        return settings if first is self else {}
 
     def _recorded_graphs(self) -> list[RecordedGraph]:
         configured = [config.passes for config in self.configs.values() if config is not None]

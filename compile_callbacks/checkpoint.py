@@ -1,4 +1,4 @@
-"""State-dict keys: those of users' earlier ``torch.compile`` days load into the original module."""
+"""State-dict keys with ``_orig_mod.``, from runs with ``torch.compile(module)``, load into the original module."""
 
 from __future__ import annotations
 
@@ -6,45 +6,37 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-_PREFIX = "_orig_mod."  # what torch.compile(module) puts before each key of the module that it wraps
+_PREFIX = "_orig_mod."  # torch.compile(module) puts it in front of each key of the module that it wraps
 
 
-def match_keys(state_dict: MutableMapping[str, Any], module: nn.Module) -> int:
-    """Rename keys in place so that ``_orig_mod.`` stands where it stands in ``module``, which is mostly nowhere.
+def match_keys_on_load(module: nn.Module) -> RemovableHandle:
+    """Rename the keys of each state_dict that is loaded into a module, until the handle is removed.
 
-    Args:
-        state_dict: The weights that are about to be loaded into ``module``.
-        module: The module that they are for.
-
-    Returns:
-        How many keys were renamed.
+    A key gets ``_orig_mod.`` where the module's own key has it, which is nowhere in most modules. A callback's
+    ``on_load_checkpoint`` is too late for this: Lightning has loaded the weights before.
     """
-    own_keys = {key.replace(_PREFIX, ""): key for key in module.state_dict(keep_vars=True)}
-    renamed = 0
-    for key in list(state_dict):
-        wanted = own_keys.get(key.replace(_PREFIX, ""), key.replace(_PREFIX, ""))
-        if wanted != key and wanted not in state_dict:
-            state_dict[wanted] = state_dict.pop(key)
-            renamed += 1
-    return renamed
+    handle: RemovableHandle = module.register_load_state_dict_pre_hook(_MatchKeys())
+    return handle
 
 
-class KeyMatcher:
-    """Calls `match_keys` before each load into a module, until it is removed.
+class _MatchKeys:
+    """The hook. A pickle of the module has a function in its place that does nothing and does not need this library."""
 
-    A callback's ``on_load_checkpoint`` comes too late: Lightning has loaded the weights by then.
-    """
+    def __call__(self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+        """Rename the keys of a state_dict before it is loaded into a module."""
+        if prefix:  # the module is a part of the loaded one, and other parts have keys in the state_dict, too
+            return
+        own_keys = {key.replace(_PREFIX, ""): key for key in module.state_dict(keep_vars=True)}
+        for key in list(state_dict):
+            plain = key.replace(_PREFIX, "")
+            wanted = own_keys.get(plain, plain)
+            if wanted not in state_dict:
+                state_dict[wanted] = state_dict.pop(key)
 
-    def __init__(self, module: nn.Module) -> None:
-        self._handle = module.register_load_state_dict_pre_hook(_before_load)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _MatchKeys:
+        return self
 
-    def remove(self) -> None:
-        """Match no more keys."""
-        self._handle.remove()
-
-
-def _before_load(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
-    if prefix:  # part of a larger module's load: keys of others stand beside ours
-        return
-    match_keys(state_dict, module)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ("", "format")

@@ -1,4 +1,4 @@
-"""`AOTInductorExport`: a Lightning callback that leaves a package of the trained module."""
+"""`AOTInductorExport`: a Lightning callback that exports the trained module."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
@@ -16,29 +18,18 @@ from torch import nn
 from typing_extensions import override
 
 from compile_callbacks import _torch
-from compile_callbacks.callback import InductorCompile
-from compile_callbacks.choices import check_choice
-from compile_callbacks.compiling.autocast import autocast_of
-from compile_callbacks.compiling.errors import CompileWarning
-from compile_callbacks.compiling.switch import compiled_call
-from compile_callbacks.compiling.verify import Comparison
-from compile_callbacks.exporting.example_call import ExampleCall
-from compile_callbacks.exporting.export import (
-    DiffersFromEagerError,
-    as_deployed,
-    check_equal,
-    check_settings,
-    export,
-)
-from compile_callbacks.exporting.exported import ExportedModule, ExportError
-from compile_callbacks.exporting.package_files import check_path, check_writable
-from compile_callbacks.exporting.trial import load_after_trial
-from compile_callbacks.failures import describe_failure, in_one_line
-from compile_callbacks.links import checks_settings, see
+from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.files import atomic_write
+from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
+from compile_callbacks.compiling.accuracy import Comparison
+from compile_callbacks.exporting.call_spec import ExampleCall
+from compile_callbacks.exporting.export import DiffersFromEagerError, as_deployed, check_equal, export
+from compile_callbacks.exporting.exported import ExportError, load_after_trial
+from compile_callbacks.exporting.package_options import check_path, check_settings, check_writable
 from compile_callbacks.loggers import log_export
 from compile_callbacks.measuring.timing import median_ms
+from compile_callbacks.reporting.console import say
 from compile_callbacks.reporting.export_report import ExportReport
-from compile_callbacks.reporting.terminal import say
 from compile_callbacks.settings.mode import Mode
 
 Weights = Literal["best", "last"]
@@ -46,35 +37,37 @@ Weights = Literal["best", "last"]
 
 
 class AOTInductorExport(Callback):
-    """Leave a ``.pt2`` package of the module when a fit is done, compared with eager and timed.
+    """Export the module to a ``.pt2`` package at the end of a fit, compare it with eager, and time it.
 
-    Exported is a copy of the module, so that the module, its weights and the random number generators are as without
-    this callback. Its inputs are, the first of these that there is: what ``inputs`` makes of the first validation
-    batch; ``example_input_array``, where the LightningModule is what is exported; the first validation batch, or where
-    nothing is validated the first training batch. Of a batch, ``forward`` gets
+    The callback exports a copy of the module, so that the module, its weights and the random number generators are as
+    without the callback. The inputs come from the first of these that exists: ``inputs`` applied to the first
+    validation batch; ``example_input_array``, if the LightningModule is exported; the first validation batch; the first
+    training batch. From a batch, ``forward`` gets
 
     - a tensor as it is;
-    - of a tuple or list, the first element;
-    - of a mapping, the entries that it names as parameters, by name; all of it as one argument, where it names none.
+    - the first element of a tuple or list;
+    - the entries of a mapping that are parameters of ``forward``, by name; or the mapping itself if there are none.
 
-    The package computes in the trainer's precision, or under the autocast that ``config`` sets. A package that differs
+    The package computes in the trainer's precision. A package that differs
     from eager by more than rounding explains (docs/correctness.md) does not replace an older one. A failure is a
-    warning and is in ``report``, never an error of the run. Under several processes rank zero exports while the others
-    go on.
+    warning and is in ``report``, never an error of the run. With several processes, rank zero exports while the others
+    continue.
 
     Args:
-        path: Where to, ending in ``.pt2``. It is tried out when the fit begins.
-        weights: ``"best"``: those of the best checkpoint of the first ``ModelCheckpoint``, or the last ones with a
-            warning where there is none; ``"last"``: those of the module when the fit is done.
-        target: The dotted name of the submodule that is exported; ``None``: the LightningModule.
-        inputs: Takes a batch, and returns what the exported module is called with: a tuple of positional inputs, a
+        path: The package, ending in ``.pt2``. The callback checks at the start of the fit that it can be written.
+        weights: ``"best"``: the weights of the best checkpoint of the first ``ModelCheckpoint``, or the last weights
+            with a warning if there is none; ``"last"``: the weights at the end of the fit. If only a resumed checkpoint
+            names the best one, it is loaded with ``torch.load(weights_only=True)``, because loading it otherwise can
+            run code; if torch refuses it, the last weights are exported with a warning.
+        target: The dotted name of the submodule to export; ``None``: the LightningModule.
+        inputs: A function of a batch that returns the inputs of the exported module: a tuple of positional inputs, a
             mapping of inputs by name, or a single input.
-        config: The settings that it is compiled with, as `export` takes them.
+        config: The settings of the package, as `export` takes them.
         dynamic_batch: Whether the batch size may change from call to call, as `export` takes it.
-        verify: Whether it is compared with eager.
+        verify: Whether to compare the package with eager.
 
     Raises:
-        ValueError: A value that is none of the choices, or another ending than ``.pt2``.
+        ValueError: An unknown choice, or a path that does not end in ``.pt2``.
         TypeError: A value of the wrong type.
 
     Example::
@@ -84,7 +77,6 @@ class AOTInductorExport(Callback):
         True
     """
 
-    @checks_settings
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -115,7 +107,8 @@ class AOTInductorExport(Callback):
         self.verify = verify
         self.report = ExportReport()
         self._batches: dict[str, Any] = {}
-        self._compiled_ms: tuple[float, ...] = ()
+        self._named_at_start: set[str] = set()
+        self._written_here: set[str] = set()
 
     # ------------------------------------------------------------------------------------------ hooks
 
@@ -123,13 +116,20 @@ class AOTInductorExport(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self.report, self._batches, self._compiled_ms = ExportReport(), {}, ()
+        self.report, self._batches = ExportReport(), {}
         if trainer.is_global_zero:
             check_writable(self.path)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._find_target(pl_module)  # setup is before configure_model, which may make the submodule
+        self._find_target(pl_module)  # not in setup: configure_model, which comes later, may create the submodule
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A resumed checkpoint is loaded by now. It names files that this process did not write.
+        checkpoints = trainer.checkpoint_callback
+        best, others = getattr(checkpoints, "best_model_path", ""), getattr(checkpoints, "best_k_models", ())
+        self._named_at_start = {str(path) for path in (best, *others)}
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -148,20 +148,8 @@ class AOTInductorExport(Callback):
             self._keep(trainer, "validate", batch)
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Later the trainer moves the module to the CPU, and what is compiled with it.
-        if not trainer.is_global_zero:
-            return
-        try:
-            self._compiled_ms = self._time_compiled(trainer, pl_module)
-        except Exception as error:
-            reason = in_one_line(describe_failure(error))
-            message = f"AOTInductorExport: no time of the compiled module: {reason}"
-            rank_zero_warn(see(message, "no-time-of-the-compiled-module"), category=CompileWarning)
-
-    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Other callbacks average weights and write checkpoints up to on_train_end.
+        # Up to on_train_end, other callbacks average weights and write checkpoints.
         if not trainer.is_global_zero:
             return
         try:
@@ -172,7 +160,7 @@ class AOTInductorExport(Callback):
             compared = error.compared if isinstance(error, DiffersFromEagerError) else None
             self.report = ExportReport(error=reason, **_verdict(compared))
             message = f"AOTInductorExport: {self.path} was not made: {reason}"
-            rank_zero_warn(see(message, "no-package"), category=CompileWarning)
+            rank_zero_warn(message, category=CompileWarning)
         self._batches = {}
         log_export(trainer.loggers, self.report, trainer.global_step)
 
@@ -180,35 +168,35 @@ class AOTInductorExport(Callback):
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> ExportReport:
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
-            raise ExportError(f"{type(trainer.strategy).__name__} shards the weights, and export takes whole ones")
+            raise ExportError(
+                f"{type(trainer.strategy).__name__} shards the weights, and export needs unsharded weights"
+            )
         started = time.perf_counter()
         device = trainer.strategy.root_device
         call = self._example(pl_module).on(device)
-        whole = copy.deepcopy(pl_module)  # compiled calls are left behind
+        whole = copy.deepcopy(pl_module)  # a copy is not compiled
         checkpoint = self._load_best(trainer, whole)
         module = self._find_target(whole.to(device))
-        beside = self.path.with_name(f".{self.path.stem}.{os.getpid()}.new.pt2")
-        try:
+        with atomic_write(self.path) as temporary:
             with as_deployed(module), trainer.precision_plugin.forward_context():
                 export(
                     module,
                     call.args,
-                    beside,
+                    temporary,
                     example_kwargs=call.kwargs,
                     config=self.config,
                     dynamic_batch=self.dynamic_batch,
-                    verify=False,  # it is compared below, for the figures
+                    verify=False,  # compared below, for the report
                 )
-                package = load_after_trial(beside, call.args, call.kwargs, device)
-                with autocast_of(self._settings, device.type):
-                    compared = self._compare(module, package, call)
-                    seconds = time.perf_counter() - started
-                    eager_ms = call.times_ms(module, device)
+                package = load_after_trial(temporary, call.args, call.kwargs, device)
+                compared = check_equal(module, package, call.args, call.kwargs) if self.verify else None
+                seconds = time.perf_counter() - started
+                eager_ms = call.times_ms(module, device)
                 package_ms = call.times_ms(package, device)
-            size_mb = beside.stat().st_size / 2**20
-            beside.replace(self.path)
-        finally:
-            beside.unlink(missing_ok=True)
+            size_mb = temporary.stat().st_size / 2**20
+        if compared is not None and compared.verdict == "not compared":
+            message = f"{self.path} is not compared with eager: {compared.reason}"
+            rank_zero_warn(message, category=CompileWarning)
         return ExportReport(
             path=str(self.path),
             weights="last" if checkpoint is None else "best",
@@ -216,23 +204,13 @@ class AOTInductorExport(Callback):
             size_mb=size_mb,
             export_seconds=seconds,
             eager_ms=median_ms(eager_ms),
-            compiled_ms=median_ms(self._compiled_ms),
             package_ms=median_ms(package_ms),
-            samples=min(len(times) for times in (eager_ms, self._compiled_ms, package_ms) if times),
+            samples=min(len(eager_ms), len(package_ms)),
             **_verdict(compared),
         )
 
-    def _compare(self, module: nn.Module, package: ExportedModule, call: ExampleCall) -> Comparison | None:
-        if not self.verify:
-            return None
-        compared = check_equal(module, module, package, call.args, call.kwargs)
-        if compared.left_out:
-            message = f"{self.path} is not compared with eager: {compared.left_out}"
-            rank_zero_warn(see(message, "a-package-is-not-compared"), category=CompileWarning)
-        return compared
-
     def _load_best(self, trainer: Trainer, module: LightningModule) -> str | None:
-        """Give a module the best checkpoint's weights; returns its path, or ``None`` where the last ones stay."""
+        """Load the best checkpoint; returns its path, or ``None`` if the module keeps the last weights."""
         if self.weights == "last":
             return None
         path = str(getattr(trainer.checkpoint_callback, "best_model_path", ""))
@@ -241,27 +219,29 @@ class AOTInductorExport(Callback):
                 f"{self.path} gets the last weights: there is no best checkpoint "
                 "(weights='best' takes that of a ModelCheckpoint; weights='last' asks for the last ones)"
             )
-            rank_zero_warn(see(message, "last-weights-in-a-package"), category=CompileWarning)
+            rank_zero_warn(message, category=CompileWarning)
             return None
-        load = trainer.strategy.checkpoint_io.load_checkpoint
-        # The run itself wrote the file: hyperparameters of any class may be in it.
-        trusting = {"weights_only": False} if "weights_only" in inspect.signature(load).parameters else {}
-        module.load_state_dict(load(path, **trusting)["state_dict"], strict=module.strict_loading)
+        if path in self._named_at_start - self._written_here:
+            try:
+                with get_filesystem(path).open(path, "rb") as file:
+                    checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:
+                reason = describe_failure(error).rpartition("WeightsUnpickler error: ")[2]  # after torch's advice
+                message = (
+                    f"{self.path} gets the last weights: {path}, which the resumed checkpoint names as the best one, "
+                    f"cannot be loaded with weights_only=True: {in_one_line(reason)}"
+                )
+                rank_zero_warn(message, category=CompileWarning)
+                return None
+        else:
+            self._written_here.add(path)
+            load = trainer.strategy.checkpoint_io.load_checkpoint
+            # This process wrote the file: hyperparameters of any class may be in it.
+            trusting = {"weights_only": False} if "weights_only" in inspect.signature(load).parameters else {}
+            checkpoint = load(path, **trusting)
+        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
         return path
 
-    def _time_compiled(self, trainer: Trainer, pl_module: LightningModule) -> tuple[float, ...]:
-        """Times of the module as it is compiled in place; none where that would have to compile first."""
-        compiler = next((c for c in _callbacks(trainer) if isinstance(c, InductorCompile)), None)
-        call = compiled_call(self._find_target(pl_module), "infer")
-        validated = "validate" in self._batches and (self.inputs is not None or self._example_array(pl_module) is None)
-        if compiler is None or call is None or not validated or not compiler.report.infer.graphs:
-            return ()
-        device = trainer.strategy.root_device
-        inputs = self._example(pl_module).on(device)
-        with as_deployed(pl_module), trainer.precision_plugin.forward_context():
-            return inputs.times_ms(call, device)
-
-    @checks_settings
     def _find_target(self, pl_module: LightningModule) -> nn.Module:
         if self.target is None:
             return pl_module
@@ -275,12 +255,9 @@ class AOTInductorExport(Callback):
         if stage not in self._batches and trainer.is_global_zero:
             self._batches[stage] = _torch.tree_map_tensors(lambda t: t.detach().to("cpu", copy=True), batch)
 
-    def _example_array(self, pl_module: LightningModule) -> Any:
-        return pl_module.example_input_array if self.target is None else None
-
     def _example(self, pl_module: LightningModule) -> ExampleCall:
-        """What the exported module is called with."""
-        example = self._example_array(pl_module)
+        """The inputs of the exported module."""
+        example = pl_module.example_input_array if self.target is None else None
         if example is not None and self.inputs is None:
             return ExampleCall.of(example)
         if not self._batches:
@@ -291,13 +268,7 @@ class AOTInductorExport(Callback):
         return ExampleCall.of_batch(batch, self._find_target(pl_module))
 
 
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of its connectors sets it
-    return callbacks
-
-
 def _verdict(compared: Comparison | None) -> dict[str, Any]:
     if compared is None:
         return {}
-    verdict = "left out" if compared.left_out else "differs" if compared.problem else "equal"
-    return {"verified": verdict, "max_abs_error": compared.max_abs_error}
+    return {"verified": compared.verdict, "max_abs_error": compared.max_abs_error}

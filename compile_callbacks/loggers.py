@@ -1,188 +1,182 @@
-"""What was measured, to Lightning's loggers: scalars to all of them, and to each what else it has a place for.
+"""What Lightning's loggers and the log directory get: settings, scalars and the report.
 
-Each function here costs a logger that raises its numbers, not the run, and is called on every rank: loggers are
-written on rank zero.
+Call these functions on every rank; only rank zero writes. A logger or directory that fails costs a warning.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from compile_callbacks.compiling.errors import CompileWarning
-from compile_callbacks.links import see
+from compile_callbacks._utils.errors import CompileWarning
 from compile_callbacks.pass_library.record_graphs import RecordedGraph
-from compile_callbacks.phases import PHASES
-from compile_callbacks.reporting.environment import environment
+from compile_callbacks.phases import PHASES, Phase
+from compile_callbacks.reporting import report_file, tensorboard
 from compile_callbacks.reporting.export_report import ExportReport
-from compile_callbacks.reporting.hparams import JoinedHyperparameters, WriteEntry
-from compile_callbacks.reporting.markdown import to_markdown
 from compile_callbacks.reporting.report import CompileReport
-from compile_callbacks.reporting.table import labels_and_cells
+from compile_callbacks.reporting.report_file import environment
+from compile_callbacks.reporting.table import labels_and_cells, to_markdown
+from compile_callbacks.settings.mode import EAGER
+from compile_callbacks.settings.tune import Settings
+
+_done: WeakValueDictionary[tuple[str, int], Logger] = WeakValueDictionary()  # a logger need not be hashable
 
 
-class _Loggers:
-    """A set of loggers that keeps none of them alive, and needs none to be hashable."""
-
-    def __init__(self) -> None:
-        self._by_id: WeakValueDictionary[int, Logger] = WeakValueDictionary()
-
-    def __contains__(self, logger: Logger) -> bool:
-        return self._by_id.get(id(logger)) is logger
-
-    def add(self, logger: Logger) -> None:
-        self._by_id[id(logger)] = logger
+def _first_time(what: str, logger: Logger) -> bool:
+    if _done.get((what, id(logger))) is logger:
+        return False
+    _done[what, id(logger)] = logger
+    return True
 
 
-_failed = _Loggers()  # warned about once each
-_laid_out = _Loggers()  # have the layout of custom scalars
+def report_folder(trainer: Trainer) -> str | None:
+    """The folder that `write_report` writes to; ``None`` in a ``fast_dev_run``. A collective, as ``log_dir`` is."""
+    if getattr(trainer, "fast_dev_run", False):
+        return None
+    return trainer.log_dir or trainer.default_root_dir
 
 
 @rank_zero_only
-def join_hparams(loggers: Sequence[Logger], report: Callable[[], CompileReport]) -> None:
-    """Have TensorBoard's HPARAMS entry of the run that begins name the modes and targets.
-
-    To be called before Lightning writes the module's hyperparameters, in the callback's ``setup``.
+def write_report(
+    folder: str | None, trainer: Trainer, report: CompileReport, exception: BaseException | None, name: str = ""
+) -> None:
+    """Append a record of the trainer call that ends to ``compile_report.json``, if anything was compiled.
 
     Args:
-        loggers: The trainer's loggers.
-        report: Tells what is compiled, when the entry is written.
+        folder: What `report_folder` returned.
+        trainer: The trainer.
+        report: The report.
+        exception: The exception that ended the call.
+        name: The name of the callback, for all but the first one of the trainer.
     """
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger) and _compiles(report()):
-            JoinedHyperparameters(logger, _entry_writer(logger, report)).join()
+    if folder is None or not report.has_figures:
+        return
+    try:
+        call = str(trainer.state.fn.value) if trainer.state.fn is not None else "unknown"
+        record = report_file.make_record(report, call, step=trainer.global_step, exception=exception, name=name)
+        report_file.append_record(get_filesystem(folder), folder, record)
+    except Exception as error:
+        message = f"the compile report was not written to {folder}: {type(error).__name__}: {error}"
+        warnings.warn(message, CompileWarning, stacklevel=3)
+
+
+def settings_to_log(
+    configs: Mapping[Phase, Settings], targets: Sequence[str] | str | None, name: str = ""
+) -> dict[str, str]:
+    """Modes and targets as hyperparameters; none if no phase is compiled.
+
+    Args:
+        configs: The settings by phase.
+        targets: The names of the targets.
+        name: The name of the callback, for all but the first one of a trainer.
+    """
+    if not any(configs.values()):
+        return {}
+    compile_ = f"compile/{name}" if name else "compile"
+    modes = {f"{compile_}/{phase}_mode": config.describe() if config else EAGER for phase, config in configs.items()}
+    return {**modes, f"{compile_}/targets": targets if isinstance(targets, str) else ", ".join(targets or ["auto"])}
+
+
+@rank_zero_only
+def log_settings(trainer: Trainer, module: LightningModule, settings: Mapping[str, str]) -> None:
+    """Log `settings_to_log` as hyperparameters, once for each logger; to be called in ``setup``.
+
+    TensorBoard shows only the first hyperparameters of a run. Lightning logs those of the module and the datamodule
+    after ``setup``, so for TensorBoard they are logged here together with ours. If they have none, the user may
+    still log some by hand, so ours wait for `log_summary`.
+    """
+    logs_users = getattr(trainer, "enable_autolog_hparams", True)  # an argument of the Trainer since Lightning 2.6
+    candidates: list[Any] = [module, getattr(trainer, "datamodule", None)] if logs_users else []
+    sources = [source for source in candidates if getattr(source, "_log_hyperparams", False)]
+    for logger in trainer.loggers if settings else ():
+        if isinstance(logger, TensorBoardLogger) and (logger.hparams or not sources):
+            continue
+        if _first_time("settings", logger):
+            with _warn_if_it_fails(logger):
+                users: dict[str, Any] = {}
+                for source in sources if isinstance(logger, TensorBoardLogger) else ():
+                    users |= source.hparams_initial
+                users.pop("_class_path", None)  # LightningCLI's, which Lightning leaves out too
+                logger.log_hyperparams({**users, **settings})
 
 
 @rank_zero_only
 def log_scalars(loggers: Sequence[Logger], scalars: Mapping[str, float], step: int) -> None:
-    """Give every logger the scalars.
-
-    Args:
-        loggers: The trainer's loggers.
-        scalars: Values by name.
-        step: The trainer's global step.
-    """
-    if not scalars:
-        return
-    for logger in loggers:
-        with _costs_its_numbers_only(logger):
-            logger.log_metrics(dict(scalars), step=step)
-            if logger not in _laid_out and _tensorboard().is_writer(experiment := _experiment(logger)):
-                _tensorboard().add_layout(experiment)
-                _laid_out.add(logger)
+    """Log scalars, and with TensorBoard a layout of charts for them, unless the run has a layout."""
+    for logger in loggers if scalars else ():
+        with _warn_if_it_fails(logger):
+            logger.log_metrics(metrics=dict(scalars), step=step)
+            if isinstance(logger, TensorBoardLogger) and _first_time("layout", logger):
+                tensorboard.add_layout_if_none(logger.experiment)
 
 
 @rank_zero_only
 def log_summary(
-    loggers: Sequence[Logger], report: CompileReport, step: int, graphs: Sequence[RecordedGraph] = ()
+    loggers: Sequence[Logger],
+    report: CompileReport,
+    step: int,
+    graphs: Sequence[RecordedGraph] = (),
+    settings: Mapping[str, str] | None = None,
+    name: str = "",
 ) -> None:
-    """Give every logger that has a place for it the whole report.
-
-    TensorBoard gets a layout of charts, the report in the text tab, step times as an image, and an entry under HPARAMS;
-    Weights & Biases a table; MLflow a file; Comet a text.
+    """Log the whole report: text and images with TensorBoard, a table, file or text with other loggers that take one.
 
     Args:
         loggers: The trainer's loggers.
-        report: What was measured in the run.
+        report: The report.
         step: The trainer's global step.
         graphs: Graphs that were recorded in the run, for TensorBoard's text tab.
+        settings: See `settings_to_log`; for TensorBoard's hparams tab, if nobody logged hyperparameters.
+        name: The name of the callback, for all but the first one of a trainer.
     """
-    for logger in loggers:
-        if report.has_figures:
-            with _costs_its_numbers_only(logger):
-                _summarize(logger, report, step)
-                if _tensorboard().is_writer(_experiment(logger)):
-                    _tensorboard().add_graphs(_experiment(logger), graphs, step)
-        if isinstance(logger, TensorBoardLogger):
-            _leave_hparams(logger, report)
+    tag = f"compile_report/{name}" if name else "compile_report"
+    for logger in loggers if report.has_figures else ():
+        with _warn_if_it_fails(logger):
+            experiment = getattr(logger, "experiment", None)
+            if isinstance(logger, TensorBoardLogger):
+                tensorboard.add_report(logger.experiment, report, step, tag)
+                tensorboard.add_plot(logger.experiment, report, step)
+                tensorboard.add_graphs(logger.experiment, graphs, step)
+                if settings and not logger.hparams and _first_time("settings", logger):
+                    figures = {name: value for name, value in report.scalars().items() if name.startswith("step/")}
+                    logger.log_hyperparams(dict(settings), figures, step)
+            elif callable(log_table := getattr(logger, "log_table", None)):  # WandbLogger
+                rows = labels_and_cells([report.phase(phase) for phase in PHASES])
+                log_table(tag, columns=["figure", *PHASES], data=[list(row) for row in rows], step=step)
+            elif callable(log_text := getattr(experiment, "log_text", None)):
+                text = to_markdown(report, environment())
+                if hasattr(logger, "run_id"):  # MLFlowLogger
+                    log_text(logger.run_id, text, f"{tag}.md")
+                else:  # CometLogger
+                    log_text(text, step=step)
 
 
 @rank_zero_only
 def log_export(loggers: Sequence[Logger], report: ExportReport, step: int) -> None:
-    """Give every logger the figures of an export, and TensorBoard its table as text.
-
-    Args:
-        loggers: The trainer's loggers.
-        report: What came of the export.
-        step: The trainer's global step.
-    """
+    """Log the figures of an export, and with TensorBoard its table."""
     for logger in loggers:
-        with _costs_its_numbers_only(logger):
+        with _warn_if_it_fails(logger):
             if scalars := report.scalars():
-                logger.log_metrics(scalars, step=step)
-            if _tensorboard().is_writer(experiment := _experiment(logger)):
-                experiment.add_text(
-                    "export_report", "\n".join(f"    {line}" for line in str(report).splitlines()), step
-                )
-
-
-def _summarize(logger: Logger, report: CompileReport, step: int) -> None:
-    experiment = _experiment(logger)
-    if _tensorboard().is_writer(experiment):
-        _tensorboard().add_layout(experiment)
-        _tensorboard().add_report(experiment, report, step)
-        _tensorboard().add_plot(experiment, report, step)
-    elif callable(log_table := getattr(logger, "log_table", None)):  # WandbLogger
-        rows = labels_and_cells([report.phase(phase) for phase in PHASES])
-        log_table("compile_report", columns=["figure", *PHASES], data=[list(row) for row in rows], step=step)
-    elif callable(log_text := getattr(experiment, "log_text", None)):
-        text = to_markdown(report, environment())
-        if hasattr(logger, "run_id"):  # MLFlowLogger
-            log_text(logger.run_id, text, "compile_report.md")
-        else:  # CometLogger
-            log_text(text, step=step)
-
-
-def _leave_hparams(logger: TensorBoardLogger, report: CompileReport) -> None:
-    """Write the entry that the user's hyperparameters have not brought about."""
-    joined = JoinedHyperparameters.on(logger)
-    # Hyperparameters that were logged and brought about none: the logger was told to write no entry for them. The
-    # user may write one after the run (log_hyperparams with metrics), which ours would keep from counting.
-    if joined is None or logger.hparams:
-        return
-    joined.leave()
-    if report.has_figures:
-        _entry_writer(logger, lambda: report)({}, {})
-
-
-def _entry_writer(logger: TensorBoardLogger, report: Callable[[], CompileReport]) -> WriteEntry:
-    def write(params: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-        prefix = logger._prefix + logger.LOGGER_JOIN_CHAR if logger._prefix else ""  # there is no public way to ask
-        names = [prefix + name for name in metrics]
-        with _costs_its_numbers_only(logger):
-            _tensorboard().add_hparams(logger.experiment, params, report(), metrics=names, prefix=prefix)
-
-    return write
-
-
-def _tensorboard() -> Any:
-    """What knows TensorBoard's files: its protocol buffers take 0.1 s to import, for those alone who log."""
-    from compile_callbacks.reporting import tensorboard
-
-    return tensorboard
-
-
-def _experiment(logger: Logger) -> Any:
-    return getattr(logger, "experiment", None)
-
-
-def _compiles(report: CompileReport) -> bool:
-    return any(report.phase(phase).mode != "eager" for phase in PHASES)
+                logger.log_metrics(metrics=scalars, step=step)
+            if isinstance(logger, TensorBoardLogger):
+                text = "\n".join(f"    {line}" for line in str(report).splitlines())
+                logger.experiment.add_text("export_report", text, step)
 
 
 @contextlib.contextmanager
-def _costs_its_numbers_only(logger: Logger) -> Iterator[None]:
+def _warn_if_it_fails(logger: Logger) -> Iterator[None]:
+    """Turn the exceptions of a logger into one warning."""
     try:
         yield
     except Exception as error:
-        if logger in _failed:
-            return
-        _failed.add(logger)
-        message = f"{type(logger).__name__} did not take the compile report: {type(error).__name__}: {error}"
-        warnings.warn(see(message, "a-logger-failed"), CompileWarning, stacklevel=4)
+        if _first_time("failed", logger):
+            message = f"{type(logger).__name__} did not take the compile report: {type(error).__name__}: {error}"
+            warnings.warn(message, CompileWarning, stacklevel=4)

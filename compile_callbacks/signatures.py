@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
 _CONTAINERS = (torch.Tensor, list, tuple, Mapping)
+_MOST_VALUES = 32  # a value takes about 1 µs, and a batch is looked at in every step
+_MOST_INPUTS = 1000  # the inputs of a call are looked at only if shapes that are new do not compile
+_MOST_DEPTH = 8
 
 
 class TensorLooks(NamedTuple):
@@ -21,38 +25,63 @@ class TensorLooks(NamedTuple):
 
 
 def signature(args: Any, kwargs: Any = None) -> Any:
-    """What a call's inputs look like: shapes, dtypes and devices of tensors, types of all else; hashable.
+    """What inputs look like: shapes, dtypes and devices of tensors, types of all else; hashable.
 
     Tensors are found in sequences, mappings (`transformers.BatchEncoding` is one), dataclasses and among the attributes
-    of other objects (a batch of graphs).
+    of other objects (a batch of graphs). The walk is bounded: of large containers it looks at the first entries and the
+    length, and it ends in a batch that contains itself.
+
+    Args:
+        args: A batch, or the positional inputs of a call.
+        kwargs: The inputs by name; ``None`` for a batch.
     """
-    if isinstance(args, torch.Tensor):
-        return TensorLooks(tuple(args.shape), args.dtype, args.device.type, args.requires_grad)
-    if isinstance(args, (list, tuple)):
-        found = tuple(map(signature, args))
-        return (found, signature(kwargs)) if kwargs else found
-    if (entries := _entries(args)) is not None:
-        return tuple((key, signature(value)) for key, value in entries)
-    return type(args)
+    left = [_MOST_VALUES if kwargs is None else _MOST_INPUTS]
+    looks = _looks(args, left, _MOST_DEPTH)
+    return (looks, _looks(kwargs, left, _MOST_DEPTH)) if kwargs else looks
+
+
+def _looks(value: Any, left: list[int], depth: int) -> Any:
+    left[0] -= 1
+    if isinstance(value, torch.Tensor):
+        return TensorLooks(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
+    if depth and left[0] > 0:
+        if isinstance(value, (list, tuple)):
+            found = tuple(_looks(item, left, depth - 1) for item in _while_some_left(value, left))
+            return found if len(found) == len(value) else (*found, len(value))
+        if (entries := _entries(value)) is not None:
+            return tuple((key, _looks(item, left, depth - 1)) for key, item in _while_some_left(entries, left))
+    return type(value)
+
+
+def _while_some_left(values: Iterable[Any], left: list[int]) -> Iterator[Any]:
+    for value in values:
+        if left[0] <= 0:
+            return
+        yield value
 
 
 def shapes(value: Any) -> str:
     """The tensor shapes in a call's inputs, for messages."""
+    return _shapes(value, _MOST_DEPTH)
+
+
+def _shapes(value: Any, depth: int) -> str:
     if isinstance(value, torch.Tensor):
         return str(tuple(value.shape))
-    if isinstance(value, (list, tuple)):
-        return ", ".join(shapes(item) for item in value)
-    if (entries := _entries(value)) is not None:
-        return ", ".join(f"{key}={shapes(item)}" for key, item in entries)
+    if depth and isinstance(value, (list, tuple)):
+        return ", ".join(_shapes(item, depth - 1) for item in islice(value, _MOST_VALUES))
+    if depth and (entries := _entries(value)) is not None:
+        return ", ".join(f"{key}={_shapes(item, depth - 1)}" for key, item in islice(entries, _MOST_VALUES))
     return type(value).__name__
 
 
-def _entries(value: Any) -> list[tuple[Any, Any]] | None:
+def _entries(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """What is in a container, by name; ``None`` for what is none. Objects within objects are not looked into."""
     if isinstance(value, Mapping):
-        return list(value.items())
+        return value.items()
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict) or isinstance(value, (type, torch.nn.Module)) or callable(value):
         return None
-    found = [(name, held) for name, held in attributes.items() if isinstance(held, _CONTAINERS) or is_dataclass(held)]
+    first = islice(attributes.items(), _MOST_VALUES)
+    found = [(name, held) for name, held in first if isinstance(held, _CONTAINERS) or is_dataclass(held)]
     return found or None

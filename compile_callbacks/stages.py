@@ -41,23 +41,6 @@ def seconds_to_come(trainer: Trainer, timers: Sequence[Timer]) -> float:
     return max(0.0, min((seconds for seconds in left if seconds is not None), default=math.inf))
 
 
-def is_last_of_loader(trainer: Trainer, batch_idx: int, loader: int) -> bool:
-    """Whether a batch of a validation or test is the last one of its loader.
-
-    Args:
-        trainer: The trainer.
-        batch_idx: The batch's number.
-        loader: The loader's number among those of the stage.
-    """
-    of_stage = {"validate": trainer.validate_loop, "test": trainer.test_loop}
-    loop = of_stage.get(str(trainer.state.fn), trainer.fit_loop.epoch_loop.val_loop)
-    if loop.batch_progress.is_last_batch:
-        return True
-    batches = loop.max_batches
-    # Where loaders take turns none of them has a last batch. (Lightning tells of it in private, 2.5.6 to 2.6.6 alike.)
-    return loader < len(batches) - 1 and loop._is_sequential and batch_idx + 1 >= batches[loader]
-
-
 def _train_batches(trainer: Trainer) -> float:
     epochs = math.inf if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
     batches = trainer.num_training_batches

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.choices import unknown
+from compile_callbacks._utils.messages import unknown
 from compile_callbacks.compiling.region import CompiledRegion
 from compile_callbacks.compiling.region_settings import RegionSettings
 from compile_callbacks.compiling.targets import Target

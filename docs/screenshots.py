@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import browser
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -30,16 +31,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.reporting.console import rich_table
-from compile_callbacks.reporting.run_reports import find_runs
+from compile_callbacks.reporting.console import report_table
+from compile_callbacks.reporting.report_file import FILE_NAME, read_records, report_in
 from compile_callbacks.reporting.tensorboard import PLOT_TAG
-from compile_callbacks.reporting.terminal import REPORT_TITLE, report_table
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-import browser  # noqa: E402
-
 IMAGES = ROOT / "docs" / "images"
 MODES = ("default", "max-autotune-no-cudagraphs")
 PICTURES = ("steps", "tensorboard", "terminal", "site")
@@ -105,8 +101,6 @@ def show_tensorboard(logdir: Path) -> None:
         keep("custom-scalars")
         show("text", some("td", 20), 1200, 880)
         keep("text")
-        show("hparams", some("vaadin-grid-cell-content", 10), 1720, 640)
-        keep("hparams")
 
 
 def keep_steps(logdir: Path) -> None:
@@ -118,9 +112,9 @@ def keep_steps(logdir: Path) -> None:
 
 def show_terminal(logdir: Path) -> None:
     """Draw the table that a terminal shows at the end of a run."""
-    (run,) = find_runs(logdir / MODES[0], [])
+    report = report_in(read_records(logdir / MODES[0] / FILE_NAME)[-1])
     console = Console(record=True, width=72, file=io.StringIO())
-    console.print(rich_table(*report_table(run.report), title=REPORT_TITLE, justify="right"))
+    console.print(report_table(report, title="torch.compile report"))
     page = console.export_html(theme=MONOKAI, inline_styles=True)
     with tempfile.TemporaryDirectory() as folder, browser.chromium(900, 900) as driver:
         file = Path(folder, "terminal.html")

@@ -47,6 +47,7 @@ def pytest_unconfigure() -> None:
     if cache.endswith(f"_{os.getpid()}"):
         shutil.rmtree(cache, ignore_errors=True)
         shutil.rmtree(f"{cache}_linker", ignore_errors=True)
+        shutil.rmtree(f"{cache}_runs", ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,6 +72,17 @@ def _fresh_compiler():
     assert callback_handler.end_callbacks == []
     changed = {name for name, value in os.environ.items() if environment.get(name) != value}
     assert not {name for name in changed if not name.startswith(_SET_BY_OTHERS)}
+
+
+@pytest.fixture
+def no_codegen(request):
+    """Have Inductor call aten's kernels on a CPU: the C++ compiler takes most of the time of a compile.
+
+    For tests whose subject is what happens around a graph, and not the code that is generated for it.
+    """
+    generates = "gpu" in request.keywords or "codegen" in request.keywords
+    with torch._inductor.config.patch(fallback_by_default=not generates):
+        yield
 
 
 @pytest.fixture

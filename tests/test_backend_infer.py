@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backend_models import SAMPLES, Model, batch, eagerly, linear
-from models import CLASSES, mlp
 from torch import nn
-from uncached import Uncached
 
 from compile_callbacks import CompileError, CompileWarning, InductorBackend
+from tests.support.backend_models import SAMPLES, Model, batch, eagerly, linear
+from tests.support.models import CLASSES
 
 pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("dropped_backends_go")]
 
@@ -81,31 +80,6 @@ def test_new_shapes_are_those_of_no_sample(new_shapes):
         with pytest.raises(CompileError, match=r"\(5, 8\)"):
             backend.infer(batch(5))
     assert backend.report.infer.graphs == 2
-
-
-def test_weights_are_baked_in_and_baked_in_anew_when_they_change():
-    module = mlp().eval()
-    backend = InductorBackend({"freezing": True, "fold_weights": False}).build(module, SAMPLES)
-    with torch.no_grad():
-        before = module._call_impl(batch())
-        variance = module[1].running_var
-        variance.data.fill_(100)  # what leaves no trace is not seen, which shows that it is baked in
-        torch.testing.assert_close(backend.infer(batch()), before)
-        variance.fill_(4)
-        torch.testing.assert_close(backend.infer(batch()), module._call_impl(batch()))
-
-
-def test_passes_are_told_the_phase():
-    class Watch(Uncached):
-        def __init__(self):
-            self.seen = []
-
-        def __call__(self, graph, is_inference):
-            self.seen.append((self.phase, is_inference))
-
-    watch = Watch()
-    InductorBackend({"passes": (watch,)}).build(linear(), SAMPLES)
-    assert watch.seen == [("infer", True)]
 
 
 def test_cuda_graphs_on_a_cpu_are_warned_about():

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch._inductor.output_code import OutputCode
 
-from compile_callbacks import InductorBackend, InductorConfig, compile_phases, restore
-from compile_callbacks.compiling.targets import Target
-from compile_callbacks.session.session import CompileSession
+from compile_callbacks import InductorBackend, compile_phases
 
 pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("dropped_backends_go")]
 
@@ -100,14 +98,6 @@ def test_a_backend_that_is_dropped_takes_everything_with_it(breaks):
     assert gone() is None
 
 
-def test_a_build_that_fails_keeps_nothing():
-    module, watch = Model(), Watch()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        InductorBackend("freezing").build(module, [*samples(2), ((torch.ones(2, 3),), {})])
-    gc.collect()
-    assert (alive(watch.code()), alive(watch.weights())) == (0, 0)
-
-
 def test_what_others_compiled_stays_compiled():
     compiled_by_others = []
 
@@ -133,21 +123,6 @@ def test_what_others_compiled_stays_compiled():
     assert (len(compiled_by_others), still_ours.report.infer.graphs) == before
     with torch.no_grad():
         torch.testing.assert_close(ours._module.eval()(x), expected)
-
-
-def test_what_was_given_back_is_compiled_again_where_it_is_called():
-    module, x = Model(breaks=True).eval(), torch.ones(2, FEATURES)
-    other = torch.compile(Model(breaks=True).eval(), backend="eager")  # has code on the same function
-    config = InductorConfig()
-    session = CompileSession(module, [Target("forward", module)], {"train": None, "infer": config})
-    session.begin_by_grad_mode()
-    with torch.no_grad():
-        expected = other(x)
-        for graphs in (2, 4):
-            torch.testing.assert_close(module(x), expected)
-            assert session.report().infer.graphs == graphs
-            session.free_compiled()
-    session.end()
 
 
 def test_a_failed_activation_leaves_the_backend_inactive():
@@ -246,17 +221,6 @@ def test_weights_that_are_baked_in_anew_replace_the_old_ones():
     gc.collect()
     assert alive(watch.code()) <= 1
     assert alive(watch.weights()) <= 2  # the baked-in one, and what it was packed from
-
-
-def test_restoring_drops_what_was_compiled():
-    module = Model()
-    watch = Watch()
-    compile_phases(module, verify="off")
-    module(torch.ones(2, FEATURES)).sum().backward()
-    assert watch.code()
-    restore(module)
-    gc.collect()
-    assert not watch.code()
 
 
 def test_a_part_that_a_backend_compiled_is_refused():

@@ -6,25 +6,16 @@ import copy
 
 import pytest
 import torch
-from models import CLASSES, FEATURES, mlp
-from processes import run_in_new_process
 from torch import nn
 
 from compile_callbacks import InductorBackend, InductorConfig, graph_pass
+from tests.support.backend_models import Scaled
+from tests.support.models import FEATURES
+from tests.support.processes import run_in_new_process
 
 pytestmark = pytest.mark.usefixtures("dropped_backends_go")
 
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
-
-
-class Scaled(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.net = mlp()
-        self.wide = nn.Linear(CLASSES, width)
-
-    def forward(self, x, *, scale):
-        return self.wide(self.net(x)) * scale
 
 
 SAMPLES = [((X,), {"scale": 2.0}), ((X[:3],), {"scale": torch.tensor(3.0)})]
@@ -53,7 +44,7 @@ def state(saved):
 OTHER_PROCESS = """
 import sys
 import torch
-from test_backend_saved import Scaled
+from tests.support.backend_models import Scaled
 from compile_callbacks import InductorBackend
 
 path, out = sys.argv[1:]
@@ -136,11 +127,15 @@ def with_weights(change):
         (with_(samples=[]), ValueError, "samples is empty"),
         (with_(samples=[3]), TypeError, r"samples\[0\]"),
         (with_(module="Linear"), ValueError, "class 'Linear', and module is a 'Scaled'"),
-        (with_weights(without("wide.bias")), ValueError, r"state_dict'\] does not fit module: it lacks 'wide\.bias'"),
-        (with_weights(with_(extra=X)), ValueError, "it has 'extra', which module has not"),
+        (
+            with_weights(without("wide.bias")),
+            ValueError,
+            r"state_dict'\] does not fit module: 'wide\.bias' is missing in state",
+        ),
+        (with_weights(with_(extra=X)), ValueError, "'extra' is a tensor .* in state, and missing in module"),
         (with_weights(with_(**{"wide.bias": X})), ValueError, r"'wide\.bias' is a tensor of shape \(4, 8\)"),
-        (with_weights(with_(**{"wide.bias": torch.zeros(16).double()})), ValueError, r"torch\.float64 in it"),
-        (with_weights(with_(**{"wide.bias": 3})), ValueError, r"'wide\.bias' is no tensor in it"),
+        (with_weights(with_(**{"wide.bias": torch.zeros(16).double()})), ValueError, r"torch\.float64 in state"),
+        (with_weights(with_(**{"wide.bias": 3})), ValueError, r"'wide\.bias' is not a tensor in state"),
     ],
 )
 def test_data_that_does_not_fit_is_refused_by_name(state, change, error, said):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from models import Classifier, loader, mlp, seeded, trainer
-from processes import run_in_new_process
 
 from compile_callbacks import InductorCompile
+from tests.support.models import Classifier, loader, mlp, seeded, trainer
+from tests.support.processes import run_in_new_process
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("no_codegen")]
 
 
 def fit(module, tmp_path, *callbacks, **kwargs):
@@ -46,7 +46,7 @@ def test_a_checkpoint_loads_in_a_process_without_this_library(tmp_path):
     source = f"""
 import sys
 sys.modules["compile_callbacks"] = None
-from models import Classifier
+from tests.support.models import Classifier
 print("loaded", len(Classifier.load_from_checkpoint({str(tmp_path / "run.ckpt")!r}, weights_only=True).state_dict()))
 """
     assert f"loaded {len(Classifier().state_dict())}" in run_in_new_process(source)
@@ -76,10 +76,11 @@ def test_clean_checkpoints_load_where_a_child_is_compiled_by_hand(tmp_path):
 def test_a_key_that_truly_does_not_fit_is_still_an_error(tmp_path):
     module = Classifier()
     checked = InductorCompile()
-    checked.setup(trainer(), module, "fit")
+    run = trainer()
+    checked.setup(run, module, "fit")
     with pytest.raises(RuntimeError, match=r"net\.9\.weight"):
         module.load_state_dict({**module.state_dict(), "_orig_mod.net.9.weight": torch.ones(1)})
-    checked.on_exception(trainer(), module, RuntimeError())
+    checked.on_exception(run, module, RuntimeError())
     with pytest.raises(RuntimeError, match="_orig_mod"):
         module.load_state_dict({f"_orig_mod.{k}": v for k, v in module.state_dict().items()})
 

@@ -7,10 +7,9 @@ import pickle
 
 import pytest
 import torch
-from processes import run_in_new_process
 
-from compile_callbacks import GraphPass, InductorConfig, graph_pass
-from compile_callbacks.settings.mode import as_config
+from compile_callbacks import GraphPass, InductorConfig
+from tests.support.processes import run_in_new_process
 
 
 class Scale(GraphPass):
@@ -94,22 +93,6 @@ def test_config_does_not_follow_the_mapping_it_was_given():
     assert config.resolved_options() == {"max_autotune": True}
 
 
-@pytest.mark.parametrize(
-    ("settings", "shown"),
-    [
-        ({}, "default"),
-        ({"mode": "default"}, "default"),
-        ({"mode": "reduce-overhead", "dynamic": False}, "reduce-overhead, dynamic=False"),
-        ({"options": {"shape_padding": True, "max_autotune": True}, "fullgraph": True},
-         "options={max_autotune: True, shape_padding: True}, fullgraph=True"),
-        ({"passes": [Scale(3)]}, "passes=[Scale]"),
-        ({"fold_weights": False, "fold_limit_mb": 0.5}, "fold_weights=False, fold_limit_mb=0.5"),
-    ],
-)  # fmt: skip
-def test_describe_shows_only_what_differs(settings, shown):
-    assert InductorConfig(**settings).describe() == shown
-
-
 def test_copies_and_pickles_are_equal():
     config = InductorConfig(options={"max_autotune": True}, dynamic=True, passes=[Scale(3)])
     assert copy.deepcopy(config) == config
@@ -147,39 +130,3 @@ def test_key_is_the_same_in_another_process():
     )
     here = InductorConfig(options={"shape_padding": False, "max_autotune": True}, dynamic=False).key()
     assert run_in_new_process(source).split()[-1] == here
-
-
-@pytest.mark.parametrize("value", [None, "eager"])
-def test_as_config_leaves_a_phase_eager(value):
-    assert as_config(value, "train_mode") is None
-
-
-def test_as_config_names_the_argument_and_the_nearest_choice():
-    with pytest.raises(ValueError, match=r"infer_mode='eagr' is unknown; did you mean 'eager'"):
-        as_config("eagr", "infer_mode")
-    with pytest.raises(ValueError, match=r"'optoins'.*did you mean 'options'"):
-        as_config({"optoins": {}}, "infer_mode")
-    with pytest.raises(TypeError, match="infer_mode=7"):
-        as_config(7, "infer_mode")
-
-
-def test_as_config_takes_a_mapping_of_fields():
-    config = as_config({"options": {"max_autotune": True}, "dynamic": True}, "train_mode")
-    assert config == InductorConfig(options={"max_autotune": True}, dynamic=True)
-
-
-def test_a_pass_made_of_a_function_is_shown_by_its_name():
-    @graph_pass
-    def drop_nothing(graph, is_inference):
-        pass
-
-    assert InductorConfig(passes=[drop_nothing]).describe() == "passes=[drop_nothing]"
-
-
-@graph_pass
-def named(graph, is_inference):
-    pass
-
-
-def test_a_mapping_may_name_its_passes():
-    assert [p.name for p in as_config({"passes": [f"{__name__}:named"]}, "train_mode").passes] == ["named"]

@@ -7,11 +7,10 @@ import threading
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from models import Classifier, loader, seeded, trainer
-from test_callback import Manual
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.measuring.timing import WARMUP_STEPS
+from tests.support.models import Classifier, Manual, loader, seeded, trainer
 
 pytestmark = pytest.mark.gpu
 

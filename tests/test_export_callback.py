@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import random
 
 import pytest
 import torch
-from against_eager import assert_same_module
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import FSDPStrategy
-from models import FEATURES, Classifier, loader, mlp, seeded, trainer
-from processes import run_in_new_process
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from compile_callbacks import AOTInductorExport, CompileWarning, InductorCompile, export, graph_pass, load_exported
-from compile_callbacks.exporting.example_call import ExampleCall
-from compile_callbacks.measuring.timing import WARMUP_STEPS, call_times_ms
+from compile_callbacks.exporting.call_spec import ExampleCall
 from compile_callbacks.reporting.export_report import ExportReport
+from tests.support.against_eager import assert_same_module
+from tests.support.export_runs import expected, fit
+from tests.support.models import FEATURES, Classifier, loader, mlp, trainer
+from tests.support.processes import run_in_new_process
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -57,17 +56,6 @@ def uncompiled(monkeypatch):
     """Have no C++ compiled: the programs of torch.export are what is loaded and compared."""
     program = functools.partial(export, format="export")
     monkeypatch.setattr("compile_callbacks.export_callback.export", program)
-
-
-def fit(*callbacks, make=Classifier, **settings):
-    module = seeded(make)
-    trainer(*callbacks, **{"max_epochs": 2, **settings}).fit(module, loader(), loader(2, seed=2))
-    return module
-
-
-def expected(module, x):
-    with torch.no_grad():
-        return copy.deepcopy(module.net).eval()(x)
 
 
 # ------------------------------------------------------------------------------------------ with AOTInductor
@@ -113,10 +101,10 @@ def test_what_was_measured_is_in_the_report(run):
     assert report.max_abs_error < 1e-4
     assert report.size_mb == pytest.approx(run.export.path.stat().st_size / 2**20)
     assert report.export_seconds > 0
-    assert all(ms > 0 for ms in (report.eager_ms, report.compiled_ms, report.package_ms))
+    assert all(ms > 0 for ms in (report.eager_ms, report.package_ms))
     assert report.samples == 50
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
-    assert "compiled ms" in str(report)
+    assert "package ms" in str(report)
     assert str(run.export.path) in str(report)
     assert report.describe().endswith("medians of 50)")
 
@@ -125,7 +113,7 @@ def test_what_was_measured_is_in_tensorboard(run):
     events = EventAccumulator(run.logdir).Reload()
     logged = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"] if tag.startswith("export/")}
     assert logged == pytest.approx(run.export.report.scalars())
-    assert len(logged) == 5
+    assert len(logged) == 4
     [text] = events.Tensors("export_report/text_summary")
     assert "package ms" in text.tensor_proto.string_val[0].decode()
 
@@ -145,7 +133,8 @@ def test_a_package_that_differs_from_eager_does_not_replace_an_older_one(tmp_pat
     path.write_text("an older package")
     callback = AOTInductorExport(path, weights="last", config={"passes": [turns_signs]})
     with pytest.warns(
-        CompileWarning, match=r"net\.pt2 was not made: the package differs from eager: output 0 is off by 2 "
+        CompileWarning,
+        match=r"net\.pt2 was not made: the package differs from eager: output 0 has a relative error of 2 ",
     ):
         fit(callback)
     assert path.read_text() == "an older package"
@@ -183,7 +172,6 @@ def test_what_is_exported_can_be_chosen(tmp_path, make, settings, inputs):
     callback = AOTInductorExport(tmp_path / "net.pt2", weights="last", **settings)
     module = fit(callback, make=make)
     assert callback.report.verified == "equal"
-    assert callback.report.compiled_ms is None  # nothing is compiled in place
     x = torch.randn(4, FEATURES)
     torch.testing.assert_close(load_exported(callback.path)(**{inputs: x}), expected(module, x), **CLOSE)
 
@@ -222,9 +210,9 @@ class DrawsNoise(Classifier):
 @pytest.mark.usefixtures("uncompiled")
 def test_what_cannot_be_compared_is_exported_with_a_warning(tmp_path):
     callback = AOTInductorExport(tmp_path / "net.pt2", weights="last")
-    with pytest.warns(CompileWarning, match="is not compared with eager: it draws random numbers"):
+    with pytest.warns(CompileWarning, match="is not compared with eager: random numbers"):
         fit(callback, make=DrawsNoise)
-    assert callback.report.verified == "left out"
+    assert callback.report.verified == "not compared"
     assert callback.path.exists()
     unasked = AOTInductorExport(callback.path, weights="last", verify=False)
     fit(unasked, make=DrawsNoise)
@@ -304,8 +292,8 @@ import faulthandler, sys
 
 faulthandler.enable()
 import torch
-from models import FEATURES
-from test_export_callback import expected, fit
+from tests.support.models import FEATURES
+from tests.support.export_runs import expected, fit
 
 from compile_callbacks import AOTInductorExport, InductorCompile, load_exported
 
@@ -314,7 +302,7 @@ callback = AOTInductorExport(path, weights="last")
 module = fit(InductorCompile(baseline_steps=0), callback, accelerator=accelerator, precision=precision)
 report = callback.report
 assert (report.error, report.verified) == (None, "equal"), report
-assert min(report.eager_ms, report.compiled_ms, report.package_ms) > 0
+assert min(report.eager_ms, report.package_ms) > 0
 package = load_exported(path)
 assert package.device == accelerator
 module.to(accelerator)
@@ -327,12 +315,12 @@ for batch in (1, 5):
 """
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("accelerator", "precision"),
     [
-        pytest.param("cpu", "32-true", marks=pytest.mark.newest),
-        pytest.param("cuda", "32-true", marks=pytest.mark.gpu),
-        pytest.param("cuda", "bf16-mixed", marks=pytest.mark.gpu),
+        ("cuda", "32-true"),
+        ("cuda", "bf16-mixed"),
     ],
 )
 def test_a_fit_leaves_a_package_of_its_device_and_precision(tmp_path, accelerator, precision):
@@ -357,21 +345,11 @@ def test_ranks_above_zero_do_nothing(tmp_path):
         ({"path": "net.onnx"}, ValueError, r"must end in '\.pt2'"),
         ({"weights": "first"}, ValueError, "weights='first' is unknown"),
         ({"target": 3}, TypeError, "target=3 must be the dotted name"),
-        ({"target": ""}, ValueError, "target='' names no submodule"),
         ({"inputs": "x"}, TypeError, "inputs='x' must be a function of a batch"),
-        ({"config": "max-autotone"}, ValueError, "did you mean 'max-autotune'"),
         ({"config": "eager"}, ValueError, "config='eager' compiles nothing"),
-        ({"dynamic_batch": None}, TypeError, "dynamic_batch=None must be True or False"),
         ({"verify": "warn"}, TypeError, "verify='warn' must be True or False"),
     ],
 )
 def test_wrong_arguments_are_named(change, error, said):
     with pytest.raises(error, match=said):
         AOTInductorExport(**{"path": "net.pt2", **change})
-
-
-def test_calls_are_timed_without_those_that_warm_up():
-    calls = []
-    assert len(call_times_ms(lambda: calls.append(1), cuda=False, samples=5)) == 5
-    assert len(calls) == WARMUP_STEPS + 5
-    assert len(call_times_ms(mlp, cuda=False, seconds=0)) == 1

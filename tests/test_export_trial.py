@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import mlp
 
 from compile_callbacks import ExportError, _torch, export
-from compile_callbacks.exporting.trial import load_after_trial, try_in_new_process
+from compile_callbacks.exporting.exported import load_after_trial, try_in_new_process
+from tests.support.models import mlp
 
 pytestmark = pytest.mark.newest
 
@@ -31,10 +31,14 @@ def crashing(package: Path, to: Path) -> Path:
     return to
 
 
-def test_a_package_that_crashes_ends_another_process_alone(tmp_path):
+def test_a_package_is_tried_in_another_process_which_alone_ends_if_it_crashes(tmp_path, monkeypatch):
     x, gpu = torch.randn(4, 8), torch.device("cuda")
     package = export(mlp(), (x,), tmp_path / "net.pt2")
+    for name in ("torch", "numpy", "typing_extensions"):
+        (tmp_path / f"{name}.py").write_text("import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n")
+    monkeypatch.chdir(tmp_path)
     assert try_in_new_process(package, (x,), {})
+    assert list(tmp_path.glob("*.ran")) == []  # modules planted in the current folder are not imported
     with pytest.raises(ExportError, match=r"the package crashes: python\S* was ended by SIGABRT"):
         load_after_trial(crashing(package, tmp_path / "crashing.pt2"), (x,), {}, gpu)
 

@@ -17,13 +17,13 @@ import torch
 import torch._dynamo
 import torch._dynamo.symbolic_convert
 import torch._inductor.graph
-from faults import FAILING_COMPILERS, FAULTS, MATRIX, PLACES, Fault, Net, assert_same_run, fit
-from models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 from torch import nn
 from torch.utils.data import DataLoader
-from uncached import Uncached
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile, InductorConfig
+from tests.support.faults import FAILING_COMPILERS, FAULTS, MATRIX, PLACES, Fault, Net, assert_same_run, fit
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.uncached import Uncached
 
 
 @pytest.mark.newest
@@ -56,7 +56,7 @@ def test_a_failure_costs_speed_and_nothing_else(fault, place):
 
 @pytest.mark.parametrize(
     ("fault", "place"),
-    [*zip(FAULTS, [PLACES[i] for i in (2, 4, 1, 2, 4, 1)], strict=True)],
+    [*zip(FAULTS, [PLACES[i] for i in (2, 4, 1)], strict=True)],
     ids=lambda value: value.name if isinstance(value, Fault) else str(value),
 )
 def test_raise_names_target_and_phase_of_a_failure(fault, place):
@@ -74,7 +74,7 @@ def test_raise_names_target_and_phase_of_a_failure(fault, place):
 WITHOUT_COMPILER = """
 import json, sys, warnings
 import torch
-from models import Classifier, loader, seeded, trainer
+from tests.support.models import Classifier, loader, seeded, trainer
 from compile_callbacks import CompileWarning, InductorCompile
 
 def run(*callbacks):
@@ -95,7 +95,6 @@ print(json.dumps([losses, run(), said, report.train.fallbacks, report.infer.fall
 @pytest.mark.newest
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_a_machine_without_a_compiler_trains_eagerly(accelerator, tmp_path):
-    home = Path(__file__).parent
     environment = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "PATH")}
     environment |= {
         "PATH": "",
@@ -103,7 +102,7 @@ def test_a_machine_without_a_compiler_trains_eagerly(accelerator, tmp_path):
         "CXX": str(tmp_path / "g++"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
         "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-        "PYTHONPATH": os.pathsep.join([str(home), str(home.parent)]),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
     }
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_COMPILER, accelerator],

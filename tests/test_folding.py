@@ -90,8 +90,6 @@ NETS = {
     "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()), (2, 3, 9, 9)),
     "with a bias": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8)), (2, 3, 9, 9)),
     "grouped": (lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=4), nn.BatchNorm2d(8)), (2, 4, 9, 9)),
-    "one-dimensional": (lambda: nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8)), (2, 3, 9)),
-    "three-dimensional": (lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4)), (2, 2, 5, 5, 5)),
     "one channel": (lambda: nn.Sequential(nn.Conv2d(3, 1, 3), nn.BatchNorm2d(1)), (2, 3, 9, 9)),
     "transposed": (lambda: nn.Sequential(nn.ConvTranspose2d(3, 8, 3), nn.BatchNorm2d(8)), (2, 3, 9, 9)),
     "linear": (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), (4, 6)),
@@ -115,23 +113,6 @@ def test_batch_norms_are_folded_into_products(name):
     assert (len(folded.graphs), folded.refreshes) == (1, 2)
 
 
-@pytest.mark.parametrize("name", ["convolution", "with a bias", "grouped", "linear", "linear without bias"])
-def test_one_addition_is_left_of_a_batch_norm(name, monkeypatch):
-    seen = []
-
-    def watched(module, inputs, **kwargs):
-        seen.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
-        return compile_graph(module, inputs, **kwargs)
-
-    compile_graph = _torch.compile_inner
-    monkeypatch.setattr(_torch, "compile_inner", watched)
-    make, shape = NETS[name]
-    Folded(randomized(make()), cached=False).assert_equals_eager(torch.randn(shape))
-    _, main = seen
-    arithmetic = [target.split(".")[1] for target in main if target.split(".")[1] in ("add", "sub", "mul", "rsqrt")]
-    assert arithmetic == ["add"]
-
-
 class Steps(nn.Module):
     """Arithmetic around a product that a batch norm does not have."""
 
@@ -149,18 +130,15 @@ class Steps(nn.Module):
     "steps",
     [
         lambda m, y: (y + m.a) * 2 / m.b,
-        lambda m, y: m.a * (m.b + y) - 3,
         lambda m, y: m.a - y * m.b,
         lambda m, y: m.a / y,
-        lambda m, y: (y * m.a, y * m.b),
         lambda m, y: y * m.a * y,
-        lambda m, y: (y - m.a) * m.a * m.a + m.a,
         lambda m, y: (y * m.a).double() * m.b,
         lambda m, y: y * m.a[0] + m.b,
         lambda m, y: y.unsqueeze(0).expand(3, -1, -1) * m.a,
         lambda m, y: y * torch.arange(8) + torch.ones(8),
     ],
-    ids=range(11),
+    ids=range(8),
 )
 def test_any_arithmetic_after_a_product(steps):
     torch.manual_seed(0)
@@ -286,13 +264,6 @@ def test_a_graph_without_weight_arithmetic_is_left_as_it_is():
     folded = Folded(nn.Sequential(nn.Linear(6, 8), nn.ReLU()))
     folded.assert_equals_eager(torch.randn(2, 6))
     assert folded.graphs == []
-
-
-def test_an_empty_graph():
-    folded = Folded(nn.Sequential(nn.Identity()))
-    folded.assert_equals_eager(torch.randn(2, 6))
-    folded = Folded(Plain(lambda m, x: x.view(-1)))
-    folded.assert_equals_eager(torch.randn(2, 6))
 
 
 def test_randomness_is_drawn_on_each_call():

@@ -7,51 +7,17 @@ import copy
 import lightning.pytorch as pl
 import pytest
 import torch
-from models import trainer
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.data import DataLoader, TensorDataset
 
 from compile_callbacks import CompileWarning, InductorCompile
-from compile_callbacks.compiling.weights import WeightWatch, contents
-
-
-class Convolutional(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
-        self.outputs = []
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
-
-    def validation_step(self, batch, batch_idx):
-        self.outputs.append(self.net(batch[0]))
-
-    def test_step(self, batch, batch_idx):
-        self.outputs.append(self.net(batch[0]))
-
-    def predict_step(self, batch, batch_idx):
-        return self.net(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.5)
-
-
-def images(batches=2):
-    generator = torch.Generator().manual_seed(0)
-    return DataLoader(TensorDataset(torch.randn(4 * batches, 3, 8, 8, generator=generator)), 4)
+from compile_callbacks.compiling.weights import contents
+from tests.support.convolutional import Convolutional, eager, images
+from tests.support.models import trainer
 
 
 def frozen(**kwargs):
     return InductorCompile("default", {"options": {"freezing": True}}, baseline_steps=0, **kwargs)
-
-
-def eager(module):
-    module = copy.deepcopy(module).eval()
-    with torch.no_grad():
-        return torch.cat([module.net(batch) for (batch,) in images()])
 
 
 def assert_predicts_as_eager(callback, module):
@@ -156,27 +122,6 @@ def test_weights_swapped_for_a_stage_or_edited_in_it_are_seen():
 def test_freezing_in_training_is_warned_about():
     with pytest.warns(CompileWarning, match="train_mode's option 'freezing' has no effect"):
         InductorCompile({"options": {"freezing": True}}, None)
-
-
-def test_watching_weights():
-    module = Convolutional()
-    watch = WeightWatch(module)
-    assert watch.changed(thorough=False)
-    assert not watch.changed(thorough=False)
-    edit_through_data(module)
-    assert not watch.changed(thorough=False)
-    assert watch.changed(thorough=True)
-    swap_through_data(module)
-    assert watch.changed(thorough=False)
-    with torch.no_grad():
-        module.net[0].weight.add_(1)
-    assert watch.changed(thorough=False)
-    with torch.no_grad():
-        module.net[0].weight.add_(0)
-    assert not watch.changed(thorough=False)  # another version of the same contents
-    replace_parameter(module)
-    module.net[0].weight.data.add_(5)
-    assert watch.changed(thorough=True)
 
 
 def test_contents_of_every_kind_of_tensor():

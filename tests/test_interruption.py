@@ -33,8 +33,8 @@ reached = folder / "reached"
 import torch
 import torch._inductor.config
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from models import Classifier, loader, seeded, trainer
-from uncached import Uncached
+from tests.support.models import Classifier, loader, seeded, trainer
+from tests.support.uncached import Uncached
 
 from compile_callbacks import InductorCompile
 
@@ -91,10 +91,9 @@ def interrupt(folder: Path, place: str, how: str, seconds: float) -> tuple[int, 
     """Start a run, interrupt it when it has come to ``place``, and wait for its end."""
     folder.mkdir()
     mark = f"COMPILE_CALLBACKS_TEST={folder}"
-    home = Path(__file__).parent
     environment = os.environ | {
         "COMPILE_CALLBACKS_TEST": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(home), str(home.parent)]),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
     run = subprocess.Popen(

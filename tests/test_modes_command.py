@@ -23,13 +23,6 @@ def test_every_mode_and_template_is_listed(capsys):
     assert listed["triton"]["mode"] == "max-autotune-no-cudagraphs"
 
 
-def test_the_table_names_what_each_sets(capsys):
-    assert main(["modes", "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    assert "cpp_wrapper=True" in said
-    assert all(name in said for name in templates.names())
-
-
 @pytest.mark.parametrize(("device", "named"), [("gpu", "'gpu'"), ("cuda:99", "'cuda:99'")])
 def test_a_device_that_is_not_there_is_refused(device, named, capsys):
     assert main(["modes", "--device", device]) == 2

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from dataclasses import dataclass
-from types import SimpleNamespace
-
 import pytest
 import torch
-from models import FEATURES, Classifier, seeded, trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from compile_callbacks import CompileError, InductorCompile
-from compile_callbacks.compiling.shapes import RETURNING_SHAPE_CALLS
-from compile_callbacks.signatures import shapes, signature
+from compile_callbacks.compiling.region_settings import RETURNING_SHAPE_CALLS
+from tests.support.models import FEATURES, seeded, trainer
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("no_codegen")]
 
 
 def ragged(rows=11):
@@ -57,41 +52,3 @@ def test_raise_names_target_phase_and_shapes():
     callback = InductorCompile({"dynamic": False}, None, new_shapes="raise", baseline_steps=0)
     with pytest.raises(CompileError, match=r"'net' was called in the train phase .*\(3, 8\).*new_shapes='raise'"):
         fit(callback)
-
-
-def test_a_users_error_under_a_new_shape_is_the_users():
-    class Picky(Classifier):
-        def training_step(self, batch, batch_idx):
-            if len(batch[0]) == 3:
-                return self.net(batch[0][:, :2]).sum()
-            return super().training_step(batch, batch_idx)
-
-    for new_shapes in ("eager", "recompile"):
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            trainer(InductorCompile(new_shapes=new_shapes, baseline_steps=0)).fit(Picky(), ragged())
-
-
-@dataclass
-class Pair:
-    """As a collator may give it."""
-
-    x: torch.Tensor
-    length: int = 3
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        lambda x: {"x": x},
-        lambda x: UserDict(x=x),  # what tokenizers return
-        Pair,
-        lambda x: SimpleNamespace(x=x, graphs=3),
-        lambda x: (Pair(x), [UserDict(x=x)]),
-    ],
-)
-def test_shapes_are_seen_in_whatever_holds_tensors(batch):
-    short, long = batch(torch.zeros(2, 5)), batch(torch.zeros(2, 7))
-    assert signature(short) == signature(batch(torch.ones(2, 5)))
-    assert signature(short) != signature(long)
-    hash(signature(short))
-    assert "(2, 7)" in shapes(long)

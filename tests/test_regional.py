@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from against_eager import assert_same_module, assert_same_values
-from models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from compile_callbacks import InductorCompile, InductorConfig, Tune, compile_phases, report_of, restore
-from compile_callbacks.compiling.errors import CompileError, CompileWarning
+from compile_callbacks import InductorCompile, InductorConfig, Tune
+from compile_callbacks._utils.errors import CompileError, CompileWarning
 from compile_callbacks.compiling.targets import RepeatedBlocks, check_names, find_targets
+from tests.support.against_eager import assert_same_module, assert_same_values
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("no_codegen")]
 
 WIDTH = 16
 
@@ -94,20 +93,6 @@ def test_the_outermost_repetition_wins():
     assert names(beside) == ["{0-1}"]
 
 
-def test_blocks_of_several_lists_share_a_target():
-    towers = nn.Module()
-    towers.student, towers.teacher = Stack(blocks()), Stack(blocks())
-    (found,) = find_targets(towers, "repeated", nn.Module)
-    assert (found.name, found.count) == ("*.layers.*", 6)
-
-
-def test_names_list_what_no_glob_means_alone():
-    wide = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
-    mixed = [Block(), wide, Block(), Block(), copy.deepcopy(wide), nn.Linear(WIDTH, WIDTH)]
-    assert names(Stack(mixed)) == ["layers.{0,2-3}", "layers.{1,4}"]
-    assert names(nn.ModuleDict({"a": Block(), "b": Block(), "c": wide})) == ["{a,b}"]
-
-
 def test_a_block_in_several_places_is_repeated():
     block = Block()
     (found,) = find_targets(nn.Sequential(block, block, block), "repeated", nn.Module)
@@ -130,13 +115,6 @@ def test_unlike_blocks_are_not_repeated(unlike):
         find_targets(module, "repeated", nn.Module)
 
 
-def test_nothing_repeated_ends_the_run_before_its_first_step():
-    module = Classifier()
-    with pytest.raises(ValueError, match="targets='repeated' finds nothing to share a graph in Classifier"):
-        fit(module, regional())
-    assert module.losses == []
-
-
 def test_a_part_of_that_name_is_reached_in_a_list():
     module = Classifier()
     module.repeated = nn.Linear(2, 2)
@@ -147,15 +125,14 @@ def test_a_part_of_that_name_is_reached_in_a_list():
 # ------------------------------------------------------------------------------------------ one graph
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_one_graph_for_any_number_of_blocks_and_the_same_run_as_eager(count):
+def test_blocks_share_one_graph_and_the_run_equals_eager():
     callback = regional(infer="default")
-    module = fit(stacked(count), callback, validate=True)
-    eager = fit(stacked(count), validate=True)
+    module = fit(stacked(5), callback, validate=True)
+    eager = fit(stacked(5), validate=True)
     assert_same_values(module, eager)
     assert_same_module(module, eager)
     for phase in (callback.report.train, callback.report.infer):
-        assert phase.targets == (f"net.layers.* ({count} blocks, one graph)",)
+        assert phase.targets == ("net.layers.* (5 blocks, one graph)",)
         assert (phase.graphs, phase.recompiles, phase.graph_breaks, phase.fallbacks) == (1, 0, 0, 0)
         assert phase.verified == "equal"
 
@@ -188,13 +165,6 @@ def test_new_shapes_are_those_that_a_block_did_not_see(new_shapes):
     callback = regional(new_shapes=new_shapes)
     fit(module, callback)  # the second block's input requires grad, the first one's does not
     assert (callback.report.train.graphs, callback.report.train.fallbacks) == (2, 0)
-
-
-def test_accumulated_gradients_equal_eagers():
-    settings = {"accumulate_grad_batches": 2}
-    callback = regional()
-    assert_same_values(fit(stacked(), callback, **settings), fit(stacked(), **settings))
-    assert callback.report.train.graphs == 1
 
 
 def test_blocks_with_a_graph_break_share_the_graphs_around_it():
@@ -315,115 +285,33 @@ def test_a_failure_of_the_compiler_is_told_of_once_for_all_blocks():
         fit(stacked(make=make), regional(InductorConfig(fullgraph=True), on_error="raise"))
 
 
-@pytest.mark.parametrize("verify", ["warn", "eager", "raise"])
-def test_a_difference_from_eager_is_found_in_any_block(verify):
-    class Doubtful(Block):
-        def forward(self, x):
-            out = super().forward(x)
-            return out + self.up.bias.detach().sum() if torch.compiler.is_compiling() else out
-
-    def make(count):
-        found = [Doubtful() for _ in range(count)]
-        for block in found[:-1]:  # the last one alone is wrong
-            nn.init.zeros_(block.up.bias)
-        nn.init.ones_(found[-1].up.bias)
-        return found
-
-    callback = regional(verify=verify)
-    module = stacked(make=make)
-    if verify == "raise":
-        with pytest.raises(CompileError, match="output 0 is off"):
-            fit(module, callback)
-        return
-    with pytest.warns(CompileWarning, match=r"'net.layers.\*' does not compute") as told:
-        fit(module, callback)
-    assert len([warning for warning in told if "does not compute" in str(warning.message)]) == 1
-    assert callback.report.train.verified == "differs"
-    if verify == "eager":  # from the first step on: the blocks before the last one compute what eager does
-        assert_same_values(module, fit(stacked(make=make)))
-
-
-def test_why_blocks_are_not_compared_is_told_once():
-    callback = regional()
-    fit(stacked(drop=0.5), callback)
-    left_out = [event["reason"] for event in callback.report.train.events if event["kind"] == "verify"]
-    assert len(left_out) == 1
-    assert "random numbers" in left_out[0]
-    assert callback.report.train.graphs == 1
-
-
 # ------------------------------------------------------------------------------------------ settings without effect
 
 
-def test_baked_in_weights_have_no_effect_and_warn():
-    frozen = regional(None, {"options": {"freezing": True}})
-    module = stacked()
-    with pytest.warns(CompileWarning, match="freezing, which has no effect: repeated blocks share a graph"):
-        predicted = torch.cat(trainer(frozen).predict(module, loader(2)))
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"freezing": True}, "freezing, which has no effect: repeated blocks share a graph"),
+        ({"fold_weights": True}, "fold_weights=True has no effect in the infer phase: repeated blocks"),
+    ],
+)
+def test_weights_of_shared_graphs_are_not_folded(settings, said):
+    callback, module = regional(None, settings), stacked()
+    with pytest.warns(CompileWarning, match=said):
+        predicted = torch.cat(trainer(callback).predict(module, loader(2)))
     torch.testing.assert_close(predicted, module(next(iter(loader(1, 8)))[0]), rtol=1e-4, atol=1e-5)
-    assert frozen.report.infer.graphs == 1
-
-
-def test_folded_weights_have_no_effect_and_warn():
-    folding = regional(None, InductorConfig(fold_weights=True))
-    with pytest.warns(CompileWarning, match="fold_weights=True has no effect in the infer phase: repeated blocks"):
-        trainer(folding).predict(stacked(), loader(2))
-    assert folding.report.infer.folded_mb is None
+    assert (callback.report.infer.graphs, callback.report.infer.folded_mb) == (1, None)
 
 
 def test_a_candidate_that_would_bake_weights_in_is_not_tried():
-    callback = regional(None, Tune(["default", "freezing"], steps=3))
+    callback = regional(None, Tune(["default", "freezing"], steps=5))
     trainer(callback).predict(stacked(), loader(40))
     verdicts = {trial["candidate"]: trial["verdict"] for trial in callback.report.infer.trials}
     assert verdicts["freezing"] == "not tried"
     assert verdicts["default"] != "not tried"
 
 
-def test_an_autocast_holds_for_each_block():
-    callback = regional(None, InductorConfig(autocast_enabled=True, autocast_dtype=torch.bfloat16))
-    module = stacked()
-    predicted = torch.cat(trainer(callback).predict(module, loader(2)))
-    assert predicted.dtype is torch.float32
-    expected = module(next(iter(loader(1, 8)))[0])
-    torch.testing.assert_close(predicted, expected, rtol=0.05, atol=0.05)
-    assert not torch.equal(predicted, expected)
-
-
 # ------------------------------------------------------------------------------------------ nothing left behind
-
-
-def test_copies_and_pickles_while_compiled_are_eager():
-    class Copying(pl.Callback):
-        twins = ()
-
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            assert "_compiled_call_impl" in vars(pl_module.net.layers[0])
-            assert set(pl_module.state_dict()) == set(stacked().state_dict())
-            self.twins = copy.deepcopy(pl_module.net), pickle.loads(pickle.dumps(pl_module.net))
-
-    copying = Copying()
-    module = fit(stacked(), regional(), copying)
-    for twin in copying.twins:
-        assert all(vars(part).get("_compiled_call_impl") is None for part in twin.modules())
-        x = torch.ones(2, FEATURES)
-        torch.testing.assert_close(twin(x), module.net(x))
-        with torch.no_grad():
-            twin.layers[0].up.weight.add_(1)
-        assert not torch.allclose(twin(x), module.net(x))
-
-
-def test_without_a_trainer():
-    module = Stack(blocks())
-    x = torch.randn(4, FEATURES)
-    expected = module(x)
-    compile_phases(module, targets="repeated", infer_mode=None)
-    torch.testing.assert_close(module(x), expected)
-    report = report_of(module)
-    assert report.train.targets == ("layers.* (3 blocks, one graph)",)
-    with pytest.raises(ValueError, match="compiled by this library already"):
-        compile_phases(module, targets="repeated")
-    restore(module)
-    assert all("_compiled_call_impl" not in vars(part) for part in module.modules())
 
 
 @pytest.mark.gpu

@@ -6,13 +6,14 @@ import math
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.callbacks import Timer
-from models import Classifier, loader, trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.stages import seconds_to_come, steps_to_come
+from tests.support.models import Classifier, Manual, loader, trainer
+
+pytestmark = pytest.mark.usefixtures("no_codegen")
 
 INF = math.inf
 
@@ -46,16 +47,12 @@ def stream() -> DataLoader:
     ("settings", "told"),
     [
         ({"max_epochs": 2}, [(16, 8), (8, 8), (0, 4)]),
-        ({"max_epochs": 2, "accumulate_grad_batches": 3}, [(16, 8), (8, 8), (0, 4)]),
         ({"max_epochs": 2, "check_val_every_n_epoch": 2}, [(16, 4), (0, 4)]),
-        ({"max_epochs": 1, "val_check_interval": 0.25}, [(8, 16), (6, 16), (4, 12), (2, 8), (0, 4)]),
         ({"max_epochs": 1, "val_check_interval": 3}, [(8, 8), (5, 8), (2, 4)]),
         ({"max_epochs": 3, "val_check_interval": 12, "check_val_every_n_epoch": None}, [(24, 8), (12, 8), (0, 4)]),
         ({"max_epochs": -1, "max_steps": 10}, [(10, 4), (2, 4)]),
         ({"max_epochs": 9, "max_steps": 5, "accumulate_grad_batches": 2}, [(10, 4), (2, 4)]),
-        ({"max_epochs": 1, "limit_val_batches": 0}, [(8, 0)]),
         ({"max_epochs": 1, "limit_train_batches": 2}, [(2, 4), (0, 4)]),
-        ({"max_epochs": 1, "num_sanity_val_steps": 2}, [(8, 4), (0, 4)]),
     ],
 )
 def test_steps_of_a_fit(settings, told):
@@ -74,28 +71,10 @@ def test_a_stream_is_of_unknown_length(settings, told):
     assert seen.steps == told
 
 
-class TwoOptimizers(Classifier):
-    """As a GAN: both step in each batch, and the trainer counts both."""
-
-    automatic_optimization = False
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(self.parameters(), 0.01), torch.optim.SGD(self.parameters(), 0.01)]
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(super().training_step(batch, batch_idx))
-        for optimizer in self.optimizers():
-            optimizer.step()
-
-
 def test_steps_of_two_optimizers_are_one_batch():
     seen = Told()
     run = trainer(seen, max_epochs=-1, max_steps=8)
-    run.fit(TwoOptimizers(), loader(8))
+    run.fit(Manual(), loader(8))
     assert seen.steps[0] == (4, 0)
     assert run.fit_loop.epoch_loop.batch_progress.total.completed == 4
 
@@ -133,25 +112,6 @@ def test_a_resumed_run_has_what_is_left(tmp_path):
     assert seen.steps == [(8, 4), (0, 4)]
 
 
-def test_a_run_that_is_resumed_with_other_batches_has_what_is_left_of_these(tmp_path):
-    first = trainer(max_epochs=2)
-    first.fit(Classifier(), loader(40), loader(4))
-    first.save_checkpoint(tmp_path / "two.ckpt")
-    seen = Told()
-    trainer(seen, max_epochs=4).fit(Classifier(), loader(10), loader(4), ckpt_path=tmp_path / "two.ckpt")
-    assert seen.steps == [(20, 8), (10, 8), (0, 4)]
-
-
-def test_a_second_fit_has_what_is_left():
-    seen = Told()
-    once = trainer(seen, max_epochs=1)
-    module = Classifier()
-    once.fit(module, loader(8), loader(4))
-    once.fit_loop.max_epochs = 2
-    once.fit(module, loader(8), loader(4))
-    assert seen.steps == [(8, 4), (0, 4), (8, 4), (0, 4)]
-
-
 def test_loaders_are_made_when_lightning_makes_them(tmp_path):
     class Asks(Classifier):
         def train_dataloader(self):
@@ -170,7 +130,8 @@ def test_loaders_are_made_when_lightning_makes_them(tmp_path):
 def test_a_stream_has_a_baseline():
     callback = InductorCompile("default", None, baseline_steps=2)
     trainer(callback).fit(Classifier(), stream())
-    assert callback.report.train.speedup is not None
+    assert callback.report.train.eager_step_ms > 0
+    assert callback.report.train.compiled_step_ms > 0
 
 
 @pytest.mark.newest
@@ -178,7 +139,8 @@ def test_a_few_validation_batches_run_compiled():
     callback = InductorCompile(None, "default")
     trainer(callback, max_epochs=2, num_sanity_val_steps=0).fit(Classifier(), loader(2), loader(4))
     assert callback.report.infer.graphs == 1
-    assert callback.report.infer.speedup is not None
+    assert callback.report.infer.eager_step_ms > 0
+    assert callback.report.infer.compiled_step_ms > 0
 
 
 def test_loaders_are_made_anew_while_a_step_is_compiled():

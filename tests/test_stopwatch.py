@@ -8,11 +8,11 @@ import time
 import lightning.pytorch as pl
 import pytest
 import torch
-from models import Classifier, loader, trainer
 from torch import nn
-from uncached import Uncached
 
 from compile_callbacks import InductorCompile
+from tests.support.models import Classifier, loader, trainer
+from tests.support.uncached import Uncached
 
 pytestmark = pytest.mark.newest
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-import pytest
 import torch
-from models import ChildOnly, Classifier, mlp
 from torch import nn
 
-from compile_callbacks.compiling.targets import adopt_compiled, check_names, find_targets
+from compile_callbacks.compiling.targets import find_targets
+from tests.support.models import ChildOnly, Classifier
 
 
 def names(module, targets=None):
@@ -44,27 +43,3 @@ def test_a_module_under_two_names_is_one_target():
     module = Classifier()
     module.same = module.net
     assert names(module, ["net", "same"]) == ["net"]
-
-
-def test_a_name_that_matches_nothing_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"targets='nett' is unknown; did you mean 'net'\?.*'net.0'"):
-        names(Classifier(), ["nett"])
-
-
-@pytest.mark.parametrize(
-    ("targets", "error"),
-    [(3, TypeError), ([3], TypeError), ([], ValueError), ([""], ValueError), ("", ValueError)],
-)
-def test_bad_targets_are_refused_by_name(targets, error):
-    with pytest.raises(error, match="targets"):
-        check_names(targets)
-
-
-def test_what_was_compiled_by_hand_gives_place_to_the_original():
-    net = mlp()
-    module = Classifier(torch.compile(net))
-    module.other = nn.Sequential(torch.compile(nn.Linear(2, 2)))
-    assert adopt_compiled(module) == ["net", "other.0"]
-    assert module.net is net
-    assert not [key for key in module.state_dict() if "_orig_mod" in key]
-    assert adopt_compiled(module) == []

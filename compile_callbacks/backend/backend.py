@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from compile_callbacks._torch import is_dynamo_wrapper
-from compile_callbacks.architecture import architecture_key, class_name
-from compile_callbacks.backend.inference import CompiledInference, free_memory
-from compile_callbacks.backend.lifecycle import State, allows, next_state
-from compile_callbacks.backend.samples import Sample, as_samples
-from compile_callbacks.backend.saved_backend import SavedBackend
-from compile_callbacks.choices import check_choice
-from compile_callbacks.compiling.region_settings import ON_ERROR, OnError, RegionSettings
-from compile_callbacks.compiling.shapes import NEW_SHAPES, NewShapes
+from compile_callbacks._utils.device import as_device
+from compile_callbacks._utils.fingerprints import architecture_fingerprint, digest
+from compile_callbacks.backend.inference import CompiledInference, Placement, free_memory
+from compile_callbacks.backend.saved_backend import Sample, SavedBackend, as_samples
+from compile_callbacks.compiling.region_settings import NewShapes, OnError, RegionSettings
 from compile_callbacks.compiling.sharding import check_whole
 from compile_callbacks.compiling.switch import compiled_parts
-from compile_callbacks.devices.placement import Placement, as_device
-from compile_callbacks.links import checks_settings, see
 from compile_callbacks.reporting.report import CompileReport, uncompiled_report
 from compile_callbacks.settings.config import InductorConfig
 from compile_callbacks.settings.mode import Mode, as_config
 
+State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
+
+TRANSITIONS: Mapping[State, Mapping[str, State]] = {
+    "init": {"build": "active"},
+    "active": {"infer": "active", "deactivate": "inactive", "to_dict": "active", "key": "active"},
+    "inactive": {"activate": "active", "to_dict": "inactive", "key": "inactive"},
+    "checkpoint_loaded": {
+        "activate": "active",
+        "deploy": "deployed",
+        "to_dict": "checkpoint_loaded",
+        "key": "checkpoint_loaded",
+    },
+    "deployed": {"infer": "deployed", "key": "deployed"},
+}
+"""The calls that each state allows, and the state after each; a call that fails does not change the state."""
+
 
 class InductorBackend:
-    """One module, compiled with one config for inference: built on samples, called, put aside, saved and deployed.
+    """One module, compiled with one config for inference: built on samples, called, offloaded, saved and deployed.
 
     While a backend is active, its module is compiled in place, in evaluation mode, on the backend's device; calls of
-    the module itself with grad enabled run eagerly. In each state these calls are allowed, any other raises a
-    ``RuntimeError`` (``->``: the state that a call leads to)::
+    the module itself with grad enabled run eagerly. Each state allows these calls, and any other call raises a
+    ``RuntimeError`` (``->``: the next state)::
 
         init: build -> active
         active: infer, deactivate -> inactive, to_dict, key
@@ -41,23 +50,23 @@ class InductorBackend:
         checkpoint_loaded: activate -> active, deploy -> deployed, to_dict, key
         deployed: infer, key
 
-    `from_dict` makes a backend that is ``"checkpoint_loaded"``. A call that fails leaves the state as it was. A backend
-    that is dropped while it is active leaves its module uncompiled where it is; `deactivate` puts it back.
+    `from_dict` creates a backend in the state ``"checkpoint_loaded"``. A call that fails does not change the state. If
+    an active backend is garbage-collected, its module runs uncompiled and stays there; `deactivate` moves it back.
 
-    Outputs are not compared with eager's, because each sample runs once: ``report.infer.verified`` is ``None``. A
-    backend is not made for several threads at once.
+    Outputs are not compared with eager, because each sample runs once: ``report.infer.verified`` is ``None``. A backend
+    is not thread-safe.
 
     Args:
-        mode: Settings, as `InductorCompile` takes them for ``infer_mode``, but for ``"auto"`` and `Tune`; ``None`` and
-            ``"eager"``, which compile nothing, are refused. ``freezing`` bakes the weights in.
-        on_error: What a failure of the compiler does: ``"eager"`` warns and runs the work eagerly; ``"raise"`` raises
-            a `CompileError`, and a backend that is being built stays as it was.
-        new_shapes: What an input of a shape does that no sample has: ``"recompile"``; ``"eager"``, run eagerly unless
-            a compiled graph fits (a shape that keeps coming back is compiled after all); ``"raise"``.
-        name: What messages call the backend; ``None``: ``"InductorBackend"``.
+        mode: Settings, as `InductorCompile` takes them for ``infer_mode``, except ``"auto"`` and `Tune`; ``None`` and
+            ``"eager"`` are refused, because they compile nothing. ``freezing`` freezes the weights into the code.
+        on_error: What a failure of the compiler does: ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises
+            a `CompileError`, and `build` leaves the backend as it was.
+        new_shapes: What an input does whose shape no sample has: ``"recompile"``; ``"eager"``, run eagerly unless a
+            compiled graph fits (a shape that recurs often is compiled); ``"raise"``.
+        name: The backend's name in messages; ``None``: ``"InductorBackend"``.
 
     Raises:
-        ValueError: A value that is none of the choices, or an empty name.
+        ValueError: An unknown choice, or an empty name.
         TypeError: A value of the wrong type.
 
     Example::
@@ -71,7 +80,6 @@ class InductorBackend:
         'InductorBackend: Linear, max-autotune-no-cudagraphs, cpu, inactive'
     """
 
-    @checks_settings
     def __init__(
         self,
         mode: Mode = "default",
@@ -83,8 +91,6 @@ class InductorBackend:
         config = as_config(mode, "mode")
         if config is None:
             raise ValueError(f"mode={mode!r} compiles nothing; give a mode of torch.compile, or call the module itself")
-        check_choice("on_error", on_error, ON_ERROR)
-        check_choice("new_shapes", new_shapes, NEW_SHAPES)
         self._config = config
         self._settings = RegionSettings(on_error=on_error, new_shapes=new_shapes)
         self._name = _as_name(name)
@@ -92,6 +98,7 @@ class InductorBackend:
         self._module: nn.Module | None = None
         self._device: torch.device | None = None
         self._samples: list[Sample] = []
+        self._samples_are_synthetic = False
         self._compiled: CompiledInference | None = None
         self._report = uncompiled_report({"train": None, "infer": config})
 
@@ -105,11 +112,11 @@ class InductorBackend:
     @property
     def is_active(self) -> bool:
         """Whether `infer` works: active or deployed."""
-        return allows(self._state, "infer")
+        return "infer" in TRANSITIONS[self._state]
 
     @property
     def name(self) -> str:
-        """What messages call the backend."""
+        """The backend's name in messages."""
         return self._name
 
     @property
@@ -119,32 +126,31 @@ class InductorBackend:
 
     @property
     def device(self) -> torch.device | None:
-        """Where it runs, or will when it is activated; ``None`` before it is built."""
+        """The device on which the backend runs, or will run when activated; ``None`` before `build`."""
         return self._device
 
     @property
     def report(self) -> CompileReport:
-        """What compiling cost, from the last time on that the backend became active; in ``infer``."""
+        """The report since the backend last became active; its figures are in ``infer``."""
         if self._compiled is not None:
             self._report = self._compiled.report()
         return self._report
 
     def key(self) -> str:
-        """A hash of the config, the module's architecture and the kind of device: equal for equal, in any process."""
+        """A hash of the config, the module's architecture and the device type, the same in every process."""
         self._after("key")
         module, device = self._built
-        parts = (self._config.key(), architecture_key(module), device.type)
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+        return digest([self._config.key(), architecture_fingerprint(module), device.type])
 
     def describe(self) -> str:
-        """Name, module, settings, device and state, in a line."""
-        module = "no module" if self._module is None else class_name(self._module)
+        """Name, module, settings, device and state, in one line."""
+        module = "no module" if self._module is None else type(self._module).__qualname__
         device = "no device" if self._device is None else str(self._device)
         return f"{self._name}: {module}, {self._config.describe()}, {device}, {self._state}"
 
     def __reduce__(self) -> NoReturn:
         message = "an InductorBackend cannot be copied or pickled; to_dict() and from_dict() save and load it"
-        raise TypeError(see(message, "a-backend-in-another-state"))
+        raise TypeError(message)
 
     # ------------------------------------------------------------------------------------------ its life
 
@@ -156,23 +162,23 @@ class InductorBackend:
     ) -> Self:
         """Compile a module on samples, each of which runs through it once, without gradients.
 
-        What the samples did to buffers and random number generators is taken back. Where this fails, the module is
-        as it was before. With CUDA graphs, the next call with inputs of a sample's shapes records them.
+        Buffers and random number generators are restored afterwards. If this fails, the module is as before. With CUDA
+        graphs, the next call with inputs of a sample's shapes records them.
 
         Args:
-            module: The module; its weights are on one device. It is moved, and put into evaluation mode.
-            samples: Pairs ``(args, kwargs)`` of one call each, at least one, with tensors of the shapes, dtypes and
-                layouts that inference is to have, on any device. They are copied to host memory and kept there.
-            device: Where to run; ``None``: where the module is.
+            module: The module, with its weights on one device. It is moved, and switched to evaluation mode.
+            samples: At least one pair ``(args, kwargs)``, with tensors of the shapes, dtypes and layouts of inference,
+                on any device. The backend keeps copies in CPU memory.
+            device: The device to run on; ``None``: the module's device.
 
         Returns:
             The backend itself, which is active.
 
         Raises:
             RuntimeError: The backend was built before.
-            TypeError: A value of the wrong type; which sample is wrong is named.
-            ValueError: No samples, a device that cannot be used, or a module that is compiled already or has its
-                weights on several devices.
+            TypeError: A value of the wrong type; the message names the sample.
+            ValueError: No samples, a device that cannot be used, or a module that is already compiled or has weights on
+                several devices.
             CompileError: The compiler failed, and ``on_error="raise"``.
         """
         after = self._after("build")
@@ -188,11 +194,11 @@ class InductorBackend:
         """Call the compiled module, without gradients and in evaluation mode.
 
         Args:
-            args: Positional arguments. Tensors in them, also in lists, tuples and dicts, are moved to the device.
+            args: Positional arguments. Their tensors, also in lists, tuples and dicts, are moved to the device.
             kwargs: Keyword arguments, likewise.
 
         Returns:
-            What the module returns.
+            The module's result.
 
         Raises:
             RuntimeError: The backend is not active.
@@ -204,16 +210,15 @@ class InductorBackend:
         return self._compiled(*args, **kwargs)
 
     def deactivate(self) -> None:
-        """Give back compiled code, folded and frozen weights and CUDA graphs, and put the module back.
+        """Free compiled code, folded and frozen weights and CUDA graphs, and restore the module.
 
-        It goes to the device that it came from, its parts to the training or evaluation mode that they were in, and
-        it runs uncompiled. What others compiled stays compiled. CUDA graphs of one device share their memory: where
-        another module has CUDA graphs there, that memory goes back with the last of them.
+        The module returns to its former device, its submodules to their former training flags, and it runs uncompiled.
+        Code that other owners compiled stays. CUDA graphs of one device share a memory pool: if another module has CUDA
+        graphs there, the pool is freed with the last of them.
 
         Raises:
             RuntimeError: The backend is not active, or is deployed.
-            Exception: Whatever moving the module raises; the backend is inactive and the module uncompiled all the
-                same.
+            Exception: Moving the module failed; the backend is inactive and the module uncompiled nevertheless.
         """
         after = self._after("deactivate")
         assert self._compiled is not None
@@ -226,11 +231,11 @@ class InductorBackend:
             free_memory()
 
     def activate(self) -> None:
-        """Compile again on the samples, which torch's cache on disk makes short; as `build`.
+        """Compile again on the samples, as `build` does; torch's cache on disk makes this fast.
 
         Raises:
             RuntimeError: The backend is neither inactive nor loaded.
-            ValueError: The device cannot be used here, or the module is compiled by now; see `build`.
+            ValueError: The device cannot be used, or the module is already compiled; see `build`.
             CompileError: The compiler failed, and ``on_error="raise"``.
         """
         after = self._after("activate")
@@ -239,13 +244,13 @@ class InductorBackend:
         self._state = after
 
     def deploy(self, device: str | torch.device | None = None) -> None:
-        """Compile a loaded backend for good: it cannot be deactivated or saved any more, and its samples are dropped.
+        """Compile a loaded backend permanently: it cannot be deactivated or saved, and its samples are deleted.
 
         Args:
-            device: Where to run; ``None``: on a device of the name that it was saved with.
+            device: The device to run on; ``None``: the saved one.
 
         Raises:
-            RuntimeError: The backend does not come from `from_dict`, or was activated since.
+            RuntimeError: The backend does not come from `from_dict`, or was activated since then.
             TypeError: A device of the wrong type.
             ValueError: As `activate`.
             CompileError: The compiler failed, and ``on_error="raise"``.
@@ -258,16 +263,17 @@ class InductorBackend:
 
     # ------------------------------------------------------------------------------------------ saved and loaded
 
-    @checks_settings
     def to_dict(self) -> dict[str, Any]:
         """The backend as data that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
 
-        It holds settings, weights and samples, as plain containers, plain values and tensors on the CPU, which share
-        memory with a module that is there. It holds no compiled code and no class: `from_dict` is given a module.
+        The data are settings and weights as plain containers, plain values and tensors on the CPU, which share memory
+        with a module on the CPU. Of a tensor in a sample they contain shape, dtype and strides, never the values, which
+        may be private. Other values of a sample are constants of the compiled graph, and are saved. The data contain no
+        compiled code and no class: `from_dict` takes a module.
 
         Raises:
             RuntimeError: The backend is not built, or deployed.
-            ValueError: Passes, option values, weights or samples that cannot be written down; named.
+            ValueError: Passes, option values, weights or samples that cannot be saved; the message names them.
         """
         self._after("to_dict")
         module, device = self._built
@@ -278,44 +284,62 @@ class InductorBackend:
             new_shapes=self._settings.new_shapes,
             device=device,
             samples=self._samples,
-            module=class_name(module),
+            module=type(module).__qualname__,
             state_dict=module.state_dict(),
         )
         return saved.to_dict()
 
     @classmethod
-    @checks_settings
-    def from_dict(cls, module: nn.Module, state: Mapping[str, Any]) -> Self:
-        """A backend that `to_dict` made ``state`` of, to be activated or deployed.
+    def from_dict(
+        cls,
+        module: nn.Module,
+        state: Mapping[str, Any],
+        *,
+        allow_passes: Sequence[str] = (),
+        samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None,
+    ) -> Self:
+        """Load a backend that `to_dict` saved; `activate` or `deploy` compiles it.
 
-        Graph passes in it are imported by the names that stand there; load no data that you would not run.
+        The data cannot run code or a command; the rules for settings are those of `InductorConfig.from_dict`.
 
         Args:
-            module: A module of the same class, built alike. The saved weights are loaded into it; it stays where it is.
+            module: A module of the same class and architecture. The saved weights are loaded into it, on its device.
             state: The data.
+            allow_passes: The import paths of the graph passes that may be imported, ``["module:name"]``; any other
+                pass is refused.
+            samples: The samples to compile on, as `build` takes them; ``None``: tensors of the saved samples' shapes,
+                dtypes and strides, with random numbers, or integers and booleans of 0. Give samples if the values
+                decide the control flow, or if the module refuses a length of 0.
 
         Raises:
             TypeError: A module or data of the wrong type.
-            ValueError: Data of another format or version, or of another module; the module is as it was then.
-                Or a module that is compiled already, has its weights on several devices, or without values.
+            ValueError: Data of another format or version, or of another module, which is then unchanged; or a module
+                that is already compiled, has weights on several devices, or has weights without values.
         """
         _check_module(module)
         Placement(module)
-        saved = SavedBackend.from_dict(state)
+        saved = SavedBackend.from_dict(state, allow_passes=allow_passes, samples=samples)
         backend = cls(saved.config, on_error=saved.on_error, new_shapes=saved.new_shapes, name=saved.name)
         saved.load_into(module)
         backend._module, backend._samples, backend._device = module, list(saved.samples), saved.device
-        backend._state = "checkpoint_loaded"
+        backend._state, backend._samples_are_synthetic = "checkpoint_loaded", samples is None
         return backend
 
     # ------------------------------------------------------------------------------------------ what these call
 
     def _after(self, call: str) -> State:
-        return next_state(self._name, self._state, call)
+        """The state after a call; raises a ``RuntimeError`` if the current state does not allow the call."""
+        allowed = TRANSITIONS[self._state]
+        if call not in allowed:
+            choices = ", ".join(f"{choice}()" for choice in allowed)
+            raise RuntimeError(
+                f"{self._name}: {call}() is not allowed in the state {self._state!r}; allowed in it: {choices}"
+            )
+        return allowed[call]
 
     @property
     def _built(self) -> tuple[nn.Module, torch.device]:
-        """The module and the device, which every state has but the first."""
+        """The module and the device; only the state ``"init"`` has none."""
         assert self._module is not None
         assert self._device is not None
         return self._module, self._device
@@ -323,7 +347,12 @@ class InductorBackend:
     def _start(self, module: nn.Module, samples: Sequence[Sample], device: str | torch.device) -> None:
         _check_module(module)
         there = as_device(device)
-        self._compiled = CompiledInference(module, samples, there, self._config, self._settings)
+        try:
+            self._compiled = CompiledInference(module, samples, there, self._config, self._settings)
+        except Exception as error:
+            if self._samples_are_synthetic:
+                error.add_note(f"{self._name}: the saved samples have no values; see from_dict(samples=...)")
+            raise
         self._device = there
 
 
@@ -337,16 +366,15 @@ def _as_name(name: object) -> str:
     return name
 
 
-@checks_settings
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}")
     if is_dynamo_wrapper(module):
-        raise ValueError("module is what torch.compile returned; give the module that it was given")
+        raise ValueError("module is the result of torch.compile; give the original module")
     check_whole(module)
     if compiled := compiled_parts(module):
         message = (
             f"module is compiled by this library already, at {', '.join(map(repr, compiled))}; undo that first: "
-            "deactivate() where an InductorBackend compiled it, or restore()"
+            "deactivate() if an InductorBackend compiled it, or restore()"
         )
-        raise ValueError(see(message, "compiled-already"))
+        raise ValueError(message)

@@ -1,4 +1,4 @@
-"""A module that is compiled in place for inference: moved, warmed up on samples, called, and put back."""
+"""A module that is compiled in place for inference: moved, warmed up on samples, called, and restored."""
 
 from __future__ import annotations
 
@@ -12,31 +12,64 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.backend.samples import Sample, on_device
+from compile_callbacks.backend.saved_backend import Sample, on_device
 from compile_callbacks.compiling.region_settings import RegionSettings
 from compile_callbacks.compiling.snapshot import Snapshot
 from compile_callbacks.compiling.targets import Target
-from compile_callbacks.devices.placement import Placement
 from compile_callbacks.reporting.report import CompileReport
 from compile_callbacks.session.session import CompileSession
 from compile_callbacks.settings.config import InductorConfig
 
 
-class CompiledInference:
-    """A module in evaluation mode on a device, compiled with one config; where making it fails, as it was before.
+class Placement:
+    """The device of a module, and the training flags of its submodules, saved to be restored.
 
-    The module is compiled for as long as this object lives, or until `end`.
+    Args:
+        module: The module. All of its weights are on one device.
+
+    Raises:
+        ValueError: The weights are on several devices, or on ``"meta"``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._training = [(part, part.training) for part in module.modules()]
+        found = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
+        if len(found) > 1:
+            raise ValueError(f"module has weights on several devices, {', '.join(found)}; move it to one of them first")
+        if found == ["meta"]:
+            raise ValueError("module has weights on the device 'meta', without values; load them first")
+        self.device = torch.device(found[0]) if found else None
+        """The device, or ``None`` if the module has no weights."""
+
+    @property
+    def training(self) -> bool:
+        """Whether a submodule is in training mode now."""
+        return any(part.training for part, _ in self._training)
+
+    def restore(self) -> None:
+        """Move the module back, and reset the training flags."""
+        if self.device is not None:
+            self._module.to(self.device)
+        for part, training in self._training:
+            part.training = training
+
+
+class CompiledInference:
+    """A module in evaluation mode on a device, compiled with one config; a failure restores the module.
+
+    The module is compiled while this object lives, or until `end`.
 
     Args:
         module: The module.
-        samples: What it is compiled on; each runs through it once.
-        device: Where it runs.
+        samples: The samples to compile on; each runs once.
+        device: The device to run on.
         config: The settings.
-        settings: What to do on failures and new shapes.
+        settings: What failures and new shapes do.
 
     Raises:
         ValueError: The module's weights are on several devices.
-        Exception: Whatever moving and calling the module raises.
+        Exception: Moving or calling the module failed.
     """
 
     def __init__(
@@ -75,12 +108,12 @@ class CompiledInference:
             )
 
     def report(self) -> CompileReport:
-        """What compiling cost so far; what ran and was not compiled is warned about here, once."""
+        """The report so far; warns once about targets that ran and were not compiled."""
         self._session.leave("infer")
         return self._session.report()
 
     def end(self) -> None:
-        """Put the module back where it was, uncompiled, and give back the memory that compiled code takes."""
+        """Restore the module, uncompiled, and free the memory of compiled code."""
         self._end_session()
         self._placement.restore()
 
@@ -97,13 +130,13 @@ class CompiledInference:
         self._session.leave("infer")
 
     def _as_argument(self, value: Any) -> Any:
-        """An argument with its tensors as `_as_input` gives them; a tensor by itself without a walk through a tree."""
+        """An argument with `_as_input` applied to its tensors; a single tensor avoids the overhead of a tree."""
         if isinstance(value, torch.Tensor):
             return self._as_input(value)
         return _torch.tree_map_tensors(self._as_input, value)
 
     def _as_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the kind that the samples are, which was compiled for, with the same memory where it can be."""
+        """A tensor of the same kind as those of the samples, with the same memory if possible."""
         if tensor.device != self._device:
             tensor = tensor.to(self._device)
         if tensor.is_inference():
@@ -112,14 +145,14 @@ class CompiledInference:
 
 
 def free_memory() -> None:
-    """Give back what nothing holds any more, to Python and to the GPU's other users."""
+    """Free unreferenced memory, also for other processes on the GPU."""
     gc.collect()  # compiled code refers to itself
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def _no_autograd() -> contextlib.AbstractContextManager[None]:
-    # Inference mode, where it is the caller's, would be compiled for apart; its tensors cannot be used elsewhere.
+    # Inductor would recompile for the caller's inference mode, and inference tensors cannot be used elsewhere.
     return _no_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 
@@ -130,7 +163,7 @@ def _no_inference_mode() -> Iterator[None]:
 
 
 def _outside_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
-    """An ordinary tensor in the memory of one that was made in inference mode, where that memory tells all of it."""
+    """A normal tensor that shares the memory of an inference tensor, if the memory fully describes the tensor."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return tensor
     memory = tensor.untyped_storage()

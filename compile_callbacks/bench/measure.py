@@ -1,226 +1,186 @@
-"""Runs every mode on copies of one module, and measures them in alternating blocks of steps."""
+"""Measures every mode on copies of one module, in alternating blocks of steps."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
+import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from compile_callbacks.bench.rows import BenchRow
-from compile_callbacks.bench.settings import BenchSettings
-from compile_callbacks.bench.subject import Subject
-from compile_callbacks.bench.way import Way
-from compile_callbacks.compiling.errors import CompileWarning
-from compile_callbacks.failures import describe_failure, in_one_line
-from compile_callbacks.measuring.events import EventKind
-from compile_callbacks.measuring.timing import StepTimer, median_ms, spread_ms
+from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.messages import in_one_line
+from compile_callbacks.bench.candidate import Candidate, Subject
+from compile_callbacks.measuring.timing import median_ms, spread_ms
 from compile_callbacks.phases import Phase
-from compile_callbacks.reporting.report import PhaseReport, break_even_steps, build_phase_report
+from compile_callbacks.reporting.report_file import environment
 from compile_callbacks.settings.config import InductorConfig
 from compile_callbacks.settings.mode import EAGER
 
-BLOCKS = 10
-"""Timed blocks of each mode at most: enough to see how far they lie apart."""
+_BLOCKS = 10
+_LEAST_SAMPLES = 5  # timed blocks that a speedup needs
 
 
 class BenchError(ValueError):
-    """The module does not run eagerly: there is nothing to compare with."""
-
-
-@dataclass
-class _Candidate:
-    """A mode while it is measured."""
-
-    name: str
-    config: InductorConfig | None
-    way: Way | None = None
-    failure: str | None = None
-    relative_error: float | None = None
-    notes: tuple[str, ...] = ()
+    """The module fails in eager mode, so that there is no baseline."""
 
 
 def measure(
-    subject: Subject, settings: BenchSettings, say: Callable[[str], None] = lambda line: None
-) -> list[BenchRow]:
-    """Measure every mode in every phase. A mode that fails is a row that says why.
+    subject: Subject,
+    modes: Mapping[str, InductorConfig | None],
+    phase: Phase,
+    *,
+    steps: int,
+    dtype: torch.dtype | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[dict[str, Any]]:
+    """Measure eager and every mode. A mode that fails is a row with the reason.
 
-    Eager and all modes run in turn, a block of steps each, so that what slows the machine down for a while slows down
-    all of them. Each has a copy of the module, and all of them are held at the same time.
+    Every mode has a copy of the module, and all copies are in memory at the same time. Blocks of steps alternate
+    between the modes, so that a disturbance of the machine affects all of them.
 
     Args:
         subject: The module and its inputs.
-        settings: What is measured.
-        say: Takes a line of text, while minutes pass.
+        modes: The settings by name, without eager.
+        phase: The phase to measure.
+        steps: Timed steps of each mode, rounded up to whole blocks.
+        dtype: The dtype of autocast; ``None`` for no autocast.
+        say: Called with lines of progress.
+
+    Returns:
+        One JSON-ready row for each mode, eager first; docs/cli.md explains the fields.
 
     Raises:
-        BenchError: The module fails eagerly.
+        BenchError: The module fails in eager mode.
     """
-    on_device = torch.cuda.device(settings.device) if settings.device.type == "cuda" else contextlib.nullcontext()
-    with on_device, warnings.catch_warnings():
-        warnings.simplefilter("ignore", CompileWarning)  # the rows say it
-        return [row for phase in settings.phases for row in _phase_rows(subject, settings, phase, say)]
-
-
-def _phase_rows(subject: Subject, settings: BenchSettings, phase: Phase, say: Callable[[str], None]) -> list[BenchRow]:
-    candidates = [_Candidate(name, config) for name, config in settings.configs.items()]
+    candidates = [Candidate(name, modes.get(name), subject, phase, dtype) for name in (EAGER, *modes)]
     eager = candidates[0]
-
-    def refuse_if_eager_failed() -> None:
-        if eager.failure is not None:
-            what = "a train step" if phase == "train" else "inference"
-            raise BenchError(
-                f"{settings.module!r} fails eagerly in {what} on inputs of {subject.shapes()}: {eager.failure}"
-            )
-
+    on_device = torch.cuda.device(subject.device) if subject.device.type == "cuda" else contextlib.nullcontext()
     try:
-        expected: list[list[torch.Tensor]] = []
-        for candidate in candidates:
-            with _failing(candidate):
-                way = candidate.way = Way(candidate.name, subject, phase, candidate.config, settings, say)
-                results = way.prepare()
-                expected = expected or results
-                candidate.failure = _not_compiled(way)
-                if candidate is not eager and candidate.failure is None:
-                    _compare(candidate, way, eager, results, expected)
-                    candidate.notes += tuple(_idle_settings(way, settings.device))
-            refuse_if_eager_failed()
-        del expected
-        running = ", ".join(candidate.name for candidate in candidates if candidate.failure is None)
-        say(f"timing {settings.steps} {phase} steps of each: {running}")
-        for steps in block_sizes(settings.steps):
+        with on_device, warnings.catch_warnings():
+            warnings.simplefilter("ignore", CompileWarning)  # the rows have the same reasons
             for candidate in candidates:
-                with _failing(candidate):
-                    if candidate.way is not None and candidate.failure is None:
-                        candidate.way.time(steps)
-            refuse_if_eager_failed()
-        return [_row(candidate, eager, phase) for candidate in candidates]
+                say(f"preparing {candidate.name} for {phase}")
+                candidate.attempt(candidate.prepare)
+                if eager.failure:
+                    raise BenchError(f"{subject.name!r} fails in eager mode on {subject.shapes()}: {eager.failure}")
+                candidate.failure = candidate.failure or _why_not_compiled(candidate)
+            blocks = min(steps, _BLOCKS)
+            timers = {
+                candidate.name: functools.partial(candidate.attempt, candidate.time, math.ceil(steps / blocks))
+                for candidate in candidates
+            }
+            say(f"timing {phase} steps")
+            samples = alternate(timers, blocks)
+        return [_row(candidate, eager, samples) for candidate in candidates]
     finally:
         for candidate in candidates:
-            if candidate.way is not None:
-                candidate.way.end()
+            candidate.close()
 
 
-def block_sizes(steps: int) -> list[int]:
-    """How many steps each timed block has, the same number but for one.
+def alternate(timers: Mapping[str, Callable[[], float | None]], blocks: int) -> dict[str, list[float]]:
+    """Call functions that return the time of a block, or ``None``, in turn; reverse the order after each round."""
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    for number in range(blocks):
+        for name in reversed(samples) if number % 2 else samples:
+            if (milliseconds := timers[name]()) is not None:
+                samples[name].append(milliseconds)
+    return samples
 
-    Example::
 
-        >>> block_sizes(24), block_sizes(3)
-        ([3, 3, 3, 3, 2, 2, 2, 2, 2, 2], [1, 1, 1])
-    """
-    blocks = min(steps, BLOCKS)
-    return [steps // blocks + (index < steps % blocks) for index in range(blocks)]
+def summarize(block_ms: Sequence[float]) -> dict[str, Any]:
+    """The median and the interquartile range of the times of blocks, and their number."""
+    samples = tuple(block_ms)
+    return {"step_ms": median_ms(samples), "spread_ms": spread_ms(samples), "samples": len(samples)}
+
+
+def as_result(
+    title: str, rows: Sequence[Mapping[str, Any]], command: str, found: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Rows as JSON-ready data; ``found`` is the `environment` of the process that ran the steps, if not this one."""
+    found = found or environment()
+    versions = {name: found.get(name) for name in ("python", "torch", "triton", "lightning")}
+    head = {"title": title, "date": dt.datetime.now(dt.UTC).date().isoformat(), "device": found["device"]}
+    return {**head, "versions": versions, "command": command, "rows": list(rows)}
 
 
 def relative_error(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The norm of the difference of two lists of tensors over that of the second; NaN and infinity equal themselves.
-
-    Example::
-
-        >>> relative_error([torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 5.0])])
-        0.17149858514250882
-    """
+    """The norm of the difference divided by the norm of ``expected``, over all tensors together."""
     if [tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]:
         return math.inf
-    apart = norm = 0.0
-    for a, e in zip(actual, expected, strict=True):
-        a, e = a.double(), e.double()
-        same = (a == e) | (a.isnan() & e.isnan())
-        apart += float(torch.where(same, 0, a - e).square().sum())
-        norm += float(torch.where(e.isfinite(), e, 0).square().sum())
-    error = math.sqrt(apart) / max(math.sqrt(norm), 1e-30)
-    return error if math.isfinite(error) else math.inf
+    pairs = [(a.double(), e.double()) for a, e in zip(actual, expected, strict=True)]
+    difference = sum(float((a - e).square().sum()) for a, e in pairs)
+    return math.sqrt(difference) / max(math.sqrt(sum(float(e.square().sum()) for _, e in pairs)), 1e-30)
 
 
-@contextlib.contextmanager
-def _failing(candidate: _Candidate) -> Iterator[None]:
-    """What fails within is the candidate's failure, and nobody else's."""
-    try:
-        yield
-    except Exception as error:
-        candidate.failure = in_one_line(describe_failure(error))
-
-
-def _not_compiled(way: Way) -> str | None:
-    """Why nothing of a way is compiled, whose times would be those of eager; ``None`` where something is."""
-    if way.config is None or any(event.graphs for event in way.recorder.of(way.phase, "compile")):
+def _why_not_compiled(candidate: Candidate) -> str | None:
+    """The reason why no graph was compiled; ``None`` if one was, and for eager."""
+    recorder, phase = candidate.recorder, candidate.phase
+    if candidate.config is None or any(event.graphs for event in recorder.of(phase, "compile")):
         return None
-    events = way.recorder.of(way.phase, "fallback") + way.recorder.of(way.phase, "graph_break")
+    events = [*recorder.of(phase, "fallback"), *recorder.of(phase, "graph_break")]
     reasons = [event.reason for event in events if event.reason]
     return in_one_line(reasons[0]) if reasons else "no graph was compiled, and torch gives no reason"
 
 
-def _compare(
-    candidate: _Candidate,
-    way: Way,
-    eager: _Candidate,
-    results: list[list[torch.Tensor]],
-    expected: list[list[torch.Tensor]],
-) -> None:
-    if eager.way is not None and eager.way.drew_random_numbers:
-        candidate.notes += ("not compared with eager: it draws random numbers, and compiled code draws others",)
-        return
-    error = max(relative_error(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
-    allowed = way.tolerance()
-    if not error <= allowed:
-        candidate.notes += (f"differs from eager by {error:.2g} of its norm, where rounding may make {allowed:.2g}",)
-    candidate.relative_error = error
+def _row(candidate: Candidate, eager: Candidate, samples: Mapping[str, list[float]]) -> dict[str, Any]:
+    recorder, phase = candidate.recorder, candidate.phase
+    row: dict[str, Any] = {"mode": candidate.name, "phase": phase, "failure": candidate.failure}
+    if candidate.failure:
+        return row
+    block_ms, eager_ms = tuple(samples[candidate.name]), tuple(samples[EAGER])
+    step_ms, eager_step_ms = median_ms(block_ms), median_ms(eager_ms)
+    row |= summarize(block_ms)
+    row |= {"first_step_seconds": candidate.first_step_seconds, "peak_memory_mib": candidate.peak_memory_mib}
+    if candidate is eager:
+        return row
+    compiles = recorder.of(phase, "compile")
+    seconds = sum(event.seconds or 0.0 for event in compiles)
+    speedup = break_even_steps = None
+    if step_ms and eager_step_ms and min(len(block_ms), len(eager_ms)) >= _LEAST_SAMPLES:
+        speedup = eager_step_ms / step_ms
+        break_even_steps = math.ceil(seconds * 1000 / (eager_step_ms - step_ms)) if speedup > 1 else None
+    error, note = _compare(candidate, eager)
+    changed = {run["name"] for _, run in recorder.pass_runs if run.get("changed") or run.get("from_cache")}
+    return row | {
+        "speedup": speedup,
+        "compile_seconds": seconds,
+        "break_even_steps": break_even_steps,
+        "relative_error": error,
+        "graphs": sum(event.graphs for event in compiles),
+        "graph_breaks": len(recorder.of(phase, "graph_break")),
+        "fallbacks": len(recorder.of(phase, "fallback")),
+        "passes": sorted(changed),
+        "notes": [*note, *_idle_settings(candidate)],
+    }
 
 
-def _idle_settings(way: Way, device: torch.device) -> Iterator[str]:
-    """What the settings of a way ask for, and what it runs without."""
-    if way.config is None:
-        return
-    if way.config.uses_cudagraphs and device.type != "cuda":
+def _compare(candidate: Candidate, eager: Candidate) -> tuple[float | None, list[str]]:
+    """The larger relative error of outputs and gradients, and a note if rounding does not explain it."""
+    if eager.draws_random_numbers:
+        return None, ["not compared with eager: the module draws random numbers"]
+    error = max(relative_error(ours, theirs) for ours, theirs in zip(candidate.results, eager.results, strict=True))
+    # A GPU may compute in TF32, which has the precision of float16.
+    coarse = candidate.dtype is not None or any(
+        weight.is_cuda or weight.itemsize < 4 for weight in eager.module.parameters()
+    )
+    if error <= (allowed := 0.1 if coarse else 0.01):
+        return error, []
+    note = f"differs from eager: relative error {error:.2g}, rounding explains at most {allowed}"
+    return error if math.isfinite(error) else None, [note]
+
+
+def _idle_settings(candidate: Candidate) -> Iterator[str]:
+    """Settings that have no effect in this run."""
+    config = candidate.config
+    if config is not None and config.uses_cudagraphs and candidate.peak_memory_mib is None:
         yield "CUDA graphs have no effect without a GPU"
-    if way.config.freezes and way.phase == "train":
+    if config is not None and config.freezes and candidate.phase == "train":
         yield "freezing has no effect in training"
-    for kind in _SHORTCOMINGS:
-        reasons = dict.fromkeys(event.reason for event in way.recorder.of(way.phase, kind) if event.reason)
-        said = "" if kind == "template" else f"{kind.replace('_', ' ')}: "  # whose reason names it
-        yield from (f"{said}{in_one_line(reason)}" for reason in reasons)
-
-
-_SHORTCOMINGS: tuple[EventKind, ...] = ("template", "fallback", "cudagraph_skip", "pass_skipped")
-
-
-def _row(candidate: _Candidate, eager: _Candidate, phase: Phase) -> BenchRow:
-    way = candidate.way
-    if way is None or eager.way is None or candidate.failure is not None:
-        report = PhaseReport(mode=candidate.config.describe() if candidate.config else EAGER)
-        return BenchRow(name=candidate.name, phase=phase, report=report, failure=candidate.failure)
-    way.recorder.collect()
-    eager_ms, block_ms = tuple(eager.way.block_ms), tuple(way.block_ms)
-    report = build_phase_report(phase, candidate.config, (), way.recorder, StepTimer(), way.memory)
-    report = replace(
-        report,
-        targets=(candidate.name,) if candidate.config else (),
-        eager_step_ms=median_ms(eager_ms),
-        eager_spread_ms=spread_ms(eager_ms),
-        eager_peak_memory_mb=eager.way.peak_memory_mb(),
-        samples=min(len(eager_ms), len(block_ms)) or None,
-    )
-    if candidate is not eager:
-        compiled_ms = median_ms(block_ms)
-        report = replace(
-            report,
-            compiled_step_ms=compiled_ms,
-            compiled_spread_ms=spread_ms(block_ms),
-            peak_memory_mb=way.peak_memory_mb(),
-            speedup=report.eager_step_ms / compiled_ms if report.eager_step_ms and compiled_ms else None,
-            break_even_steps=break_even_steps(report.compile_seconds, report.eager_step_ms, compiled_ms),
-        )
-    return BenchRow(
-        name=candidate.name,
-        phase=phase,
-        report=report,
-        first_step_seconds=way.first_step_seconds,
-        timed_steps=way.timed_steps,
-        block_ms=block_ms,
-        relative_error=candidate.relative_error,
-        notes=candidate.notes,
-    )
+    for kind in ("template", "fallback", "cudagraph_skip", "pass_skipped"):
+        reasons = {event.reason for event in candidate.recorder.events if event.kind == kind and event.reason}
+        yield from (f"{kind.replace('_', ' ')}: {in_one_line(reason)}" for reason in sorted(reasons))

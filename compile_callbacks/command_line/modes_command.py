@@ -1,20 +1,32 @@
-"""``compile-callbacks modes``: the modes and templates there are, and whether they work on this machine."""
+"""``compile-callbacks modes``: the modes and templates, and whether they work on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-from compile_callbacks.command_line.mode_list import ListedMode, list_modes
-from compile_callbacks.devices.device_option import parse_device
+import torch
+
+from compile_callbacks import _torch
+from compile_callbacks._utils.device import parse_device
 from compile_callbacks.reporting.console import print_texts
+from compile_callbacks.settings import templates
 
 _DESCRIPTION = """\
-List what train_mode and infer_mode take by name: the modes of the installed torch, and the templates of options. The
-last column tells whether each does on this machine what it says.
+List the names that train_mode and infer_mode accept: the modes of the installed torch, and the templates of options.
+The last column tells whether each works on this machine.
 """
+
+_FOR = {
+    "default": "Fused kernels: the usual choice",
+    "reduce-overhead": "CUDA graphs: a step is one launch, for CPU-bound models on a GPU",
+    "max-autotune": "Kernels chosen by measuring, and CUDA graphs: the fastest steps, the longest compile",
+    "max-autotune-no-cudagraphs": "Kernels chosen by measuring",
+    "lite": "Eager kernels, except where code asks for compiled ones: short to compile",
+}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -40,20 +52,41 @@ def modes(args: argparse.Namespace) -> int:
         return 2
     listed = list_modes(device)
     if args.json:
-        data = {"device": str(device), "modes": [mode.to_dict() for mode in listed]}
-        sys.stdout.write(json.dumps(data, indent=2) + "\n")
-    else:
-        print_texts(("name", "kind", "for", f"on {device}"), [_row(mode) for mode in listed])
-        sys.stdout.write("\n")
-        print_texts(("name", "sets"), [(mode.name, _sets(mode)) for mode in listed])
+        sys.stdout.write(json.dumps({"device": str(device), "modes": listed}, indent=2) + "\n")
+        return 0
+    texts = [(mode["name"], mode["kind"], mode["description"], mode["lacks"] or "works") for mode in listed]
+    print_texts(("name", "kind", "for", f"on {device}"), texts)
+    sys.stdout.write("\n")
+    print_texts(("name", "sets"), [(mode["name"], _sets(mode)) for mode in listed])
     return 0
 
 
-def _row(listed: ListedMode) -> tuple[str, ...]:
-    lacks = (listed.lacks or "works").removeprefix(f"template {listed.name!r} ")
-    return listed.name, listed.kind, listed.description, lacks
+def list_modes(device: torch.device) -> list[dict[str, Any]]:
+    """List every mode of the installed torch, and every template, as JSON-ready data.
+
+    Each has ``name``, ``kind`` (``"mode"`` or ``"template"``), ``description``, ``mode`` (the base of a template),
+    ``options`` (the Inductor options that it sets), and ``lacks``: what the device lacks for it, or ``None``.
+
+    Args:
+        device: The device that modules will run on.
+    """
+    rows: list[tuple[Any, ...]] = []
+    for name in _torch.mode_names():
+        options = _torch.resolve_options(name, {}, None)
+        rows.append((name, "mode", _FOR.get(name, ""), None, options, _idle_cudagraphs(options, device)))
+    for template in map(templates.get, templates.names()):
+        lacks = template.falls_back(device) or _idle_cudagraphs(template.resolved_options(device), device)
+        lacks = lacks and lacks.removeprefix(f"template {template.name!r} ")
+        rows.append((template.name, "template", template.description, template.mode, dict(template.options), lacks))
+    return [dict(zip(("name", "kind", "description", "mode", "options", "lacks"), row, strict=True)) for row in rows]
 
 
-def _sets(listed: ListedMode) -> str:
-    options = [f"{name}={value!r}" for name, value in listed.options.items()]
-    return ", ".join(([f"mode {listed.mode}"] if listed.mode else []) + options) or "-"
+def _idle_cudagraphs(options: Mapping[str, Any], device: torch.device) -> str | None:
+    if options.get("triton.cudagraphs") and device.type != "cuda":
+        return "its CUDA graphs have no effect without a GPU"
+    return None
+
+
+def _sets(listed: Mapping[str, Any]) -> str:
+    options = [f"{name}={value!r}" for name, value in listed["options"].items()]
+    return ", ".join(([f"mode {listed['mode']}"] if listed["mode"] else []) + options) or "-"

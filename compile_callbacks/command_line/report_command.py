@@ -1,4 +1,4 @@
-"""``compile-callbacks report``: the tables of runs that are over, from their event files."""
+"""``compile-callbacks report``: print the reports that runs left in their log directories."""
 
 from __future__ import annotations
 
@@ -7,33 +7,40 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from compile_callbacks.links import see
 from compile_callbacks.phases import PHASES, Phase
-from compile_callbacks.reporting.reasons import Reason, reasons
-from compile_callbacks.reporting.table import labels_and_cells, plain_table
+from compile_callbacks.reporting.console import make_table, print_report, print_table, print_texts
+from compile_callbacks.reporting.report import CompileReport
+from compile_callbacks.reporting.report_file import FILE_NAME, read_records, report_in
+from compile_callbacks.reporting.table import labels_and_cells, sections
+from compile_callbacks.settings.mode import EAGER, USER
 
-if TYPE_CHECKING:
-    from compile_callbacks.reporting.run_reports import Run
-
-_DESCRIPTION = """\
-Print what compiling cost and gained in runs that InductorCompile measured and a TensorBoardLogger logged. Runs are
-found in the folders named and in those below them.
+_DESCRIPTION = f"""\
+Print what compiling cost and gained, from the {FILE_NAME} files that InductorCompile writes into the log directory at
+the end of each trainer call. PATH is such a file, or a folder, which is searched with all folders below it.
 """
+_COLUMN_WIDTH = 28
 
-_INCOMPLETE = "the run is not over, or was killed: only the scalars that it logged are known"
-_WIDEST = 28  # characters of a column where runs stand side by side
+
+class _Call(NamedTuple):
+    """A trainer call."""
+
+    path: Path
+    record: dict[str, Any]
+    report: CompileReport
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand to the command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "report", help="print the report of a run from its event files", description=_DESCRIPTION
+        "report", help="print the reports of earlier runs", description=_DESCRIPTION
     )
-    parser.add_argument("logdir", nargs="+", type=Path, metavar="LOGDIR", help="a TensorBoard log folder")
-    parser.add_argument("--compare", action="store_true", help="runs side by side, a column for each run and phase")
-    parser.add_argument("--json", action="store_true", help="print the reports as JSON")
+    parser.add_argument("path", nargs="+", type=Path, metavar="PATH", help=f"a log directory, or a {FILE_NAME}")
+    parser.add_argument(
+        "--compare", action="store_true", help="print the last call of each run in one table, side by side"
+    )
+    parser.add_argument("--json", action="store_true", help="print the records as JSON")
     parser.set_defaults(command=report)
 
 
@@ -41,77 +48,78 @@ def report(args: argparse.Namespace) -> int:
     """Print the reports.
 
     Returns:
-        The exit status: 2 where a folder has no report or an event file is broken. What can be read is printed.
+        The exit status: 2 if a path has no report, or a file or record is damaged. The others are printed.
     """
     errors: list[str] = []
-    runs = [run for logdir in args.logdir for run in _runs(logdir, errors)]
+    calls = [call for path in args.path for call in _calls(path, errors)]
     if args.json:
-        sys.stdout.write(json.dumps([_as_data(run) for run in runs], indent=2) + "\n")
-    elif runs and args.compare:
-        # As TensorBoard names runs, where they are of one folder.
-        top = args.logdir[0] if len(args.logdir) == 1 and runs[0].path != args.logdir[0] else Path()
-        sys.stdout.write(_side_by_side(runs, top) + "\n")
+        data = [{"file": str(call.path), **call.record} for call in calls]
+        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+    elif args.compare and calls:
+        last = {(call.path, call.record.get("name")): call for call in calls}
+        _print_side_by_side(list(last.values()))
     else:
-        sys.stdout.write("\n\n".join(map(_in_full, runs)) + ("\n" if runs else ""))
-    sys.stdout.flush()  # before what goes to stderr
+        for call in calls:
+            _print_in_full(call)
+    sys.stdout.flush()
     sys.stderr.writelines(f"compile-callbacks report: {error}\n" for error in errors)
     return 2 if errors else 0
 
 
-def _runs(logdir: Path, errors: list[str]) -> list[Run]:
-    # Imported here: they need TensorBoard, without which the other commands run.
-    from compile_callbacks.reporting.eventfiles import BrokenEventFileError, folders_with_event_files
-    from compile_callbacks.reporting.run_reports import find_runs
-
-    if not logdir.is_dir():
-        errors.append(f"{logdir} is not a folder" if logdir.exists() else f"{logdir} does not exist")
+def _calls(path: Path, errors: list[str]) -> list[_Call]:
+    """The trainer calls in the files of a path; what is damaged is left out and described in ``errors``."""
+    if not path.exists():
+        errors.append(f"{path} does not exist")
         return []
-    broken: list[BrokenEventFileError] = []
-    runs = find_runs(logdir, broken)
-    errors.extend(see(str(error), "an-event-file-is-damaged") for error in broken)
-    if not runs and not broken:
-        has_files = next(folders_with_event_files(logdir), None)
-        what = "event files without a compile report" if has_files else "no event files"
-        errors.append(f"{logdir} has {what}; runs with InductorCompile and a TensorBoardLogger leave one")
-    return runs
+    files = sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]
+    if not files:
+        errors.append(f"{path} contains no {FILE_NAME}; a run with InductorCompile writes one when it ends")
+    found = []
+    for file in files:
+        try:
+            records = read_records(file)
+        except (OSError, ValueError) as error:
+            errors.append(f"{file} is damaged: {error}")
+            continue
+        for number, record in enumerate(records, 1):
+            try:
+                call = _Call(file, record, report_in(record))
+                call.report.notes(), sections(call.report), _columns(call)  # what will be printed must be readable
+            except Exception as error:
+                errors.append(f"{file}, record {number} is damaged: {type(error).__name__}: {error}")
+            else:
+                found.append(call)
+    return found
 
 
-def _in_full(run: Run) -> str:
-    lines = [str(run.path), "", str(run.report), ""]
-    lines += [_in_a_line(reason, times) for reason, times in reasons(run.report).items()]
-    if not run.complete:
-        lines.append(_INCOMPLETE)
-    if run.environment:
-        lines.append(", ".join(f"{name} {value}" for name, value in run.environment.items()))
-    return "\n".join(lines).rstrip()
+def _columns(call: _Call) -> tuple[list[Phase], list[tuple[str, ...]]]:
+    phases = [phase for phase in PHASES if call.report.phase(phase).mode not in (EAGER, USER)]
+    return phases, labels_and_cells([call.report.phase(phase) for phase in phases])
 
 
-def _in_a_line(reason: Reason, times: int) -> str:
-    what = reason.kind.replace("_", " ") + (f" ({times} times)" if times > 1 else "")
-    where = f" at {reason.where}" if reason.where else ""
-    return f"{what} in {reason.target}, {reason.phase}{where}: {reason.text.splitlines()[0]}"
+def _print_in_full(call: _Call) -> None:
+    said = [str(call.path), *(f"{name} {call.record.get(name, 'unknown')}" for name in ("call", "time", "global_step"))]
+    if name := call.record.get("name"):
+        said.append(f"targets {name}")
+    if exception := call.record.get("exception"):
+        said.append(f"ended by {exception}")
+    sys.stdout.write(", ".join(said) + "\n")
+    print_report(call.report)
+    for section in sections(call.report):
+        print_texts(section.head, section.rows, title=section.title)
+        sys.stdout.write("\n")
+    environment = call.record.get("environment")
+    if isinstance(environment, dict):
+        sys.stdout.write(", ".join(f"{name} {value}" for name, value in environment.items()) + "\n\n")
 
 
-def _side_by_side(runs: Sequence[Run], top: Path) -> str:
-    columns: list[tuple[Run, Phase]] = [
-        (run, phase) for run in runs for phase in PHASES if run.report.phase(phase).mode != "eager"
-    ]
-    heads = [("", *(_end_of(run.path, top) for run, _ in columns)), ("", *(phase for _, phase in columns))]
-    table = plain_table(heads, labels_and_cells([run.report.phase(p) for run, p in columns]), widest=_WIDEST)
-    notes = [f"{_end_of(run.path, top)}: {_INCOMPLETE}" for run in runs if not run.complete]
-    return "\n".join([table, *([""] if notes else []), *notes])
+def _run_name(call: _Call) -> str:
+    return f"{call.path.parent.name} {call.record.get('name') or ''}".rstrip()
 
 
-def _end_of(path: Path, top: Path) -> str:
-    """The end of a path below ``top``: it tells runs apart where the beginning does not."""
-    name = str(path.relative_to(top) if path.is_relative_to(top) else path)
-    return name if len(name) <= _WIDEST else "…" + name[1 - _WIDEST :]
-
-
-def _as_data(run: Run) -> dict[str, Any]:
-    return {
-        "run": str(run.path),
-        "complete": run.complete,
-        **run.report.to_dict(),
-        "environment": dict(run.environment),
-    }
+def _print_side_by_side(calls: Sequence[_Call]) -> None:
+    """Print a column for each compiled phase of each call, headed by the name of the log directory."""
+    columns = [(call, phase) for call in calls for phase in _columns(call)[0]]
+    head = ["", *(f"{_run_name(call)}\n{phase}" for call, phase in columns)]
+    rows = labels_and_cells([call.report.phase(phase) for call, phase in columns])
+    print_table(make_table(head, rows, width=_COLUMN_WIDTH))

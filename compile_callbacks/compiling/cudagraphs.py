@@ -1,4 +1,4 @@
-"""CUDA graphs reuse their memory at the next step: what outlives a step is copied out of it."""
+"""Steps on a GPU: copies of what outlives a step, because CUDA graphs reuse their memory; backward in one thread."""
 
 from __future__ import annotations
 
@@ -7,13 +7,38 @@ from typing import Any
 
 import torch
 
+from compile_callbacks import _torch
+
+
+def with_repaired_warmup(
+    compiled: Callable[..., Any], device: torch.device, on_repair: Callable[[], None]
+) -> Callable[..., Any]:
+    """Wrap the compiled function of a graph so that it runs after an earlier CUDA graph has raised in its warm-up.
+
+    The earlier call may have been of another graph, or a backward pass, and the user may have caught the exception to
+    skip a batch. Asking before each call takes less than 1 µs.
+
+    Args:
+        compiled: Called with the graph's inputs.
+        device: The device that the graph runs on.
+        on_repair: Called after a repair.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+
+    def call(*inputs: Any) -> Any:
+        if _torch.end_failed_warmup(index):
+            on_repair()
+        return compiled(*inputs)
+
+    return call
+
 
 def with_lasting_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled``, a graph's compiled function, with outputs that the next step does not overwrite.
+    """Wrap the compiled function of a graph so that the next step does not overwrite its outputs.
 
-    Predictions, validation outputs and logged values are kept for longer than a step; torch raises
-    ``accessing tensor output of CUDAGraphs that has been overwritten`` where one is looked at later. An output
-    that is an input, or a view of one, is handed out as it is.
+    Users keep predictions, validation outputs and logged values for longer than a step. Without a copy, torch raises
+    ``accessing tensor output of CUDAGraphs that has been overwritten`` when they read one later. An output that is an
+    input, or a view of one, is not copied.
     """
     owned: list[int] | None = None  # positions of outputs in graph memory: the same in every call of one graph
 
@@ -31,17 +56,17 @@ def with_lasting_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LastingGradients:
-    """Copies gradients out of CUDA-graph memory, for where they outlive the step that made them.
+    """Copies gradients out of CUDA-graph memory if they outlive the step that computed them.
 
-    The first backward of an accumulation leaves graph memory in ``.grad``, and the next step would overwrite
-    it. Later backwards add to the copy in place, so there is one copy an optimizer step.
+    The first backward of an accumulation leaves graph memory in ``.grad``, and the next step would overwrite it. Later
+    backwards add to the copy in place, so there is one copy for each optimizer step.
     """
 
     def __init__(self) -> None:
         self._own: dict[int, int] = {}
 
     def keep(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Copy the gradients that are not copies already."""
+        """Copy each gradient that is not a copy yet."""
         fresh = [
             p for p in parameters if p.grad is not None and p.grad.is_cuda and self._own.get(id(p)) != p.grad.data_ptr()
         ]
@@ -56,17 +81,40 @@ class LastingGradients:
 
 
 def drop_overwritten_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Drop the gradients of an earlier step that a later one has overwritten.
+    """Delete the gradients of an earlier step that a later step has overwritten.
 
-    Where an exception ends a run within a step, they are still there, and torch raises an error of its own when the
-    module is moved off the GPU, in the place of the exception.
+    They remain if an exception ends a run within a step. When Lightning moves the module off the GPU, torch would then
+    raise another error, which hides the exception.
     """
     for parameter in parameters:
         try:
             _ = parameter.grad is not None and parameter.grad.data_ptr()
         except RuntimeError as error:
-            if "CUDAGraphs" in str(error):  # others have no address, such as sparse ones
+            if "CUDAGraphs" in str(error):  # other gradients without an address, such as sparse ones, stay
                 parameter.grad = None
+
+
+class BackwardInCallingThread:
+    """Between `begin` and `end`, backward passes that this thread starts run in this thread.
+
+    Autograd runs the backward pass of each GPU in a thread of its own, while the calling thread waits. Each step then
+    switches threads twice, to a core without the step's data in its caches. In CPU-bound steps that is a fifth of the
+    time (``benchmarks/overhead.py``). Results are the same (``torch.autograd.set_multithreading_enabled``).
+    """
+
+    def __init__(self) -> None:
+        self._off: torch.autograd.set_multithreading_enabled | None = None
+
+    def begin(self) -> None:
+        """Start, unless this or another callback of the trainer has started."""
+        if torch.autograd.is_multithreading_enabled():
+            self._off = torch.autograd.set_multithreading_enabled(False)  # takes effect when constructed
+
+    def end(self) -> None:
+        """Restore what was set before `begin`."""
+        if self._off is not None:
+            self._off.__exit__(None, None, None)
+            self._off = None
 
 
 def _is_cuda(value: object) -> bool:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks.compiling.cudagraphs import with_lasting_outputs
+from compile_callbacks._utils.messages import in_one_line
+from compile_callbacks.compiling.cudagraphs import with_lasting_outputs, with_repaired_warmup
 from compile_callbacks.compiling.fallback import Fallback, failed_pass
 from compile_callbacks.compiling.repeated_backward import with_repeated_backward
 from compile_callbacks.compiling.sharding import MOVING_WEIGHTS
-from compile_callbacks.compiling.targets import Compiled
-from compile_callbacks.failures import in_one_line
+from compile_callbacks.compiling.targets import Compiled, Target
+from compile_callbacks.compiling.verification import Verification
 from compile_callbacks.folding.settings import FoldSettings
 from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.passes import PassRun, pass_hook, pass_name, pass_options
@@ -65,12 +66,15 @@ class GraphCompiler:
         fallback: Fallback,
     ) -> None:
         self.graphs = 0
-        self._members = target.members
+        # Torch keeps every backend, which must not keep the module.
+        self._first = weakref.ref(target.members[0])
+        self._shared = len(target.members) > 1
         self._owner = owner
         self._config = config
         self._passes = (*passes, *config.passes)
         self._recorder = recorder
         self._fallback = fallback
+        self._verification = Verification(owner, target.members, recorder=recorder, fallback=fallback)
         self._device = torch.device("cpu")
         self._fell_back = False
         self._template_said = False
@@ -83,7 +87,8 @@ class GraphCompiler:
         self._device = _device_of(example_inputs)
         self._note_template()
         attempt = _Attempt()
-        eager = _torch.copy_of_graph(graph_module)  # Inductor changes what it compiles
+        eager = _torch.eager_graph(graph_module)  # a copy, because Inductor changes the graph that it compiles
+        collective = _torch.has_collective(graph_module)
         with self._folding() as inner_compile, _torch.generated_with_constants() as generated:
             compiled = _torch.compile_graph(
                 graph_module,
@@ -101,15 +106,27 @@ class GraphCompiler:
         self._note_passes(attempt)
         self.graphs += 1
         self._recorder.graph_compiled()  # here: Dynamo may restart its analysis from within, and come again
-        if not self._members[0].sharded:
+        uses_cudagraphs = self._config.uses_cudagraphs and self._device.type == "cuda"
+        compiled = self._verification.at_first_call(
+            compiled,
+            eager,
+            collective=collective,
+            uses_cudagraphs=uses_cudagraphs,
+            draws_as_eager=_torch.draws_as_eager(self._config.resolved_options(self._device)),
+        )
+        if torch.is_grad_enabled() and not self._member.sharded:
             target = self._owner.target
             compiled = with_repeated_backward(compiled, eager, target=target, on_recompute=self._say_recomputed)
-        return with_lasting_outputs(compiled) if self._config.uses_cudagraphs else compiled
+        if uses_cudagraphs:
+            return with_lasting_outputs(with_repaired_warmup(compiled, self._device, self._say_repaired))
+        return compiled
 
     @property
-    def caches(self) -> bool:
-        """Whether torch keeps what is compiled in its cache on disk, where other processes find it."""
-        return not self._owner.frozen and _torch.caches_graphs() and all(p.uuid() is not None for p in self._passes)
+    def _member(self) -> Target:
+        """The target, or the first of repeated blocks; it exists while one of them is called."""
+        member = self._first()
+        assert member is not None
+        return member
 
     def folded_graphs(self) -> list[FoldedGraph]:
         """The folded graphs that are still in use."""
@@ -149,7 +166,16 @@ class GraphCompiler:
             "are computed eagerly, once more from the target's inputs on; where most steps do so, "
             f"{phase}_mode=None is faster"
         )
-        self._fallback.say(message, "gradients-are-differentiated", subject="gradients are differentiated")
+        self._fallback.say(message, subject="gradients are differentiated")
+
+    def _say_repaired(self) -> None:
+        """Warn once that a warm-up of a CUDA graph failed, because its graph is warmed up and recorded again."""
+        target, phase = self._owner[:2]
+        message = (
+            f"target {target!r} ({phase} phase): the first run of a CUDA graph raised an exception before this call, "
+            "such as OutOfMemoryError; torch warms that graph up again at its next call"
+        )
+        self._fallback.say_later(message, subject="failed warm-up")
 
     # ------------------------------------------------------------------------------------------ templates and passes
 
@@ -159,7 +185,7 @@ class GraphCompiler:
             return
         self._template_said = True
         self._recorder.add("template", self._owner, reason=falls_back)
-        self._fallback.say_later(f"{self._owner.phase}_mode: {falls_back}", "a-template-falls-back")
+        self._fallback.say_later(f"{self._owner.phase}_mode: {falls_back}")
 
     def _note_passes(self, attempt: _Attempt) -> None:
         """Report what passes did, and tell a graph that torch's cache gave back from one without a match."""
@@ -188,7 +214,7 @@ class GraphCompiler:
                 f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without it (each time: "
                 f"callback.report.{phase}.events; on_error='raise' ends the run)"
             )
-            self._fallback.say_later(message, "a-graph-pass-failed")
+            self._fallback.say_later(message)
         return self._patches(attempt)
 
     # ------------------------------------------------------------------------------------------ folded weights
@@ -211,11 +237,11 @@ class GraphCompiler:
     def _why_not_folded(self) -> str | None:
         if self._config.resolved_options(self._device).get("cpp_wrapper"):
             return "cpp_wrapper: Inductor tunes its kernels with the inputs of the graph as a whole"
-        if self._members[0].sharded:
+        if self._member.sharded:
             return MOVING_WEIGHTS
-        if len(self._members) > 1:
+        if self._shared:
             return "repeated blocks share a graph, and each has weights of its own"
-        if _torch.has_tensor_subclasses(self._members[0].module):
+        if _torch.has_tensor_subclasses(self._member.module):
             return "its weights are tensor subclasses, as shards are: what holds their memory may change"
         return None
 

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.compiling.errors import CompileError
-from compile_callbacks.compiling.fallback import Fallback, describe, entry_of
+from compile_callbacks._utils.errors import CompileError, WarnOnce
+from compile_callbacks.compiling.fallback import Fallback, describe
 from compile_callbacks.compiling.graph_compiler import GraphCompiler
-from compile_callbacks.compiling.isolation import Isolation
-from compile_callbacks.compiling.once import WarnOnce
-from compile_callbacks.compiling.region_settings import RegionSettings
-from compile_callbacks.compiling.shapes import ShapePolicy
+from compile_callbacks.compiling.region_settings import RegionSettings, ShapePolicy
 from compile_callbacks.compiling.snapshot import Snapshot
-from compile_callbacks.compiling.targets import Compiled, Target
-from compile_callbacks.compiling.verified_calls import VerifiedCalls
-from compile_callbacks.compiling.verify import CompiledCallFailedError
+from compile_callbacks.compiling.targets import Compiled, RepeatedBlocks, Target
 from compile_callbacks.compiling.weights import WeightWatch
-from compile_callbacks.links import see
 from compile_callbacks.measuring.events import CompileRecorder, Owner
 from compile_callbacks.phases import Phase
-from compile_callbacks.processes.meetings import Meetings
 from compile_callbacks.settings.config import InductorConfig
 from compile_callbacks.signatures import shapes, signature
 
@@ -49,8 +43,7 @@ class CompiledRegion:
         passes: Graph passes to run before those of ``config``.
         recorder: Told of everything that happens.
         isolation: Shared with the regions of the same switch.
-        meetings: Where several processes wait for each other's compiles.
-        warn: Warns of each subject once, whichever of the processes finds it.
+        warn: Warns of each subject once.
         settings: What the region does beside compiling.
         frozen: Bake the weights in, and anew when they changed; see `WeightWatch` and `suspect_weights`.
         name: What the settings are called, where the phase has several.
@@ -65,7 +58,6 @@ class CompiledRegion:
         passes: Sequence[Any] = (),
         recorder: CompileRecorder,
         isolation: Isolation | None = None,
-        meetings: Meetings | None = None,
         warn: WarnOnce | None = None,
         settings: RegionSettings | None = None,
         frozen: bool = False,
@@ -73,25 +65,19 @@ class CompiledRegion:
     ) -> None:
         settings = settings or RegionSettings()
         self.owner = Owner(target.name, phase, frozen, name)
+        self.called = False
+        """Whether the target was called in the phase."""
         self.ran = False
+        """Whether a call ran the compiled function, or was to run it."""
         self._config = config
         self._members = target.members
+        self._shares_as_asked = isinstance(target, RepeatedBlocks) and target.asked_for
         self._one_limit = len(self._members) == 1 and not _torch.SHARES_RECOMPILE_LIMIT
         self._recorder = recorder
         self._isolation = isolation or Isolation()
-        self._meetings = meetings or Meetings()
-        self._warn = warn or WarnOnce(self._meetings.warn_elsewhere)
-        self._fallback = Fallback(self.owner, recorder, self._meetings, settings, self._warn)
+        self._warn = warn or WarnOnce()
+        self._fallback = Fallback(self.owner, recorder, settings, self._warn)
         self._compiler = GraphCompiler(target, self.owner, config, passes, recorder=recorder, fallback=self._fallback)
-        self._verified_calls = VerifiedCalls(
-            self.owner,
-            self._members,
-            recorder=recorder,
-            isolation=self._isolation,
-            meetings=self._meetings,
-            fallback=self._fallback,
-            uses_cudagraphs=config.uses_cudagraphs,
-        )
         # Of each block: what calls the first of them differs from what calls the others (a gradient to pass on).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
         self._uncompilable: set[Any] = set()
@@ -100,7 +86,7 @@ class CompiledRegion:
         self._weights = WeightWatch(self._members[0].module)  # baked in where there is one member alone
         self._suspects_weights = True
         self._baked_in = False
-        self._before_compile: Snapshot | None = None
+        self._while_tracing = contextlib.ExitStack()
         self._compiled_of: dict[Any, set[Target]] = {}
         self._compile()
 
@@ -115,25 +101,11 @@ class CompiledRegion:
     def _call(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
         if self._isolation.eager:
             return member.eager(*args, **kwargs)
+        self.called = True
         if _torch.is_transformed():
             return self._call_transformed(member, args, kwargs)
         self.ran = True
-        try:
-            if self._meetings.in_step and self._meetings.is_first(self.owner, member.name):
-                call = functools.partial(self._run, member, *args, **kwargs)
-                return self._meetings.first_call(self.owner, member.name, call, cached=self._compiler.caches)
-            return self._run(member, *args, **kwargs)
-        except CompileError as error:
-            self._meetings.end_run(str(error))
-            raise
-
-    def give_up(self, reason: str) -> None:
-        """Run eagerly from here on, because the compiler failed on the target in this process or in another.
-
-        Args:
-            reason: Which process it was, and why it failed.
-        """
-        self._fallback.give_up(reason)
+        return self._run(member, *args, **kwargs)
 
     def _call_transformed(self, member: Target, args: Any, kwargs: Any) -> Any:
         """A call under a transform: torch would run it eagerly, and then compile no other call of the code either."""
@@ -143,11 +115,13 @@ class CompiledRegion:
             "phase: torch compiles a transform together with what it transforms; name the method that holds both as "
             "the target"
         )
-        self._warn((target, phase, "transform"), message, "under-a-transform")  # also of a candidate: it holds for all
+        self._warn((target, phase, "transform"), message)  # also of a candidate: it holds for all
         return member.eager(*args, **kwargs)
 
     def _run(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
-        if self._fallback.gave_up:
+        # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within one, the
+        # compiled function continues to run: it executes the graphs that differ eagerly.
+        if self._fallback.gave_up and not _torch.saves_through_hooks():
             return member.eager(*args, **kwargs)
         if self.owner.frozen:
             self._refreeze_if_weights_changed()
@@ -156,22 +130,24 @@ class CompiledRegion:
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
             return member.eager(*args, **kwargs)
         recorder, outer, outer_on_trace = self._recorder, self._recorder.owner, self._recorder.on_trace
-        recorder.owner, recorder.on_trace = self.owner, functools.partial(self._remember, member)
-        self._before_compile, graphs_before = None, self._compiler.graphs
-        failure, what = None, "the compiler failed"
+        recorder.listen_again()
+        before_compile: list[Snapshot] = []
+        recorder.owner, recorder.on_trace = self.owner, functools.partial(self._remember, member, before_compile)
+        graphs_before = self._compiler.graphs
+        failure = None
         try:
             result = self._compiled_call(member, args, kwargs)
-        except CompiledCallFailedError as error:
-            failure, what = error.error, "its compiled code raised what eager does not"
-            self._fallback.gave_up = True  # of other shapes too: no call after this one is made twice
         except Exception as error:
             if not _torch.raised_while_compiling(error):
                 raise
             failure = error
         finally:
             recorder.owner, recorder.on_trace = outer, outer_on_trace
+            self._while_tracing.close()
         if failure is not None:
-            result = self._without_compiler(member, failure, what, args, kwargs)
+            for snapshot in before_compile:
+                snapshot.restore()
+            result = self._without_compiler(member, failure, args, kwargs)
         if self._compiler.graphs > graphs_before and len(self._members) > 1:
             looks = signature(args, kwargs), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
             self._compiled_of.setdefault(looks, set()).add(member)
@@ -180,8 +156,8 @@ class CompiledRegion:
 
     @property
     def blocks_differ(self) -> bool:
-        """Whether each of several repeated blocks had to be compiled by itself, when all were called alike."""
-        return any(len(found) == len(self._members) for found in self._compiled_of.values())
+        """Whether each of the repeated blocks that were to share a graph was compiled separately."""
+        return self._shares_as_asked and any(len(found) == len(self._members) for found in self._compiled_of.values())
 
     def _compiled_call(self, member: Target, args: Any, kwargs: Any) -> Any:
         policy = self._shapes[member]
@@ -189,8 +165,6 @@ class CompiledRegion:
             # The first call of a candidate may be the odd one of a run, the last batch of an epoch for example.
             policy.admit(args, kwargs)
         stance = policy.stance(args, kwargs)
-        if self._verified_calls.includes(member):  # whose shapes are known from here on
-            return self._verified_calls.call(member, functools.partial(self._call_compiled, member), args, kwargs)
         if stance is not None:
             return self._call_under(stance, member, args, kwargs)
         return self._call_compiled(member, *args, **kwargs)
@@ -204,6 +178,11 @@ class CompiledRegion:
     def free_folded_weights(self) -> None:
         """Give back the memory that folded weights take, until the next call."""
         self._compiler.free_folded()
+
+    @property
+    def compiler(self) -> GraphCompiler:
+        """What compiles the graphs; it does not keep the module."""
+        return self._compiler
 
     def folded_graphs(self) -> list[FoldedGraph]:
         """The folded graphs that are still in use."""
@@ -219,11 +198,6 @@ class CompiledRegion:
         """Have calls with inputs of these shapes compile, whatever new shapes do."""
         for policy in self._shapes.values():
             policy.admit(args, kwargs)
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether the target runs eagerly for good, or for some inputs."""
-        return self._fallback.gave_up or bool(self._uncompilable)
 
     @property
     def on_trial(self) -> bool:
@@ -269,7 +243,7 @@ class CompiledRegion:
             f"target {target!r} was called in the {phase} phase with inputs of the shapes {shapes((args, kwargs))}, "
             "for which it is not compiled, and new_shapes='raise'; give 'recompile' or 'eager' to admit them"
         )
-        raise CompileError(see(message, "a-new-shape"))
+        raise CompileError(message)
 
     def _compile(self) -> None:
         name = re.sub(r"\W", "_", f"{self.owner.target}_{self.owner.phase}")
@@ -304,25 +278,44 @@ class CompiledRegion:
             self._guards_hooks = True
             self._compile()
 
-    def _remember(self, member: Target) -> None:
-        """Dynamo begins to trace: if it fails behind a graph break, what ran before the break is to be undone."""
-        if self._before_compile is None:
-            self._before_compile = Snapshot(member.module)
+    def _remember(self, member: Target, before_compile: list[Snapshot]) -> None:
+        """Dynamo begins to trace: if it fails after a graph break, the effects of the code before it are undone."""
+        if not before_compile:
+            before_compile.append(Snapshot(member.module))
+            self._while_tracing.enter_context(_torch.without_weak_references())
+            self._while_tracing.enter_context(_torch.without_odd_gradients())
 
-    def _without_compiler(self, member: Target, failure: BaseException, what: str, args: Any, kwargs: Any) -> Any:
+    def _without_compiler(self, member: Target, failure: BaseException, args: Any, kwargs: Any) -> Any:
         """The call done eagerly, after the compiler gave up on it."""
-        if self._before_compile is not None:
-            self._before_compile.restore()
-            self._before_compile = None
         # Where the error is the user's own, the eager call raises it as it is, with its own traceback.
         result = member.eager(*args, **kwargs)
         if self._fallback.settings.on_error == "raise":
             target, phase = self.owner[:2]
             message = f"compiling target {target!r} for the {phase} phase failed: {describe(failure)}"
-            raise CompileError(see(message, entry_of(failure))) from failure
+            raise CompileError(message) from failure
         self._uncompilable.add(signature(args, kwargs))
-        self._fallback.report(failure, what=what)
+        self._fallback.report(failure)
         return result
+
+
+class Isolation:
+    """Lets all regions of a switch run eagerly.
+
+    Attributes:
+        eager: Whether they do so now.
+    """
+
+    def __init__(self) -> None:
+        self.eager = False
+
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """A context in which all regions run eagerly."""
+        before, self.eager = self.eager, True
+        try:
+            yield
+        finally:
+            self.eager = before
 
 
 def _calling(function: Callable[..., Any]) -> Any:

@@ -1,22 +1,17 @@
-"""Backward passes that keep their graph, or are differentiated themselves: torch refuses both to compiled ones."""
+"""Backward passes that keep their graph or are differentiated themselves; torch refuses both for compiled graphs."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks.compiling.autocast import CurrentAutocast
-from compile_callbacks.compiling.errors import CompileError
-from compile_callbacks.compiling.snapshot import version
-from compile_callbacks.links import see
-
-_PASSES_WATCHED = 100
-"""First backward passes of a graph, for which it is noted down what each call computed from. Who differentiates them
-mostly does so from the first steps on; others are not to pay for it, in time and in memory."""
+from compile_callbacks._utils.errors import CompileError
+from compile_callbacks.compiling.snapshot import RandomState, version
 
 _STATISTICS = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
 """Positions of the arguments that a batch norm changes, and computes nothing with while training."""
@@ -58,28 +53,29 @@ class _BackwardPasses:
         self._eager = eager
         self._target = target
         self._on_recompute = on_recompute
-        self._autocast = CurrentAutocast()  # the one that the graph is compiled for
-        self._recomputed = False
-        self._passes = 0
+        self._autocast = _CurrentAutocast()  # the one that the graph is compiled for
         self._looked = False
+        self._tensors: tuple[int, ...] = ()  # positions of the inputs that have a version
         self._position: int | None = None  # of an output by which autograd's node is found
         self._outputs: dict[int, tuple[int, bool]] = {}  # the node's output: its position, and whether as a view of it
         self._noted_down: set[int] = set()  # positions of inputs that the graph changes, without computing with them
         self._why_not: str | None = None
 
     def follow(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """After a call: note down on autograd's node what was computed from, as it is now."""
-        if self._passes >= _PASSES_WATCHED and not self._recomputed:
-            return
+        """After a call: keep its inputs and their versions on autograd's node, until the backward pass.
+
+        Every call does so, because a training step may differentiate its gradients from any step on.
+        """
         if not self._looked:
             self._look(inputs, outputs)
         if self._position is None or self._why_not or (found := _made_by(outputs[self._position])) is None:
             return
-        found[0].computed_from = list(inputs), [version(value) for value in inputs]
+        found[0].computed_from = inputs, [inputs[i]._version for i in self._tensors]
 
     def _look(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Find what is the same in every call."""
         self._looked = True
+        self._tensors = tuple(i for i, value in enumerate(inputs) if version(value) is not None)
         earlier = {value.grad_fn for value in inputs if isinstance(value, torch.Tensor)} - {None}
         made = {i: found for i, output in enumerate(outputs) if (found := _made_by(output, earlier)) is not None}
         if not made:
@@ -106,7 +102,6 @@ class _BackwardPasses:
             if _torch.graph_is_kept():
                 with _torch.donated_buffers_kept(node) as context:
                     return compiled(context, *arguments)
-            self._passes += 1
             vars(node).pop("computed_from", None)
             return compiled(node, *arguments)
 
@@ -117,16 +112,16 @@ class _BackwardPasses:
     def _recompute(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The gradients of a call's inputs, with a graph of their own."""
         self._on_recompute()
-        self._recomputed = True
         inputs = self._inputs_of(node)
         given = {nr: gradient for nr, gradient in enumerate(gradients) if gradient is not None}
         # Gradients are those of these views, and not of what an input was computed from, which may be another input.
         views = {i: value.view_as(value) for i, value in enumerate(inputs) if _has_gradient(value)}
         copies = {i: inputs[i].detach().clone() for i in self._noted_down}  # it is noted down already
-        random_numbers = _RandomNumbers(inputs)
+        random_state = RandomState(inputs)
         with self._autocast.again():
             outputs = self._eager(*[views.get(i, copies.get(i, value)) for i, value in enumerate(inputs)])
-        if random_numbers.drawn():
+        if random_state.drawn():
+            random_state.restore()
             raise self._refusal("its graph draws random numbers, as dropout does")
         if not given:
             return (None,) * len(inputs)
@@ -146,14 +141,15 @@ class _BackwardPasses:
         return output if not is_view or output._base is None else output._base
 
     def _inputs_of(self, node: Any) -> list[Any]:
-        """What a call was given, if that is still so."""
+        """The inputs of a call, if they have not changed since."""
         if self._why_not:
             raise self._refusal(self._why_not)
-        if (computed_from := getattr(node, "computed_from", None)) is None:
-            raise self._refusal(f"they were not in the first {_PASSES_WATCHED} steps")
-        inputs, versions = computed_from
-        changed = (i for i, value in enumerate(inputs) if version(value) != versions[i])
-        if set(changed) - self._noted_down:
+        if not hasattr(node, "computed_from"):
+            _ = node.saved_tensors  # torch's own error: an earlier backward pass has freed the graph
+            raise self._refusal("the inputs of the call are not known")
+        inputs, versions = node.computed_from
+        changed = {i for i, before in zip(self._tensors, versions, strict=True) if inputs[i]._version != before}
+        if changed - self._noted_down:
             raise self._refusal("an input, a weight or a buffer was changed after the call")
         had_gradients = iter(function is not None for function, _ in node.next_functions)
         if any(value.requires_grad != next(had_gradients) for value in inputs if isinstance(value, torch.Tensor)):
@@ -175,7 +171,7 @@ class _BackwardPasses:
             f"gradients of target {self._target!r} cannot be differentiated (create_graph=True), as {why}; leave it "
             "out of targets, or train eagerly (train_mode=None)"
         )
-        return CompileError(see(message, "gradients-are-differentiated"))
+        return CompileError(message)
 
 
 def _has_gradient(value: Any) -> bool:
@@ -201,25 +197,18 @@ def _made_by(output: Any, earlier: Collection[Any] = ()) -> tuple[Any, int, bool
     return None
 
 
-class _RandomNumbers:
-    """Whether random numbers are drawn from here on.
+class _CurrentAutocast:
+    """The autocast that is active when this object is made."""
 
-    Args:
-        inputs: Of what may draw some, on their devices.
-    """
+    def __init__(self) -> None:
+        devices = ("cpu", "cuda")
+        self._states = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices]
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
-        self._gpus = {value.device for value in inputs if isinstance(value, torch.Tensor) and value.is_cuda}
-        self._before = self._states()
-
-    def drawn(self) -> bool:
-        """Whether some were; then all generators are as they were before."""
-        drawn = any(not torch.equal(*both) for both in zip(self._before, self._states(), strict=True))
-        if drawn:
-            torch.set_rng_state(self._before[0])
-            for gpu, state in zip(self._gpus, self._before[1:], strict=True):
-                torch.cuda.set_rng_state(state, gpu)
-        return drawn
-
-    def _states(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in self._gpus)]
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """A context with the same autocast."""
+        with contextlib.ExitStack() as stack:
+            for device, dtype, enabled in self._states:
+                if enabled != torch.is_autocast_enabled(device) or enabled:
+                    stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
+            yield

@@ -2,10 +2,48 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+
+
+class RandomState:
+    """The states of the random number generators of Python, NumPy and torch, as they are now.
+
+    Args:
+        values: Tensors on the devices whose generators count, next to the CPU and the current GPU.
+    """
+
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+        if torch.cuda.is_initialized():
+            devices.add(torch.device("cuda", torch.cuda.current_device()))
+        self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
+        self._torch = self._torch_states()
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+
+    def drawn(self) -> bool:
+        """Whether one of torch's generators has drawn a number since."""
+        return any(not torch.equal(*both) for both in zip(self._torch, self._torch_states(), strict=True))
+
+    def restore(self) -> None:
+        """Set all generators back."""
+        torch.set_rng_state(self._torch[0])
+        for device, state in zip(self._devices, self._torch[1:], strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    def _torch_states(self) -> list[torch.Tensor]:
+        others = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
+        return [torch.get_rng_state(), *others]
 
 
 class Snapshot:
@@ -21,24 +59,16 @@ class Snapshot:
         self._places = [
             (part._buffers, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()
         ]
-        self._generators = _generator_states()
-        made = (weight for weight in module.parameters() if not nn.parameter.is_lazy(weight))
-        self._weights = [(weight, version(weight)) for weight in made]
-
-    def wrote_weights(self) -> bool:
-        """Whether a weight was written to since; there are no copies of weights to put back."""
-        return any(version(weight) != before for weight, before in self._weights)
+        self._random = RandomState(module.parameters())
 
     def drew(self) -> bool:
         """Whether random numbers were drawn since."""
-        return any(not torch.equal(a, b) for a, b in zip(self._generators, _generator_states(), strict=True))
+        return self._random.drawn()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put back what has changed since."""
-        torch.set_rng_state(self._generators[0])
-        if len(self._generators) > 1:
-            torch.cuda.set_rng_state(self._generators[1])
+        self._random.restore()
         for buffers, name, buffer in self._places:
             buffers[name] = buffer
         for buffer, value in self._buffers:
@@ -50,10 +80,3 @@ class Snapshot:
 def version(value: Any) -> int | None:
     """Changes with each change of a tensor in place; tensors of inference mode have none."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
-
-
-def _generator_states() -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
+import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.compiling.autocast import ConfiguredAutocast
-from compile_callbacks.compiling.isolation import Isolation
-from compile_callbacks.compiling.once import WarnOnce
-from compile_callbacks.compiling.region import CompiledRegion
+from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks.compiling.region import CompiledRegion, Isolation
 from compile_callbacks.compiling.region_settings import RegionSettings
-from compile_callbacks.compiling.targets import Compiled, Target
-from compile_callbacks.measuring.events import CompileRecorder, Owner
+from compile_callbacks.compiling.targets import Compiled, InstalledCall, Target
+from compile_callbacks.compiling.weights import why_not_watched
+from compile_callbacks.measuring.events import CompileRecorder
 from compile_callbacks.phases import PHASES, Phase
-from compile_callbacks.processes.meetings import Meetings
 from compile_callbacks.settings.config import InductorConfig
 
 _CALL_SLOT = "_compiled_call_impl"  # what nn.Module.compile() sets, and nn.Module.__call__ looks at
 
 
 class _Made(NamedTuple):
-    """What a target is compiled to with one config: a region, where it freezes one with the weights baked in.
-
-    Beside them stands the autocast that the config sets, for each member of the target.
-    """
+    """The regions of a target for one config: the usual one, and one with frozen weights if the config freezes."""
 
     region: CompiledRegion
     frozen: CompiledRegion | None
-    autocasts: tuple[ConfiguredAutocast, ...]
 
     @property
     def regions(self) -> list[CompiledRegion]:
@@ -40,7 +35,7 @@ class _Made(NamedTuple):
         return [self.region] if self.frozen is None else [self.region, self.frozen]
 
 
-class Dispatcher:
+class Dispatcher(InstalledCall):
     """Stands in a target's slot and calls what is selected: a compiled region, or the module itself.
 
     An object and not a closure, so that a copy or a pickle of the module can leave it behind: a copied call
@@ -49,9 +44,10 @@ class Dispatcher:
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self.compiled_by_user: Callable[..., Any] | None = None  # by module.compile(), for phases that are left alone
+        self.left_alone: frozenset[Phase] = frozenset()
         self.regions: dict[Phase, CompiledRegion] = {}
         self.frozen_regions: dict[Phase, CompiledRegion] = {}
-        self.autocasts: dict[Phase, ConfiguredAutocast] = {}
         self.eager = target.eager
         self.__wrapped__ = self.eager  # Lightning looks through it for what a method is, and which arguments it takes
         self.selected: Callable[..., Any] = self.eager
@@ -69,21 +65,25 @@ class Dispatcher:
         return self.selected(*args, **kwargs)
 
     def call(self, phase: Phase, *, compiled: bool = True, frozen: bool = False) -> Callable[..., Any]:
-        """What a call does in a phase, under the autocast of the phase's settings.
+        """The call of the target in a phase.
 
         Args:
             phase: The phase.
             compiled: Whether to run compiled, where the phase is.
             frozen: Whether to run with weights baked in, where there is such.
         """
+        if self.compiled_by_user is not None and phase in self.left_alone:
+            return self.compiled_by_user
         region = (self.frozen_regions.get(phase) if frozen else None) or self.regions.get(phase)
-        call = region.on(self.target) if compiled and region is not None else self.eager
-        return self.autocasts[phase].around(call) if phase in self.autocasts else call
+        return region.on(self.target) if compiled and region is not None else self.eager
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # As what any process can load without this library: the module's own method.
         if self.target.method is None:
             return type(None), ()
-        return _own_method, (self.target.module, self.target.method)
+        if (own := self.target.own_function) is not None:
+            return operator.getitem, ([own], 0)
+        return getattr, (self.target.module, self.target.method)
 
     def by_grad_mode(self, *args: Any, **kwargs: Any) -> Any:
         """Call the region of the phase that the grad mode tells; for when no trainer selects one."""
@@ -106,11 +106,11 @@ class PhaseSwitch:
     Args:
         targets: What is compiled.
         configs: The settings by phase; ``None`` leaves a phase eager.
+        left_alone: Phases in which a target that the user compiled in place runs as the user compiled it.
         passes: Graph passes for both phases, before those of each config.
         recorder: Told of everything that happens while compiling.
         settings: What regions do beside compiling.
-        meetings: Where several processes wait for each other's compiles.
-        warn: Warns of each subject once, whichever of the processes finds it.
+        warn: Warns of each subject once.
     """
 
     def __init__(
@@ -118,29 +118,33 @@ class PhaseSwitch:
         targets: Sequence[Compiled],
         configs: Mapping[Phase, InductorConfig | None],
         *,
+        left_alone: frozenset[Phase] = frozenset(),
         passes: Sequence[Any] = (),
         recorder: CompileRecorder,
         settings: RegionSettings | None = None,
-        meetings: Meetings | None = None,
         warn: WarnOnce | None = None,
     ) -> None:
-        self.targets = tuple(targets)
+        self.targets: tuple[Compiled, ...] = ()
         self._passes = tuple(passes)
         self._recorder = recorder
         self._settings = settings or RegionSettings()
-        self._meetings = meetings or Meetings()
-        self._warn = warn or WarnOnce(self._meetings.warn_elsewhere)
+        self._warn = warn or WarnOnce()
         self._isolation = Isolation()
-        self._dispatchers_of = [[Dispatcher(member) for member in target.members] for target in targets]
+        self._left_alone = left_alone
+        self._dispatchers_of: list[list[Dispatcher]] = []
         self._made: dict[tuple[Phase, str | None], list[_Made]] = {}
-        for phase, config in configs.items():
-            self.use(phase, config)
+        self._config_of: dict[tuple[Phase, str | None], InductorConfig] = {}
+        self._in_use: dict[Phase, tuple[InductorConfig | None, str | None]] = {}
         self._trace_settings = _torch.TraceSettings(
             ours=lambda: recorder.owner is not None,
             frozen=lambda: recorder.owner is not None and recorder.owner.frozen,
         )
-        self._before: list[tuple[nn.Module, str, Any]] | None = None
+        recorder.on_reset = self._trace_settings.install
+        self._before: list[tuple[Dispatcher, str, Any]] | None = None
         self._selected: tuple[Phase, bool, bool] | None = None
+        for phase, config in configs.items():
+            self.use(phase, config)
+        self.add(targets)
 
     @property
     def shares_graphs(self) -> bool:
@@ -161,10 +165,36 @@ class PhaseSwitch:
             return
         self._before = []
         self._trace_settings.install()
-        for dispatcher in self._dispatchers:
+        self._put(self._dispatchers)
+
+    def add(self, targets: Sequence[Compiled]) -> None:
+        """Compile further targets, from their next call on."""
+        dispatchers = [[Dispatcher(member) for member in target.members] for target in targets]
+        for dispatcher in (one for of_target in dispatchers for one in of_target):
+            dispatcher.left_alone = self._left_alone
+        self.targets += tuple(targets)
+        self._dispatchers_of += dispatchers
+        for (phase, name), made in self._made.items():
+            made += [self._make(target, phase, self._config_of[phase, name], name) for target in targets]
+        for phase, (config, name) in self._in_use.items():
+            self.use(phase, config, name)
+        if self.installed:
+            self._put([one for of_target in dispatchers for one in of_target])
+
+    def _put(self, dispatchers: Iterable[Dispatcher]) -> None:
+        assert self._before is not None
+        for dispatcher in dispatchers:
             module, slot = dispatcher.target.module, dispatcher.target.method or _CALL_SLOT
-            self._before.append((module, slot, vars(module).get(slot, _ABSENT)))
+            before = vars(module).get(slot, _ABSENT)
+            self._before.append((dispatcher, slot, before))
+            by_user = slot == _CALL_SLOT and before is not _ABSENT and not isinstance(before, Dispatcher)
+            dispatcher.compiled_by_user = before if by_user else None
             object.__setattr__(module, slot, dispatcher)
+
+    @property
+    def compiled_by_user(self) -> bool:
+        """Whether the user compiled a target in place, and it runs so in the phases that are left alone."""
+        return any(dispatcher.compiled_by_user is not None for dispatcher in self._dispatchers)
 
     def select(self, phase: Phase, *, compiled: bool = True, frozen: bool = False) -> None:
         """Have the targets run with a phase's settings, or eagerly where ``compiled`` is false.
@@ -189,21 +219,20 @@ class PhaseSwitch:
             name: What they are called, where they are one of several candidates: they are on trial until `choose`.
         """
         self._selected = None
+        self._in_use[phase] = config, name
         if config is not None and (phase, name) not in self._made:
+            self._config_of[phase, name] = config
             self._made[phase, name] = [self._make(target, phase, config, name) for target in self.targets]
         for dispatcher in self._dispatchers:
             dispatcher.regions.pop(phase, None)
             dispatcher.frozen_regions.pop(phase, None)
-            dispatcher.autocasts.pop(phase, None)
         if config is None:
             return
         for made, dispatchers in zip(self._made[phase, name], self._dispatchers_of, strict=True):
-            for position, dispatcher in enumerate(dispatchers):
+            for dispatcher in dispatchers:
                 dispatcher.regions[phase] = made.region
                 if made.frozen is not None:
                     dispatcher.frozen_regions[phase] = made.frozen
-                if made.autocasts:
-                    dispatcher.autocasts[phase] = made.autocasts[position]
 
     def choose(self, phase: Phase, name: str) -> None:
         """Candidates that were on trial are the phase's settings: they are treated as such from here on."""
@@ -211,28 +240,12 @@ class PhaseSwitch:
             for region in made.regions:
                 region.choose(self._settings)
 
-    def try_again(self, phase: Phase, name: str) -> None:
-        """What was chosen is on trial again: it is a candidate among others until the next `choose`."""
-        for made in self._made.get((phase, name), ()):
-            for region in made.regions:
-                region.choose(self._settings.for_trial())
-
     def drop(self, phase: Phase, name: str) -> None:
         """Give back what was compiled with candidates that are not to be used again."""
+        self._config_of.pop((phase, name), None)
         for made in self._made.pop((phase, name), ()):
             for region in made.regions:
                 region.free_compiled()
-                self._meetings.forget(region.owner)  # if it is made again, it is compiled again
-
-    def gave_up(self, phase: Phase, name: str) -> bool:
-        """Whether a target of a candidate runs eagerly, because the compiler failed on it."""
-        return any(region.gave_up for made in self._made.get((phase, name), ()) for region in made.regions)
-
-    def give_up(self, owner: Owner, reason: str) -> None:
-        """Leave a target eager, because the compiler failed on it in this process or in another."""
-        for region in self.regions(owner.phase):
-            if region.owner == owner:
-                region.give_up(reason)
 
     def belongs_to(self, session: Any) -> None:
         """Have the targets know who compiled them."""
@@ -268,10 +281,14 @@ class PhaseSwitch:
                 region.free_compiled()
 
     def remove(self) -> None:
-        """Leave every module as it was before `install`."""
-        for module, slot, before in self._before or ():
+        """Leave every module as it was before `install`; what the user put into a slot since stays."""
+        for dispatcher, slot, before in self._before or ():
+            module = dispatcher.target.module
+            dispatcher.selected = dispatcher.eager  # the user may hold it, in a function around it
+            if vars(module).get(slot) is not dispatcher:
+                continue
             if before is _ABSENT:
-                vars(module).pop(slot, None)
+                del vars(module)[slot]
             else:
                 object.__setattr__(module, slot, before)
         self._trace_settings.remove()
@@ -303,7 +320,6 @@ class PhaseSwitch:
                 passes=self._passes,
                 recorder=self._recorder,
                 isolation=self._isolation,
-                meetings=self._meetings,
                 warn=self._warn,
                 settings=self._settings if name is None else self._settings.for_trial(),
                 frozen=frozen,
@@ -311,20 +327,10 @@ class PhaseSwitch:
             )
 
         freezes = config.freezes and phase == "infer" and len(target.members) == 1 and not target.members[0].sharded
-        autocasts = target.members if config.autocast_enabled is not None else ()
-        return _Made(
-            region(frozen=False),
-            region(frozen=True) if freezes else None,
-            tuple(ConfiguredAutocast(member, config, self._isolation.uncompiled) for member in autocasts),
-        )
-
-
-def compiled_call(module: nn.Module, phase: Phase) -> Callable[..., Any] | None:
-    """What stands for a module's call in a phase while it is compiled in place; ``None`` where it is no target."""
-    dispatcher = vars(module).get(_CALL_SLOT)
-    if not isinstance(dispatcher, Dispatcher) or phase not in dispatcher.regions:
-        return None
-    return dispatcher.call(phase)
+        if freezes and (reason := why_not_watched(target.members[0].module)) is not None:
+            freezes = False
+            self._warn((target.name, "freezing"), f"freezing has no effect on target {target.name!r}: {reason}")
+        return _Made(region(frozen=False), region(frozen=True) if freezes else None)
 
 
 def compiled_parts(module: nn.Module) -> list[str]:
@@ -353,7 +359,3 @@ def _is_redirected(module: nn.Module) -> bool:
 
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _ABSENT = object()
-
-
-def _own_method(module: nn.Module, name: str) -> Any:
-    return getattr(type(module), name).__get__(module)

@@ -1,7 +1,7 @@
-"""What a package takes: the inputs of the call that was exported, written into it and checked at each call.
+"""The inputs of an exported call: written into the package, and checked at each call of it.
 
-What AOTInductor compiles checks nothing: an image of another size, another dtype or another memory layout gives
-numbers without a meaning, or ends the process.
+AOTInductor's code checks nothing: for an input of another shape, dtype or memory layout it returns wrong numbers or
+crashes the process.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from compile_callbacks import _torch
+from compile_callbacks.measuring.timing import call_times_ms
+from compile_callbacks.settings.options import dtype_name
 
 _FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -27,13 +30,13 @@ _RANKS = {"channels_last": 4, "channels_last_3d": 5}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInput:
-    """A tensor that a package takes.
+    """A tensor input of a package.
 
     Attributes:
-        dtype: Its dtype, ``"float32"``.
-        shape: Its sizes; ``None`` for the batch size, which may change from call to call.
-        device: The type of its device.
-        memory_format: Its layout: ``"contiguous"``, ``"channels_last"`` or ``"channels_last_3d"``.
+        dtype: The dtype, ``"float32"``.
+        shape: The sizes; ``None`` for the batch size, which may change from call to call.
+        device: The type of the device.
+        memory_format: The layout: ``"contiguous"``, ``"channels_last"`` or ``"channels_last_3d"``.
     """
 
     dtype: str
@@ -42,7 +45,7 @@ class TensorInput:
     memory_format: str
 
     def __str__(self) -> str:
-        """The input in a few words: ``float32 (batch, 1, 8, 8)``."""
+        """Describe the input: ``float32 (batch, 1, 8, 8)``."""
         return f"{self.dtype} ({', '.join('batch' if size is None else str(size) for size in self.shape)})"
 
 
@@ -51,9 +54,9 @@ class CallSpec:
     """The inputs of a package.
 
     Attributes:
-        signature: The parameters of ``forward`` that the exported call gave, and none of those that it left out.
-        inputs: By name (``"x"``, ``"x['mask']"``), in the order in which a package takes them: a tensor, or the
-            ``repr`` of what is no tensor, whose value is part of the package.
+        signature: The parameters of ``forward`` that the exported call passed, without those that it left out.
+        inputs: The inputs by name (``"x"``, ``"x['mask']"``), in the order of the package: a tensor, or the ``repr``
+            of any other value, which is constant in the package.
     """
 
     signature: Signature
@@ -66,10 +69,10 @@ class CallSpec:
         """Describe a call.
 
         Args:
-            call: What is called.
+            call: The callable.
             args: Inputs by position.
             kwargs: Inputs by name.
-            batch: The batch size that may change; ``None`` where none may.
+            batch: The batch size, if it may change from call to call.
 
         Raises:
             TypeError: The inputs do not fit the signature.
@@ -81,13 +84,13 @@ class CallSpec:
             for name, kind in kinds.items()
             if name not in bound.kwargs and kind is not Parameter.VAR_KEYWORD
         ]
-        # Behind a parameter that was left out, one can be given by name alone.
+        # A parameter behind one that was left out can only be passed by name.
         signature = Signature([*by_position, *(Parameter(name, Parameter.KEYWORD_ONLY) for name in bound.kwargs)])
         leaves = _leaves(signature.bind(*bound.args, **bound.kwargs))
         return cls(signature=signature, inputs={name: _describe(leaf, batch) for name, leaf in leaves})
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-        """The inputs of a call, by position and by name as they were exported.
+        """Bind the inputs of a call to the parameters of the exported call.
 
         Raises:
             TypeError: Inputs are missing, or too many.
@@ -98,7 +101,7 @@ class CallSpec:
             raise TypeError(f"{error}; the package takes {self}") from None
 
     def tensors(self, bound: inspect.BoundArguments) -> list[torch.Tensor]:
-        """The tensors of a call, in the order and layout in which a package takes them.
+        """Return the tensors of a call in the order and layout of the package.
 
         Raises:
             TypeError: An input of another dtype or kind, or of another structure.
@@ -128,48 +131,105 @@ class CallSpec:
         return found
 
     def batches(self, bound: inspect.BoundArguments) -> list[torch.Tensor]:
-        """The tensors of a call whose dimension 0 is the batch."""
+        """Return the tensors of a call whose dimension 0 is the batch."""
         return [leaf for name, leaf in _leaves(bound) if has_batch(self.inputs[name])]
 
     def to_json(self) -> str:
-        """The description as text, for a package."""
+        """Return the description as JSON, for a package."""
         inputs = {name: value if isinstance(value, str) else asdict(value) for name, value in self.inputs.items()}
         kinds = {name: parameter.kind.name for name, parameter in self.signature.parameters.items()}
         return json.dumps({"parameters": kinds, "inputs": inputs})
 
     @classmethod
     def from_json(cls, text: str) -> CallSpec:
-        """The description that `to_json` wrote."""
+        """Read the description that `to_json` wrote.
+
+        Raises:
+            ValueError: A value that `to_json` does not write. Other text raises a ``TypeError``, ``KeyError`` or
+                ``AttributeError`` too.
+        """
         data = json.loads(text)
         return cls(
             signature=Signature(
                 [Parameter(name, getattr(Parameter, kind)) for name, kind in data["parameters"].items()]
             ),
-            inputs={
-                name: value if isinstance(value, str) else TensorInput(**{**value, "shape": tuple(value["shape"])})
-                for name, value in data["inputs"].items()
-            },
+            inputs={name: _input_from_data(value) for name, value in data["inputs"].items()},
         )
 
     def __str__(self) -> str:
-        """The inputs in a line: ``images: float32 (batch, 1, 8, 8), scale=2.0``."""
+        """Describe the inputs in one line: ``images: float32 (batch, 1, 8, 8), scale=2.0``."""
         return ", ".join(
             f"{name}={value}" if isinstance(value, str) else f"{name}: {value}" for name, value in self.inputs.items()
         )
 
 
+class ExampleCall(NamedTuple):
+    """The inputs of one call of a module.
+
+    Attributes:
+        args: Inputs by position.
+        kwargs: Inputs by name.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, inputs: Any) -> ExampleCall:
+        """Take a tuple of positional inputs, a mapping of inputs by name, or a single input."""
+        if isinstance(inputs, tuple):
+            return cls(inputs, {})
+        return cls((), dict(inputs)) if isinstance(inputs, Mapping) else cls((inputs,), {})
+
+    @classmethod
+    def of_batch(cls, batch: Any, module: nn.Module) -> ExampleCall:
+        """Take the inputs from a batch.
+
+        A tensor is the input. A tuple or list: its first element. A mapping: the entries that are parameters of
+        ``forward``, by name, or the mapping itself if none is.
+        """
+        if isinstance(batch, Mapping):
+            parameters = inspect.signature(module.forward).parameters
+            takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+            named = {name: value for name, value in batch.items() if takes_all or name in parameters}
+            return cls((), named) if named else cls((batch,), {})
+        first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+        return cls((first,), {})
+
+    def on(self, device: torch.device) -> ExampleCall:
+        """Copy the inputs to a device."""
+        args, kwargs = _torch.tree_map_tensors(lambda tensor: tensor.to(device), tuple(self))
+        return ExampleCall(args, kwargs)
+
+    def times_ms(self, callee: Callable[..., Any], device: torch.device) -> tuple[float, ...]:
+        """Measure repeated calls, in milliseconds each."""
+        return call_times_ms(lambda: callee(*self.args, **self.kwargs), device=device)
+
+
 def has_batch(described: TensorInput | str) -> bool:
-    """Whether an input is a tensor whose size may change from call to call."""
+    """Whether an input is a tensor with a batch dimension that may change from call to call."""
     return isinstance(described, TensorInput) and None in described.shape
 
 
+def _input_from_data(data: Any) -> TensorInput | str:
+    if isinstance(data, str):
+        return data
+    found = TensorInput(**{**data, "shape": tuple(data["shape"])})
+    sizes = all(size is None or type(size) is int for size in found.shape)
+    if not (sizes and isinstance(found.dtype, str) and isinstance(found.device, str)):
+        raise ValueError(f"an input is described by {data!r}")
+    if found.memory_format not in _FORMATS:
+        raise ValueError(f"an input has the memory format {found.memory_format!r}")
+    return found
+
+
 def in_own_layout(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of an example, in the layout that a package is to take it in."""
+    """Copy an example, with the layout that the package will expect."""
     return tensor.detach().clone(memory_format=_FORMATS[_memory_format_of(tensor)])
 
 
 def _memory_format_of(tensor: torch.Tensor) -> str:
-    """The layout of an example, where it has one of the three."""
+    """Return the layout of an example; ``"contiguous"`` if it is another one."""
     if not tensor.is_contiguous():
         for name, rank in _RANKS.items():
             if tensor.dim() == rank and tensor.is_contiguous(memory_format=_FORMATS[name]):
@@ -179,7 +239,7 @@ def _memory_format_of(tensor: torch.Tensor) -> str:
 
 def _leaves(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
     for name, value in bound.arguments.items():
-        if isinstance(value, torch.Tensor):  # by far the most frequent, and not worth a walk
+        if isinstance(value, torch.Tensor):  # the usual case, without the overhead of a tree
             yield name, value
         else:
             yield from ((name + path, leaf) for path, leaf in _torch.named_leaves(value))
@@ -192,7 +252,7 @@ def _describe(leaf: Any, batch: int | None) -> TensorInput | str:
     if sizes and sizes[0] == batch:
         sizes[0] = None
     return TensorInput(
-        dtype=_dtype_name(leaf.dtype),
+        dtype=dtype_name(leaf.dtype),
         shape=tuple(sizes),
         device=leaf.device.type,
         memory_format=_memory_format_of(leaf),
@@ -202,15 +262,11 @@ def _describe(leaf: Any, batch: int | None) -> TensorInput | str:
 def _check(name: str, expected: TensorInput, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"input {name!r} must be a tensor, not {type(value).__name__}; the package takes {expected}")
-    if _dtype_name(value.dtype) != expected.dtype:
-        raise TypeError(f"input {name!r} is of dtype {_dtype_name(value.dtype)}; the package takes {expected}")
+    if dtype_name(value.dtype) != expected.dtype:
+        raise TypeError(f"input {name!r} is of dtype {dtype_name(value.dtype)}; the package takes {expected}")
     if value.device.type != expected.device:
         raise ValueError(f"input {name!r} is on {value.device.type}, and the package runs on {expected.device}")
     if len(value.shape) != len(expected.shape) or any(
         size not in (None, own) for size, own in zip(expected.shape, value.shape, strict=True)
     ):
         raise ValueError(f"input {name!r} has the shape {tuple(value.shape)}; the package takes {expected}")
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

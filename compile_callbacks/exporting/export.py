@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,23 +17,18 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.choices import check_choice
-from compile_callbacks.compiling.autocast import OutputDtypes, autocast_of, in_dtypes, output_dtypes
-from compile_callbacks.compiling.errors import CompileWarning
+from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.files import atomic_write
+from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
+from compile_callbacks.compiling.accuracy import Comparison, Results, compare_results, tolerance
 from compile_callbacks.compiling.sharding import check_whole
-from compile_callbacks.compiling.targets import Target
-from compile_callbacks.compiling.verify import Comparison, CompiledCallFailedError, compare_with_eager
+from compile_callbacks.compiling.snapshot import Snapshot
 from compile_callbacks.exporting.call_spec import CallSpec, has_batch, in_own_layout
-from compile_callbacks.exporting.exported import SPEC_KEY, ExportedModule, ExportError, Format
-from compile_callbacks.exporting.package_files import check_path, check_writable
-from compile_callbacks.exporting.package_options import package_options
-from compile_callbacks.exporting.trial import load_after_trial
-from compile_callbacks.failures import describe_failure, in_one_line
-from compile_callbacks.files.whole_files import appears_whole
-from compile_callbacks.links import Entry, Explained, checks_settings, see
+from compile_callbacks.exporting.exported import SPEC_KEY, ExportedModule, ExportError, Format, load_after_trial
+from compile_callbacks.exporting.package_options import check_path, check_settings, check_writable, package_options
 from compile_callbacks.passes import GraphPassError, pass_options
 from compile_callbacks.settings.config import InductorConfig
-from compile_callbacks.settings.mode import EAGER, Mode, as_config
+from compile_callbacks.settings.mode import Mode
 
 
 def export(
@@ -49,10 +44,9 @@ def export(
 ) -> Path:
     """Write a module to a ``.pt2`` package that runs where neither this library nor the module's code is installed.
 
-    The module is exported as it is in ``eval()`` under ``torch.no_grad()``, and under the autocast that ``config`` sets
-    or else that is in effect, on the device where it is, and is left as it was. A module that is compiled in place, by
-    this library or by torch, gives the original. The file appears when it is whole, and replaces an older one; a
-    failure leaves nothing.
+    The module is exported in ``eval()`` mode under ``torch.no_grad()`` and the active autocast, on its own device, and
+    is not changed. If a module is compiled in place, by this library or by torch, the original is exported. The file is
+    written atomically and replaces an older one; a failure leaves no file.
 
     Args:
         module: The module.
@@ -61,8 +55,7 @@ def export(
         path: Where to, ending in ``.pt2``; folders that are missing are made.
         example_kwargs: The inputs of the call that are given by name.
         config: The settings that ``"aoti"`` compiles with, as ``infer_mode`` takes them, but for ``"auto"``; ``None``
-            for the default ones. Of them, ``"export"`` takes the autocast. What AOTInductor cannot take is left out
-            with a warning (docs/export.md).
+            for the default ones. A warning names the settings that AOTInductor does not support (docs/export.md).
         dynamic_batch: Whether the batch size may change from call to call: dimension 0 of the first tensor, and of
             each other one whose dimension 0 is of the same size.
         format: ``"aoti"``: compiled by AOTInductor, for this kind of device. ``"export"``: the program that
@@ -93,34 +86,32 @@ def export(
         torch.Size([3, 2])
         >>> folder.cleanup()
     """
-    with checks_settings:
-        kwargs = _check_inputs(module, example_inputs, example_kwargs)
-        path = check_path(path)
-        check_choice("format", format, get_args(Format))
-        settings = check_settings(config, dynamic_batch)
-        if not isinstance(verify, bool):
-            raise TypeError(f"verify={verify!r} must be True or False")
-    if format == "export" and replace(settings, autocast_enabled=None, autocast_dtype=None) != InductorConfig():
+    kwargs = _check_inputs(module, example_inputs, example_kwargs)
+    path = check_path(path)
+    check_choice("format", format, get_args(Format))
+    settings = check_settings(config, dynamic_batch)
+    if not isinstance(verify, bool):
+        raise TypeError(f"verify={verify!r} must be True or False")
+    if format == "export" and settings != InductorConfig():
         message = f"config={settings.describe()!r} has no effect with format='export', which compiles nothing"
-        _warn(message, "left-out-of-a-package")
-    call = _Call(_torch.unwrap_dynamo(module), example_inputs, kwargs, settings, dynamic_batch=dynamic_batch)
+        _warn(message)
+    call = _Call(_torch.unwrap_dynamo(module), example_inputs, kwargs, dynamic_batch=dynamic_batch)
     metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
     check_writable(path)
-    no_package = Explained("no-package", ExportError)
-    with no_package, appears_whole(path) as beside, as_deployed(module), autocast_of(settings, call.device.type):
+    with atomic_write(path) as temporary, as_deployed(module):
         program = call.traced()
         if format == "export":
             # Else the example batch goes into the file, and with it a part of somebody's data.
             program.example_inputs = None
-            _torch.save_program(program, str(beside), {SPEC_KEY: metadata})
+            _torch.save_program(program, str(temporary), {SPEC_KEY: metadata})
         else:
             with torch.autocast(call.device.type, enabled=False):  # it is in the program
-                _compile(program, beside, settings, call.device, metadata)
+                _compile(program, temporary, settings, call.device, metadata)
             if verify:
-                compared = call.compare(_torch.program_as_module(program), beside)
-                if compared.left_out:
-                    message = f"{path} is not compared with eager: {compared.left_out}"
-                    _warn(message, "a-package-is-not-compared")
+                compared = call.compare(_torch.program_as_module(program), temporary)
+                if compared.verdict == "not compared":
+                    message = f"{path} is not compared with eager: {compared.reason}"
+                    _warn(message)
     return path
 
 
@@ -132,27 +123,19 @@ class _Call:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        config: InductorConfig,
         *,
         dynamic_batch: bool,
     ) -> None:
         tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors:
-            raise ValueError(
-                see("example_inputs hold no tensor; a package computes from tensors", "an-input-is-refused")
-            )
+            raise ValueError("example_inputs hold no tensor; a package computes from tensors")
         if dynamic_batch and tensors[0].dim() == 0:
             message = "example_inputs: the first tensor has no dimensions, so no batch; dynamic_batch=False exports it"
-            raise ValueError(see(message, "an-input-is-refused"))
+            raise ValueError(message)
         self.device = tensors[0].device
         batch = tensors[0].shape[0] if dynamic_batch else None
-        with Explained("an-input-is-refused", TypeError):
-            self.spec = CallSpec.of(module.forward, args, kwargs, batch)
+        self.spec = CallSpec.of(module.forward, args, kwargs, batch)
         self._module = module
-        self._dtypes: OutputDtypes | None = None
-        if config.autocast_enabled:
-            with as_deployed(module):
-                self._dtypes = output_dtypes(Target("forward", module), args, kwargs)
         bound = self.spec.bind(args, kwargs)
         batches = {id(tensor) for tensor in self.spec.batches(bound)}
         self._batches: list[torch.Tensor] = []
@@ -176,7 +159,7 @@ class _Call:
         try:
             with _torch.quiet_export():
                 program = _torch.export_program(
-                    self._module, self._forward(), self._args, self._kwargs, shapes, self.spec.signature
+                    self._module, self._module.forward, self._args, self._kwargs, shapes, self.spec.signature
                 )
                 # A program knows no autocast from without until its operators are traced once more.
                 return program.run_decompositions({}) if torch.is_autocast_enabled(self.device.type) else program
@@ -186,16 +169,10 @@ class _Call:
                 raise ExportError(self._fixes_the_batch(name, str(error))) from error
             raise ExportError(f"{name} cannot be exported: {_why(error)}") from error
 
-    def _forward(self) -> Callable[..., Any]:
-        forward, dtypes = self._module.forward, self._dtypes
-        if dtypes is None:
-            return forward
-        return lambda *args, **kwargs: in_dtypes(forward(*args, **kwargs), dtypes)
-
     def compare(self, eager: nn.Module, path: Path) -> Comparison:
         """Compare a package with eager; raises an error where it differs, or does not run."""
         package = load_after_trial(path, self._args, self._kwargs, self.device)
-        return check_equal(self._module, eager, package, self._args, self._kwargs)
+        return check_equal(eager, package, self._args, self._kwargs)
 
     def _fixes_the_batch(self, name: str, reason: str) -> str:
         inputs = [name for name, described in self.spec.inputs.items() if has_batch(described)]
@@ -215,21 +192,43 @@ class DiffersFromEagerError(ExportError):
     """
 
     def __init__(self, compared: Comparison) -> None:
-        super().__init__(f"the package differs from eager: {compared.problem}")
+        super().__init__(f"the package differs from eager: {compared.reason}")
         self.compared = compared
 
 
-def check_equal(module: nn.Module, eager: nn.Module, package: ExportedModule, args: Any, kwargs: Any) -> Comparison:
-    """Compare a package with eager.
+def check_equal(eager: nn.Module, package: ExportedModule, args: Any, kwargs: Any) -> Comparison:
+    """Compare the outputs of a package with those of the module that it was made of.
 
     Raises:
         DiffersFromEagerError: It differs by more than rounding explains.
     """
+
+    def run(function: Callable[..., Any], change: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Results:
+        outputs = _torch.tree_leaves(function(*_torch.tree_map_tensors(change, args), **changed_kwargs(change)))
+        return Results({f"output {i}": leaf for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)})
+
+    def changed_kwargs(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        changed: dict[str, Any] = _torch.tree_map_tensors(change, kwargs)
+        return changed
+
+    def run_in_double(which: str, keep: Collection[str]) -> Results:
+        with _torch.computing_in_double(True):
+            return run(copy.deepcopy(eager).double(), lambda x: x.to(_torch.DOUBLE_OF.get(x.dtype, x.dtype), copy=True))
+
+    before = Snapshot(eager)
     try:
-        compared = compare_with_eager(module, eager, package, args, kwargs)
-    except CompiledCallFailedError as failed:
-        raise failed.error from None  # what the package itself says of the call
-    if compared.problem:
+        expected = run(eager)
+        if before.drew():
+            return Comparison("not compared", "random numbers: the module draws some")
+        actual = run(package)
+        values = (*eager.parameters(), *_torch.tree_leaves((args, kwargs)))
+        allowed = tolerance([value for value in values if isinstance(value, torch.Tensor)])
+        compared = compare_results(expected, actual, allowed, run_in_double)
+    except torch.OutOfMemoryError as error:
+        return Comparison("not compared", f"no memory: {in_one_line(describe_failure(error))}")
+    finally:
+        before.restore()
+    if compared.verdict == "differs":
         raise DiffersFromEagerError(compared)
     return compared
 
@@ -238,7 +237,7 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
     """Compile a program; once more without a graph pass that failed."""
     options, passes, left_out = package_options(config, device)
     for reason in left_out:
-        _warn(reason, "left-out-of-a-package")
+        _warn(reason)
     of_user = options.get("aot_inductor.metadata") or {}
     options["aot_inductor.metadata"] = {**of_user, SPEC_KEY: metadata}
     skipped: list[Any] = []
@@ -250,7 +249,7 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
             if failure is None:
                 raise ExportError(f"AOTInductor failed: {in_one_line(describe_failure(error), 400)}") from error
             skipped.append(failure.failed)
-            _warn(f"{in_one_line(str(failure))}; the package is compiled without it", "a-graph-pass-failed")
+            _warn(f"{in_one_line(str(failure))}; the package is compiled without it")
 
 
 @contextlib.contextmanager
@@ -265,20 +264,6 @@ def as_deployed(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes.items():
             part.training = training
-
-
-def check_settings(config: Mode, dynamic_batch: object) -> InductorConfig:
-    """The settings that a package is compiled with.
-
-    Raises:
-        ValueError: An unknown mode or field, or ``"eager"``.
-        TypeError: A value of the wrong type.
-    """
-    if not isinstance(dynamic_batch, bool):
-        raise TypeError(f"dynamic_batch={dynamic_batch!r} must be True or False")
-    if config == EAGER:
-        raise ValueError("config='eager' compiles nothing; export(format='export') writes what is not compiled")
-    return as_config(config, "config") or InductorConfig()
 
 
 def _check_inputs(module: object, example_inputs: object, example_kwargs: object) -> dict[str, Any]:
@@ -316,5 +301,5 @@ def _users_line(error: Exception) -> str | None:
     return f"{users[-1][0]}:{users[-1][1]}" if users else None
 
 
-def _warn(message: str, entry: Entry) -> None:
-    warnings.warn(see(message, entry), CompileWarning, stacklevel=3)
+def _warn(message: str) -> None:
+    warnings.warn(message, CompileWarning, stacklevel=3)

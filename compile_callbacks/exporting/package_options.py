@@ -1,13 +1,18 @@
-"""What AOTInductor takes of a config, and what it does not."""
+"""Arguments of `export`: the path, and the settings with what AOTInductor accepts of them."""
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from compile_callbacks.passes import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.settings.mode import EAGER, Mode, as_config
 
 _NO_CUDAGRAPHS = "a package records no CUDA graphs"
 _NO_TORCH_CALLS = "it runs on torch's own calls, and torch.export gives ATen operators"
@@ -21,12 +26,57 @@ _NOT_TAKEN = {
 }
 
 
+def check_path(path: object) -> Path:
+    """Check the ``path`` argument.
+
+    Raises:
+        TypeError: The argument is not a path.
+        ValueError: The path does not end in ``.pt2``.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path={path!r} must be a path, not {type(path).__name__}")
+    found = Path(path)
+    if found.suffix != ".pt2":
+        raise ValueError(f"path={str(found)!r} must end in '.pt2'")
+    return found
+
+
+def check_writable(path: Path) -> None:
+    """Create missing parent folders, and check that a file can be written there before minutes of compiling.
+
+    Raises:
+        OSError: The path cannot be written.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "path is a folder", str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}."):
+            pass
+    except OSError as error:
+        raise type(error)(error.errno, f"path cannot be written: {error.strerror}", str(path)) from error
+
+
+def check_settings(config: Mode, dynamic_batch: object) -> InductorConfig:
+    """Check the ``config`` and ``dynamic_batch`` arguments, and return the settings of the package.
+
+    Raises:
+        ValueError: The config has an unknown mode or field, or is ``"eager"``.
+        TypeError: A value has the wrong type.
+    """
+    if not isinstance(dynamic_batch, bool):
+        raise TypeError(f"dynamic_batch={dynamic_batch!r} must be True or False")
+    if config == EAGER:
+        raise ValueError("config='eager' compiles nothing; export(format='export') writes what is not compiled")
+    return as_config(config, "config") or InductorConfig()
+
+
 def package_options(config: InductorConfig, device: torch.device) -> tuple[dict[str, Any], list[Any], list[str]]:
-    """The options and the passes of a config that AOTInductor takes, and what it does not, a sentence for each reason.
+    """Return the options and passes that AOTInductor accepts, and a sentence for each reason that leaves one out.
 
     Args:
         config: The settings.
-        device: Where the package will run.
+        device: The device of the package.
     """
     options: dict[str, Any] = {}
     left_out: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""A graph in two halves, compiled: the weight half runs when weights changed, the main half on every call."""
+"""A graph compiled in two halves: the weight half runs when weights changed, the main half on every call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ _settings: contextvars.ContextVar[FoldSettings | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def folding(settings: FoldSettings) -> Iterator[None]:
-    """Have `compile_inner` fold the graphs that it is given, and torch's cache give folded graphs back."""
+    """Let `compile_inner` fold graphs, and let torch's cache return folded graphs."""
     token = _settings.set(settings)
     try:
-        # What folding depends on beside the graph, for the key of torch's cache.
+        # Folding depends on these settings, so that they belong to the key of torch's cache.
         with _torch.bundled_cache(tag=f"fold_weights={settings.limit_mb}"):
             yield
     finally:
@@ -32,7 +32,7 @@ def folding(settings: FoldSettings) -> Iterator[None]:
 
 
 def compile_inner(module: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a graph of AOTAutograd's, in two halves where that pays; the ``inner_compile`` of ``compile_fx``."""
+    """Compile a graph, in two halves if that saves work; the ``inner_compile`` of ``compile_fx``."""
     settings = _settings.get()
     if settings is not None and kwargs.get("is_inference"):
         try:
@@ -53,8 +53,8 @@ def compile_inner(module: GraphModule, example_inputs: Sequence[Any], **kwargs: 
 
 def _compile_weight_half(halves: Split, example_inputs: Sequence[Any]) -> Any:
     inputs = [*halves.folded, *(example_inputs[place] for place in halves.reads)]
-    # It runs rarely, and on memory of its own: nothing in it is worth being tuned, or recorded as a CUDA graph; nor
-    # is it the user's graph, which passes are written for.
+    # The weight half runs rarely and writes to its own memory, so that autotuning and CUDA graphs gain nothing. Passes
+    # are written for the user's graph, not for this one.
     with _torch.aside_of_main_graph():
         return _torch.compile_inner(
             halves.weights,
@@ -66,10 +66,10 @@ def _compile_weight_half(halves: Split, example_inputs: Sequence[Any]) -> Any:
 
 
 class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
-    """Calls the main half with tensors that the weight half computed from today's weights.
+    """Calls the main half with tensors that the weight half computed from the current weights.
 
     Attributes:
-        folded_bytes: The memory that the folded tensors take.
+        folded_bytes: The memory of the folded tensors.
     """
 
     def __init__(self, halves: Split, weights: Any, main: Any) -> None:
@@ -92,7 +92,7 @@ class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
         self._pick, self._keep = _picker(self._reads), _picker(self._keeps)
 
     def __call__(self, args: list[Any]) -> Any:
-        """Call the graph; the list is emptied, as torch's calling convention for compiled graphs has it."""
+        """Call the graph and empty the list, as torch's calling convention for compiled graphs requires."""
         weights = self._pick(args)
         if self._stale or not self._knows(weights):
             self._refresh(weights)
@@ -101,37 +101,34 @@ class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
         return self._main(inputs)
 
     def announce(self, settings: FoldSettings) -> None:
-        """Tell of this graph, and from now on of each time that its weight half runs."""
+        """Report this graph, and from now on each run of its weight half."""
         self._on_refresh = settings.on_refresh
         settings.on_folded(self)
 
     def free(self) -> None:
-        """Give back the memory of the folded tensors; the next call makes them anew."""
+        """Free the memory of the folded tensors; the next call computes them again."""
         self._memory, self._seen, self._ids, self._stale = [], (), set(), True
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
-    def reads_any(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether any of these is a weight of this graph, as of the last time that its weight half ran."""
-        return any(id(tensor) in self._ids for tensor in tensors)
-
     def __del__(self) -> None:
         if getattr(self, "_hook", None) is not None:
             self._hook.remove()
 
-    @property
-    def suspects_weights(self) -> bool:
-        """Whether the weight half runs before the next call in any case."""
-        return self._stale
-
     def suspect_weights(self) -> None:
-        """Have the weight half run before the next call, whatever is known of the weights."""
+        """Run the weight half before the next call, even if no change of the weights is visible."""
         self._stale = True
 
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after every optimizer step: fused optimizers change weights without changing their versions."""
+        if not self._stale:  # as it is from the second step after a validation on
+            stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            self._stale = any(id(parameter) in self._ids for parameter in stepped)
+
     def _knows(self, weights: tuple[torch.Tensor, ...]) -> bool:
-        # 16 µs for the 267 weights of a ResNet-50, most of it for the versions (docs/fold_weights.md). An edit through
-        # ``.data`` shows in neither.
+        # 16 µs for the 267 weights of a ResNet-50, mostly for the versions (docs/fold_weights.md). An edit through
+        # ``.data`` changes neither identity nor version.
         return all(map(operator.is_, weights, self._seen)) and self._versions == [w._version for w in weights]
 
     def _refresh(self, weights: tuple[torch.Tensor, ...]) -> None:
@@ -143,8 +140,9 @@ class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
                 ]
             self._weights([*self._memory, *weights])
         if self._hook is None:
-            self._hook = _torch.after_optimizer_steps(_steps_seen_by(weakref.ref(self)))
-        # Tensors made under inference mode have no version: what was computed from them is never known to be right.
+            method = weakref.WeakMethod(self.after_step)
+            self._hook = _torch.after_optimizer_steps(lambda optimizer, *_: (live := method()) and live(optimizer))
+        # Inference tensors have no version, so that results computed from them may be outdated at any time.
         self._stale = any(weight.is_inference() for weight in weights)
         self._seen, self._ids = weights, set(map(id, weights))
         self._versions = [] if self._stale else [weight._version for weight in weights]
@@ -159,7 +157,7 @@ class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
         del self._pick, self._keep
 
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: dict[str, Any]) -> None:
-        """Called when torch's cache gave the graph back."""
+        """Called after torch's cache returned the graph."""
         self._begin()
         with torch.inference_mode(False), torch.no_grad():
             folded = [_torch.fake_tensor(*layout) for layout in self._layouts]
@@ -176,26 +174,13 @@ class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
             self.announce(settings)
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
-        """The halves have bundles of their own."""
+        """Do nothing: each half has its own bundle."""
 
 
 def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     if len(places) == 1:
         return lambda args: (args[places[0]],)
     return operator.itemgetter(*places) if places else lambda args: ()
-
-
-def _steps_seen_by(reference: weakref.ref[FoldedGraph]) -> Callable[..., None]:
-    """What every optimizer's step calls: fused optimizers change weights without a trace in their versions."""
-
-    def step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        graph = reference()
-        if graph is None or graph.suspects_weights:  # from the second step after a validation on
-            return
-        if graph.reads_any(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            graph.suspect_weights()
-
-    return step
 
 
 def _nothing() -> None:

@@ -6,8 +6,6 @@ import math
 
 from compile_callbacks.measuring.timing import WARMUP_STEPS
 
-_MOST_AGAIN = 10  # samples: a hundred steps were looked at before
-
 
 class Baseline:
     """Counts the eager steps of one phase.
@@ -34,13 +32,6 @@ class Baseline:
         self._wanted = int(min(self._wanted, room - WARMUP_STEPS))
         # Twice what is needed, for steps that turn out not to be samples (a ragged batch, another's compile).
         self._most = min(2 * self._wanted + WARMUP_STEPS, room) if self._wanted > 0 else 0
-
-    def again(self) -> bool:
-        """Steps have come to do other work: some eager ones again; whether there are to be any."""
-        self._samples = self._steps = 0
-        self._wanted = min(self._wanted, _MOST_AGAIN)
-        self._most = 2 * self._wanted + WARMUP_STEPS if self._wanted > 0 else 0
-        return self._wanted > 0
 
     def skip(self) -> None:
         """No eager steps: a baseline is known from before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,6 +24,9 @@ EventKind = Literal[
     "pass_skipped",
     "template",
 ]
+
+Verdict = Literal["equal", "outputs only", "differs", "not compared"]
+"""The result of comparing a graph with eager. ``"outputs only"``: they are equal, gradients were not compared."""
 
 CompilePart = Literal["graph", "backward", "cudagraph"]
 
@@ -50,7 +54,8 @@ class CompileEvent:
         seconds: How long it took (kind ``"compile"``).
         backward_seconds: How much of it went into the backward graph.
         graphs: How many graphs were compiled (kind ``"compile"``).
-        max_abs_error: Largest difference from eager (kind ``"verify"``; ``None`` where it was left out).
+        verdict: The result of comparing a graph with eager (kind ``"verify"``).
+        max_abs_error: Largest absolute error of its outputs; ``None`` if it was not compared.
         folded_mb: Memory that folded weights take, in MiB (kind ``"fold"``; ``None`` where nothing is folded).
         cache_hits: Graphs that came from torch's cache (kind ``"cache"``).
         cache_misses: And those that did not.
@@ -67,6 +72,7 @@ class CompileEvent:
     seconds: float | None = None
     backward_seconds: float | None = None
     graphs: int = 0
+    verdict: Verdict | None = None
     max_abs_error: float | None = None
     folded_mb: float | None = None
     cache_hits: int = 0
@@ -78,6 +84,17 @@ class CompileEvent:
     def to_dict(self) -> dict[str, Any]:
         """The event as JSON-ready data, without what it has no value for."""
         return {name: value for name, value in asdict(self).items() if value not in (None, 0)}
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Calling(threading.local):
+    """The call of a target that is running in a thread: compiles announce themselves in the thread that compiles."""
+
+    owner: Owner | None = None
+    on_trace: Callable[[], None] = staticmethod(_nothing)
 
 
 class CompileRecorder:
@@ -99,9 +116,7 @@ class CompileRecorder:
         on_start: Callable[[Owner], None] = lambda owner: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self.owner: Owner | None = None
-        self.on_trace: Callable[[], None] = _nothing
-        """Called when Dynamo begins to trace for the owner."""
+        self._calling = _Calling()
         self.events: list[CompileEvent] = []
         self.compiles_seen = 0
         """Compiles in this process so far, the user's own too: a step in which this changes is no sample."""
@@ -115,6 +130,8 @@ class CompileRecorder:
         """Times that folded weights were computed anew."""
         self.broken: set[Owner] = set()
         """Targets and phases that have a graph break."""
+        self.on_reset: Callable[[], None] = _nothing
+        """Called after ``torch.compiler.reset()`` has removed all listeners, and this one listens again."""
         self._clock = clock
         self._on_start = on_start
         self._on_end = on_end
@@ -125,19 +142,48 @@ class CompileRecorder:
         self._graphs = 0
         self._part: CompilePart = "graph"
         self._breaks_seen = 0
+        self._reset_since: set[Owner] = set()  # whose graphs torch.compiler.reset() discarded
         self._breaks: set[tuple[Owner, _torch.GraphBreak]] = set()
         self._records_seen: set[int] = set()
 
+    @property
+    def owner(self) -> Owner | None:
+        """The target and phase that this thread is calling; ``None`` outside of our calls."""
+        return self._calling.owner
+
+    @owner.setter
+    def owner(self, owner: Owner | None) -> None:
+        self._calling.owner = owner
+
+    @property
+    def on_trace(self) -> Callable[[], None]:
+        """Called when Dynamo begins to trace for the owner."""
+        return self._calling.on_trace
+
+    @on_trace.setter
+    def on_trace(self, on_trace: Callable[[], None]) -> None:
+        self._calling.on_trace = on_trace
+
     def listen(self) -> None:
-        """Begin to hear of compiles."""
-        self._listening = True
+        """Begin to hear of compiles; called again, it notices if ``torch.compiler.reset()`` ended that."""
         if self._start in _torch.callback_handler.start_callbacks:
+            self._listening = True
             return
+        if self._listening:
+            self._reset_since = {owner for owner in self._owners.values() if owner is not None}
+            self._owners.clear()  # compile ids begin again
+        self._listening = True
         _, self._breaks_seen = _torch.graph_breaks(0)
         for _ in _torch.compilation_records(self._records_seen):
             pass
         _torch.callback_handler.register_start_callback(self._start)
         _torch.callback_handler.register_end_callback(self._end)
+
+    def listen_again(self) -> None:
+        """Continue to hear of compiles after ``torch.compiler.reset()`` within a step; takes 0.2 µs."""
+        if self._listening and self._start not in _torch.callback_handler.start_callbacks:
+            self.listen()
+            self.on_reset()
 
     def stop(self) -> None:
         """Hear no more, and leave nothing behind in torch."""
@@ -235,6 +281,9 @@ class CompileRecorder:
             backward_seconds=self._backward_seconds or None,
             graphs=self._graphs,
         )
+        if owner in self._reset_since:
+            self._reset_since.discard(owner)
+            self.add("recompile", owner, reason="torch.compiler.reset() discarded the compiled graphs")
         for found in breaks:
             self.broken.add(owner)
             # One place breaks the graph of each frame that is traced through it, and again when recompiled.
@@ -242,10 +291,6 @@ class CompileRecorder:
                 continue
             self._breaks.add((owner, found))
             self.add("graph_break", owner, reason=found.reason, file=found.file, line=found.line)
-
-
-def _nothing() -> None:
-    pass
 
 
 _PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}

@@ -4,8 +4,7 @@
 - ``squeeze_excitation``: inference; the two small layers of a squeeze-and-excitation block in one Triton kernel;
 - ``max_pool_backward``: training; the gradient of a max pooling in a Triton kernel.
 
-``operators`` defines the operators that they put into graphs, ``devices`` checks where they act. Triton is imported
-where a kernel is launched, and nowhere else.
+``operators`` defines the custom operators of the passes. Triton is imported only where a kernel is launched.
 """
 
 from compile_callbacks.pass_library.max_pool_backward import TritonMaxPoolBackward

@@ -1,15 +1,14 @@
-"""Training only: the gradient of a max pooling by a kernel that reads as little as it can."""
+"""Training only: the gradient of a max pooling in a Triton kernel that reads less memory than Inductor's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, Node
 
 from compile_callbacks import _torch
-from compile_callbacks.pass_library.devices import check_devices
 from compile_callbacks.pass_library.operators import define, is_channels_last
 from compile_callbacks.passes import GraphPass, call_before, find_nodes
 
@@ -18,11 +17,11 @@ _SAME = (_aten.clone.default, _aten.reshape.default, torch.ops.prims.convert_ele
 
 
 class TritonMaxPoolBackward(GraphPass):
-    """Computes the gradient of ``max_pool2d`` with a Triton kernel of its own.
+    """Computes the gradient of ``max_pool2d`` in a Triton kernel.
 
-    Inductor writes the windows' positions as 8-bit offsets, and in backward makes 64-bit indices of them again and
-    compares each with each position. The kernel compares the offsets themselves, and reads a gradient only where
-    they match. In the backward graph of training, with windows of 3 x 3::
+    Inductor saves the position of each window's maximum as an 8-bit offset. In backward, it converts the offsets to
+    64-bit indices and compares each index with each position. The kernel compares the offsets, and reads a gradient
+    only if its offset matches. In the backward graph of training, with windows of 3 x 3::
 
         offsets: int8[N, C, H/2, W/2] = input
         indices: int64[N, C, H/2, W/2] = prims._low_memory_max_pool_offsets_to_indices.default(offsets, [3, 3], ...)
@@ -32,18 +31,13 @@ class TritonMaxPoolBackward(GraphPass):
 
         grad: bfloat16[N, C, H, W] = compile_callbacks.max_pool2d_backward.default(grad_output, offsets, ...)
 
-    Inference has no backward graph, and is left alone. Numerics: gradients of windows that overlap are added in float32
-    and rounded once, as Inductor does it, in another order.
+    The pass changes no inference graph. Numerics: gradients of overlapping windows are added in float32 and rounded
+    once, as in Inductor's code, in another order.
 
-    It takes poolings in two dimensions, channels last, without dilation; others stay as they are.
+    The pass replaces two-dimensional poolings in channels last, without dilation.
 
-    Args:
-        devices: Device types on which it acts. On a CPU the operator is its reference, which is slower than what
-            Inductor makes, and is there for tests.
-
-    Raises:
-        TypeError: ``devices`` is no list of strings.
-        ValueError: An unknown device type, or none.
+    Attributes:
+        devices: Device types on which the pass acts. Tests add ``"cpu"``, where the operator is its reference.
 
     Example::
 
@@ -51,8 +45,7 @@ class TritonMaxPoolBackward(GraphPass):
         'post_grad_post'
     """
 
-    def __init__(self, devices: Sequence[str] = ("cuda",)) -> None:
-        self.devices = check_devices(devices)
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     def __call__(self, graph: Graph, is_inference: bool) -> None:
         """Replace each gradient of a max pooling."""
@@ -80,7 +73,7 @@ class TritonMaxPoolBackward(GraphPass):
 
 
 def _one_operator(indices: Node) -> tuple[Node, Node] | None:
-    """The gradient and that of the output, where the gradient is one operator, as in torch 2.11."""
+    """The gradients of input and output, if one operator computes the gradient, as in torch 2.11."""
     for user in indices.users:
         if user.target is _aten.max_pool2d_with_indices_backward.default:
             return user, user.args[0]  # type: ignore[return-value]
@@ -88,7 +81,7 @@ def _one_operator(indices: Node) -> tuple[Node, Node] | None:
 
 
 def _scattered(indices: Node) -> tuple[Node, Node] | None:
-    """The same where torch adds each gradient to its place among zeros, ``[N * C, H * W]``, as in torch 2.15."""
+    """The same if torch scatters the gradients into zeros, ``[N * C, H * W]``, as in torch 2.15."""
     *_, places = _readers(indices)
     scatter = next(iter(places.users))
     if scatter.target is not _aten.scatter_add.default or scatter.args[2] is not places:
@@ -107,14 +100,14 @@ def _scattered(indices: Node) -> tuple[Node, Node] | None:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """A value, and the same value moved or cast, as long as one node alone reads it."""
+    """A value, and its copies and casts, while each has a single user."""
     yield node
     while len(node.users) == 1 and (reader := next(iter(node.users))).target in _SAME:
         yield (node := reader)
 
 
 def _sources(node: Any) -> Iterator[Node]:
-    """A value, and what it was before it was moved or cast."""
+    """A value, and the values that it is a copy or cast of."""
     yield node
     while node.target in _SAME:
         yield (node := node.args[0])

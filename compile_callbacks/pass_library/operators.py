@@ -1,4 +1,4 @@
-"""Operators of our own, which passes put into graphs: one definition for CPU, GPU and fake tensors."""
+"""Custom operators of the Triton passes, with one definition for CPU, GPU and fake tensors."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _library = torch.library.Library("compile_callbacks", "FRAGMENT")
 
 
 def define(schema: str, *, reference: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define ``torch.ops.compile_callbacks.NAME``; it has no gradient, and is for graphs behind autograd.
+    """Define ``torch.ops.compile_callbacks.NAME``. It has no gradient, because passes run after autograd.
 
     Args:
-        schema: Its schema, ``"name(Tensor x) -> Tensor"``.
-        reference: What it computes, of torch's own operators; what runs on a CPU.
-        cuda: The same on a GPU.
-        fake: The result without its values: shape, dtype, strides.
+        schema: The schema, ``"name(Tensor x) -> Tensor"``.
+        reference: The operator in terms of torch's operators; used on a CPU.
+        cuda: The operator on a GPU.
+        fake: The operator on fake tensors: shape, dtype and strides of the result.
 
     Returns:
         The operator.
     """
     name = schema.partition("(")[0]
-    # Inputs come with the strides that the graph has for them, as kernels count on them.
+    # The kernels rely on the strides that inputs have in the graph.
     _library.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
     _library.impl(name, reference, "CPU")
     _library.impl(name, cuda, "CUDA")
-    # As a meta kernel: torch.library.register_fake looks for its own caller's source in all modules, 40 ms for each.
+    # A meta kernel, because torch.library.register_fake searches all modules for its caller's source: 40 ms each.
     _library.impl(name, fake, "Meta")
     return getattr(torch.ops.compile_callbacks, name).default
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
-from compile_callbacks import _torch
-from compile_callbacks.choices import unknown
-from compile_callbacks.links import checks_settings
+from compile_callbacks._utils.messages import unknown
 from compile_callbacks.passes.graph_pass import GraphPass
 from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS, GraphKind, graph_kind
 
@@ -39,7 +35,7 @@ class RecordGraphs(GraphPass):
     It changes nothing, in training and in inference. Torch's compile cache is left alone, so that it sees every
     graph. A line of a graph looks like this::
 
-        mul: float32[4, 16] = aten.mul.Tensor(linear, 0.5)
+        mul: "f32[4, 16]" = torch.ops.aten.mul.Tensor(linear, 0.5)
 
     Args:
         folder: Where the files go, named as `RecordedGraph.title`; ``None`` writes none.
@@ -58,7 +54,6 @@ class RecordGraphs(GraphPass):
         []
     """
 
-    @checks_settings
     def __init__(self, folder: str | Path | None = None, *, hook: str = DEFAULT_HOOK) -> None:
         if hook not in HOOK_OPTIONS:
             raise ValueError(unknown("hook", hook, HOOK_OPTIONS))
@@ -85,38 +80,5 @@ class RecordGraphs(GraphPass):
 
 
 def graph_text(graph: Graph) -> str:
-    """A graph as text, a line for each node, with dtypes and shapes where they are known."""
-    return "".join(_line(node) + "\n" for node in graph.nodes)
-
-
-def _line(node: Node) -> str:
-    if node.op == "output":
-        return f"return {_argument(node.args[0])}"
-    value = node.meta.get("val", node.meta.get("example_value"))
-    name = f"{node.name}: {_value(value)}"
-    if node.op == "placeholder":
-        return f"{name} = input"
-    target = str(node.target) if isinstance(node.target, _torch.OPERATOR_TYPES) else _name(node.target)
-    arguments = [*map(_argument, node.args), *(f"{key}={_argument(value)}" for key, value in node.kwargs.items())]
-    return f"{name} = {target}({', '.join(arguments)})"
-
-
-def _name(target: Any) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", repr(target))
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_value, value))})"
-    return "?" if value is None else str(value)
-
-
-def _argument(argument: Any) -> str:
-    if isinstance(argument, Node):
-        return argument.name
-    if isinstance(argument, (list, tuple)):
-        inner = ", ".join(map(_argument, argument))
-        return f"[{inner}]" if isinstance(argument, list) else f"({inner},)" if len(argument) == 1 else f"({inner})"
-    return str(argument)
+    """A graph as text, as torch's own logs show graphs: a line of code for each node, with dtypes and shapes."""
+    return graph.python_code("self", verbose=True).src

@@ -1,15 +1,13 @@
-"""Inference only: the two small layers of a squeeze-and-excitation block in one Triton kernel."""
+"""Inference only: both layers of a squeeze-and-excitation block in one Triton kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, Node
 
-from compile_callbacks.pass_library.devices import check_devices
 from compile_callbacks.pass_library.operators import define
 from compile_callbacks.passes import GraphPass, call_before, find_nodes
 
@@ -17,15 +15,15 @@ _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 
 MAX_HIDDEN = 128
-"""Hidden channels that one program of the kernel holds at once; published networks have 4 to 128."""
+"""Hidden channels that one program of the kernel keeps in registers; published networks have 4 to 128."""
 
 
 class TritonSqueezeExcitation(GraphPass):
-    """Computes both layers of a squeeze-and-excitation block (Hu et al., 2018) in one hand-written Triton kernel.
+    """Computes both layers of a squeeze-and-excitation block (Hu et al., 2018) in one Triton kernel.
 
-    After the squeeze, an image is one value a channel: the two convolutions that follow are products of a matrix and
-    a vector, so small that to start a kernel takes longer than what it computes. In inference, with ``C`` channels and
-    ``R`` hidden ones, ``act`` being ReLU or SiLU::
+    After the squeeze, an image has one value per channel, and the two convolutions are matrix-vector products. They are
+    so small that launching a kernel takes longer than its arithmetic. In inference, with ``C`` channels, ``R`` hidden
+    channels, and ReLU or SiLU as ``act``::
 
         hidden: bfloat16[N, R, 1, 1] = aten.convolution.default(squeezed, weight_1, bias_1, ...)
         active: bfloat16[N, R, 1, 1] = act(hidden)                      # one operator or several
@@ -35,17 +33,12 @@ class TritonSqueezeExcitation(GraphPass):
 
         out: bfloat16[N, C, 1, 1] = compile_callbacks.two_layers.default(squeezed, weight_1, bias_1, weight_2, ...)
 
-    Training is left to Inductor. Numerics change: what lies between the layers stays in float32.
+    The pass changes no training graph. Numerics: values between the layers stay in float32.
 
-    It takes up to `MAX_HIDDEN` hidden channels; others stay as they are.
+    The pass replaces blocks of up to `MAX_HIDDEN` hidden channels.
 
-    Args:
-        devices: Device types on which it acts. On a CPU the operator is its reference, which is slower than what
-            Inductor makes, and is there for tests.
-
-    Raises:
-        TypeError: ``devices`` is no list of strings.
-        ValueError: An unknown device type, or none.
+    Attributes:
+        devices: Device types on which the pass acts. Tests add ``"cpu"``, where the operator is its reference.
 
     Example::
 
@@ -53,8 +46,7 @@ class TritonSqueezeExcitation(GraphPass):
         'TritonSqueezeExcitation'
     """
 
-    def __init__(self, devices: Sequence[str] = ("cuda",)) -> None:
-        self.devices = check_devices(devices)
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     def __call__(self, graph: Graph, is_inference: bool) -> None:
         """Fuse the two layers of each block."""
@@ -99,9 +91,8 @@ def _is_matrix_times_vector(node: Any) -> bool:
 
 
 def _activation(value: Any) -> _Match | None:
-    """The activation that a value comes from and what goes into it, where nothing else reads what lies between."""
-    path, value = [value], _uncast(value)
-    path.append(value)
+    """The activation that computes a value, and its input, if nothing else reads an intermediate result."""
+    last, value = value, _uncast(value)
     if not isinstance(value, Node):
         return None
     if value.target is _aten.relu.default:
@@ -115,12 +106,11 @@ def _activation(value: Any) -> _Match | None:
     first = _uncast(source)
     if not isinstance(first, Node) or first.target is not _aten.convolution.default:
         return None
-    inside = _between(first, path[0])
-    return _Match(first, activation) if inside is not None else None
+    return _Match(first, activation) if _is_only_path(first, last) else None
 
 
-def _between(first: Node, last: Node) -> set[Node] | None:
-    """The nodes that lie between two; ``None`` where anything else reads one of them."""
+def _is_only_path(first: Node, last: Node) -> bool:
+    """Whether only one node reads ``last``, and no node elsewhere reads ``first`` or the nodes between them."""
     inside, open_ = {last}, [last]
     while open_:
         for source in open_.pop().all_input_nodes:
@@ -128,7 +118,7 @@ def _between(first: Node, last: Node) -> set[Node] | None:
                 inside.add(source)
                 open_.append(source)
     readers = {user for node in (first, *inside) if node is not last for user in node.users}
-    return inside if readers <= inside and len(last.users) == 1 else None
+    return readers <= inside and len(last.users) == 1
 
 
 def _uncast(value: Any) -> Any:

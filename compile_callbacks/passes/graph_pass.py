@@ -13,12 +13,11 @@ from typing import Any, ClassVar, TypeVar, overload
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks.choices import part_of, unknown
-from compile_callbacks.links import checks_settings
+from compile_callbacks._utils.import_ref import class_and_arguments, resolve
+from compile_callbacks._utils.messages import part_of, unknown
 from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS, is_inference_graph
-from compile_callbacks.passes.identity import identity_of_call
+from compile_callbacks.passes.identity import DescribedCall, describe_call, identity_of_call
 from compile_callbacks.phases import Phase
-from compile_callbacks.references import class_and_arguments, resolve
 
 _current_phase: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("phase", default=None)
 
@@ -70,17 +69,15 @@ class GraphPass(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
     """
 
     hook: ClassVar[str] = DEFAULT_HOOK
-    _identity: str | None
+    _identity: DescribedCall | str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GraphPass:
-        """Describe the pass by its class and arguments, for `uuid`."""
+        """Describe the arguments, for `uuid`."""
         self = super().__new__(cls)
-        # Described now: an argument that is changed later must not change what was compiled.
-        bases = [base for base in cls.__mro__ if issubclass(base, GraphPass) and base is not GraphPass]
-        self._identity = identity_of_call(bases, [str(cls.hook)], args, kwargs)
+        # Described now: an argument that is changed later must not change the identity of compiled code.
+        self._identity = describe_call(args, kwargs)
         return self  # type: ignore[no-any-return]
 
-    @checks_settings
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.hook not in HOOK_OPTIONS:
@@ -108,14 +105,21 @@ class GraphPass(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
         return type(self).__name__
 
     def uuid(self) -> str | None:
-        """What torch's compile cache knows this pass by.
+        """The identity of this pass in the key of torch's compile cache.
 
-        It covers the source of the class and its bases up to `GraphPass`, the constructor's arguments, the
-        hook point and this library's version. ``None``, which has torch skip its cache, where one of these
-        cannot be described (a class without source, an argument that is an object of another kind than
-        numbers, strings, dtypes, devices, enums, functions, passes, and lists and mappings of those).
+        It covers the code of the class and of all its bases outside of torch, the functions, classes and values that
+        this code refers to by a global name, the constructor's arguments, the hook point and this library's version.
+        ``None`` if one of these cannot be described: an object of another kind than numbers, strings, dtypes,
+        devices, enums, functions, classes, passes, and lists and mappings of those. Torch then skips its cache.
+
+        The identity is taken once, at the first call.
         """
+        if isinstance(self._identity, DescribedCall):
+            self._identity = identity_of_call(self, [str(type(self).hook)], self._identity)
         return self._identity
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_identity": self.uuid()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphPass:
         return self
@@ -124,7 +128,6 @@ class GraphPass(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
 class FunctionPass(GraphPass):
     """A function as a pass; what `graph_pass` makes."""
 
-    @checks_settings
     def __init__(self, function: Callable[[torch.fx.Graph, bool], None], hook: str = DEFAULT_HOOK) -> None:
         if hook not in HOOK_OPTIONS:
             raise ValueError(unknown("hook", hook, HOOK_OPTIONS))
@@ -149,7 +152,6 @@ def graph_pass(function: Callable[[torch.fx.Graph, bool], None], /) -> FunctionP
 def graph_pass(*, hook: str = ...) -> Callable[[Callable[[torch.fx.Graph, bool], None]], FunctionPass]: ...
 
 
-@checks_settings
 def graph_pass(
     function: Callable[[torch.fx.Graph, bool], None] | None = None, /, *, hook: str = DEFAULT_HOOK
 ) -> FunctionPass | Callable[[Callable[[torch.fx.Graph, bool], None]], FunctionPass]:
@@ -182,7 +184,6 @@ def graph_pass(
     return FunctionPass(function, hook)
 
 
-@checks_settings
 def as_passes(value: object, argument: str) -> tuple[Any, ...]:
     """The passes of an argument, checked; those that are given as data are made.
 

@@ -1,99 +1,258 @@
-"""What torch's compile cache knows a pass by: its source, its arguments and this library's version."""
+"""The identity by which torch's compile cache knows a graph pass: its code, its arguments, this library's version."""
 
 from __future__ import annotations
 
+import builtins
+import dataclasses
+import dis
 import enum
-import hashlib
-import inspect
+import functools
+import logging
+import re
+import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks.versions import installed_version
+from compile_callbacks._utils.fingerprints import digest, installed_version
 
 _MOST_BYTES = 2**20  # of a tensor among the arguments; larger ones would take long to hash
+_TORCH_AND_PYTHON = {"torch", *sys.stdlib_module_names}
+_INSTALLED = {"site-packages", "dist-packages"}
+_READS_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
 
 
 class UndescribableError(Exception):
-    """A value that has no text of its own."""
+    """No text is known for a value."""
 
 
-def digest(*parts: str) -> str:
-    """A hash of texts."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+@dataclasses.dataclass(frozen=True)
+class DescribedCall:
+    """The arguments of a call at the time of the call.
 
-
-def identity_of_call(
-    sources: Iterable[Any], details: Iterable[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> str | None:
-    """What is the same, in every process, for the same source called with the same arguments.
-
-    Args:
-        sources: Classes and functions whose source counts.
-        details: Texts that count.
-        args: Arguments.
-        kwargs: Arguments by name.
-
-    Returns:
-        A hash; ``None`` where a source or an argument cannot be described.
+    Attributes:
+        text: The arguments as text.
+        code: The functions and classes among them, which `identity_of_call` describes.
     """
+
+    text: str
+    code: tuple[Any, ...]
+
+
+def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DescribedCall | None:
+    """Describe arguments before they can change; ``None`` if one of them cannot be described."""
+    describer = _Arguments()
     try:
-        return digest(_library_version(), *details, *map(_source, sources), _describe(args), _describe(dict(kwargs)))
-    except UndescribableError:
+        return DescribedCall(describer.text([args, dict(kwargs)]), tuple(describer.code))
+    except (UndescribableError, RecursionError):
         return None
 
 
-def _library_version() -> str:
-    return installed_version("compile-callbacks") or "source"  # run from a source tree
+def identity_of_call(made: object, details: Iterable[str], call: DescribedCall) -> str | None:
+    """The identity of an object: equal in every process for the same code called with the same arguments.
 
+    It covers the code of every class in the object's MRO outside of torch and the standard library, of the functions
+    among the arguments, and of the functions, classes and values that this code refers to by a global name. Code of
+    installed packages counts by its name and version, except for the package of the object's own class.
 
-def _source(subject: Any) -> str:
-    try:
-        return f"{subject.__module__}.{subject.__qualname__}\n{inspect.getsource(subject)}"
-    except (OSError, TypeError) as error:
-        raise UndescribableError from error
+    The identity is taken from the loaded code, not from its source file, which may have been edited since.
 
+    Args:
+        made: The object.
+        details: Further texts that count.
+        call: The call that made it.
 
-def _describe(value: Any) -> str:
-    """The same text for the same value in every process.
-
-    Raises:
-        UndescribableError: No such text is known for the value.
+    Returns:
+        A hash; ``None`` if something cannot be described.
     """
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
-        return f"{type(value).__name__}:{value!r}"
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__qualname__}.{value.name}"
-    if isinstance(value, _torch.TORCH_PASS_TYPES):
-        if (uuid := value.uuid()) is None:  # type: ignore[attr-defined]
+    describer = _Code(made, call.code)
+    try:
+        code = [describer.class_text(type(made)), *map(describer.text, call.code)]
+    except (UndescribableError, RecursionError):
+        return None
+    return digest([installed_version("compile-callbacks") or "source", *details, call.text, *code])
+
+
+class _Describer:
+    """Gives the same text for the same value in every process."""
+
+    def text(self, value: Any) -> str:
+        """The text of a value.
+
+        Raises:
+            UndescribableError: No such text is known for the value.
+        """
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+            return f"{type(value).__name__}:{value!r}"
+        if isinstance(value, enum.Enum):
+            return f"{type(value).__qualname__}.{value.name}={self.text(value.value)}"
+        if isinstance(value, _torch.TORCH_PASS_TYPES):
+            return self.pass_text(value)
+        if isinstance(value, torch.Tensor):
+            return _describe_tensor(value)
+        if isinstance(value, (list, tuple)):
+            return f"{type(value).__name__}[{','.join(map(self.text, value))}]"
+        if isinstance(value, (set, frozenset)):
+            return f"set[{','.join(sorted(map(self.text, value)))}]"
+        if isinstance(value, Mapping):
+            return f"dict[{','.join(sorted(f'{self.text(k)}={self.text(v)}' for k, v in value.items()))}]"
+        if isinstance(value, (types.FunctionType, type)):
+            return self.code_text(value)
+        if isinstance(value, _torch.OPERATOR_TYPES):
+            return str(value)
+        if isinstance(value, types.BuiltinFunctionType):
+            return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, re.Pattern):
+            return f"{value.pattern!r} {value.flags}"
+        if isinstance(value, logging.Logger):
+            return f"logger {value.name}"
+        if value is ... or type(value).__module__ == "dataclasses":  # a default that stands for none
+            return type(value).__name__
+        if isinstance(value, functools._lru_cache_wrapper):
+            return f"cached {self.text(value.__wrapped__)}"
+        if isinstance(value, torch.library.CustomOpDef):  # type: ignore[attr-defined]
+            return f"{value!r} {self.text(value._init_fn)}"
+        if _package(type(value).__module__) == "triton" and hasattr(value, "fn"):
+            return f"kernel {[str(config) for config in getattr(value, 'configs', ())]} {self.text(value.fn)}"
+        raise UndescribableError
+
+    def pass_text(self, value: Any) -> str:
+        """The text of another graph pass."""
+        if (uuid := value.uuid()) is None:
             raise UndescribableError
         return str(uuid)
-    if isinstance(value, torch.Tensor):
-        return _describe_tensor(value)
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}[{','.join(map(_describe, value))}]"
-    if isinstance(value, (set, frozenset)):
-        return f"set[{','.join(sorted(map(_describe, value)))}]"
-    if isinstance(value, Mapping):
-        return f"dict[{','.join(sorted(f'{_describe(k)}={_describe(v)}' for k, v in value.items()))}]"
-    if isinstance(value, types.FunctionType):
-        closed_over = [cell.cell_contents for cell in value.__closure__ or ()]
-        # The source of a lambda is that of its line, which may hold two.
-        code = _describe_code(value.__code__)
-        return _source(value) + code + _describe([*closed_over, value.__defaults__, value.__kwdefaults__])
-    if isinstance(value, _torch.OPERATOR_TYPES):
-        return str(value)
-    if isinstance(value, types.BuiltinFunctionType):
-        return f"{value.__module__}.{value.__qualname__}"
-    raise UndescribableError
+
+    def code_text(self, value: Any) -> str:
+        """The text of a function or class."""
+        raise NotImplementedError
 
 
-def _describe_code(code: types.CodeType) -> str:
-    constants = [_describe_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
-    return "|".join([code.co_code.hex(), repr(code.co_names), repr(code.co_varnames), *constants])
+class _Arguments(_Describer):
+    """Describes arguments, and collects their functions and classes, whose global names may not be defined yet."""
+
+    def __init__(self) -> None:
+        self.code: list[Any] = []
+
+    def code_text(self, value: Any) -> str:
+        self.code.append(value)
+        return f"code {len(self.code)}"
+
+
+class _Code(_Describer):
+    """Describes code, and the code and values that it refers to."""
+
+    def __init__(self, made: object, code: Iterable[Any]) -> None:
+        self._made = made
+        self._own = {_package(known.__module__) for known in (type(made), *code)}
+        self._seen: set[Any] = set()
+
+    def pass_text(self, value: Any) -> str:
+        return "itself" if value is self._made else super().pass_text(value)
+
+    def code_text(self, value: Any) -> str:
+        if isinstance(value, types.FunctionType):
+            return self._function_text(value)
+        version = self._version(value.__module__)
+        return self.class_text(value) if version is None else f"{_name(value)} {version}"
+
+    def class_text(self, kind: type) -> str:
+        """The text of a class and its bases, without those of torch and Python."""
+        if kind in self._seen:
+            return _name(kind)
+        self._seen.add(kind)
+        texts = []
+        for base in kind.__mro__:
+            texts.append(_name(base))
+            if _package(base.__module__) not in _TORCH_AND_PYTHON:
+                only_code = self._version(base.__module__) is not None
+                for name, member in sorted(vars(base).items()):
+                    texts.append(f"{name}={self._member_text(name, member, only_code)}")
+        return " ".join(texts)
+
+    def _member_text(self, name: str, member: Any, only_code: bool) -> str:
+        parts = [getattr(member, part, None) for part in ("fget", "fset", "fdel", "__func__", "func")]
+        functions = [part for part in (member, *parts) if isinstance(part, types.FunctionType)]
+        if functions:
+            return f"{type(member).__name__} {[self._function_text(function) for function in functions]}"
+        if only_code or name == "_abc_impl" or name.startswith("__") or hasattr(type(member), "__get__"):
+            return type(member).__name__  # Python's own, and descriptors without code
+        return self.text(member)
+
+    def _function_text(self, function: types.FunctionType) -> str:
+        if function in self._seen:
+            return _name(function)
+        self._seen.add(function)
+        text = f"{_name(function)} {self._code_object_text(function.__code__)}"
+        if (version := self._version(function.__globals__.get("__name__"))) is not None:
+            # Torch's or Python's own decorator, `torch.no_grad()` for example, around the user's function.
+            wrapped = getattr(function, "__wrapped__", None)
+            return f"{text} {version} {self.text(wrapped)}"
+        values = [function.__defaults__, function.__kwdefaults__]
+        for cell in function.__closure__ or ():
+            try:
+                values.append(cell.cell_contents)
+            except ValueError as error:  # empty: the function cannot be called yet
+                raise UndescribableError from error
+        globals_ = [f"{name}={self.text(value)}" for name, value in self._globals(function)]
+        return f"{text} {self.text(values)} {' '.join(globals_)}"
+
+    def _code_object_text(self, code: types.CodeType) -> str:
+        constants = [
+            self._code_object_text(constant) if isinstance(constant, types.CodeType) else self.text(constant)
+            for constant in code.co_consts
+        ]
+        table = code.co_exceptiontable.hex()
+        return "|".join([code.co_code.hex(), table, repr(code.co_names), repr(code.co_varnames), *constants])
+
+    def _globals(self, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+        """The values that a function refers to by global names, those that it reads from modules among them."""
+        for code in _nested_code(function.__code__):
+            for name in sorted({i.argval for i in dis.get_instructions(code) if i.opname in _READS_GLOBAL}):
+                if name in function.__globals__:
+                    value = function.__globals__[name]
+                    yield from self._attributes(value, code) if isinstance(value, types.ModuleType) else [(name, value)]
+                elif not hasattr(builtins, name):
+                    raise UndescribableError  # not defined yet
+
+    def _attributes(self, module: types.ModuleType, code: types.CodeType) -> Iterator[tuple[str, Any]]:
+        """The values that code may read from a module, as far as its names tell."""
+        if module in self._seen or self._version(module.__name__) is not None:
+            return
+        self._seen.add(module)
+        for name in sorted(set(code.co_names) & set(vars(module))):
+            value = vars(module)[name]
+            yield from self._attributes(value, code) if isinstance(value, types.ModuleType) else [(name, value)]
+        self._seen.remove(module)
+
+    def _version(self, module_name: str | None) -> str | None:
+        """The version of an installed package, by which its code is known; ``None`` for code that is described."""
+        package = _package(module_name)
+        if package == "compile_callbacks" or package in _TORCH_AND_PYTHON:
+            return ""
+        if package in self._own:
+            return None
+        module = sys.modules.get(package)
+        folders = Path(getattr(module, "__file__", None) or "").parts
+        return str(getattr(module, "__version__", "")) if _INSTALLED & set(folders) else None
+
+
+def _package(module_name: str | None) -> str:
+    return (module_name or "").partition(".")[0]
+
+
+def _name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested_code(constant)
 
 
 def _describe_tensor(tensor: torch.Tensor) -> str:
@@ -103,4 +262,4 @@ def _describe_tensor(tensor: torch.Tensor) -> str:
     if tensor.device.type == "meta":
         return layout
     bits = tensor.detach().cpu().reshape(-1).view(torch.uint8)
-    return layout + hashlib.sha256(bytes(bits.tolist())).hexdigest()
+    return layout + digest(bytes(bits.tolist()).hex())

@@ -11,8 +11,7 @@ import torch
 from torch.fx import Graph
 
 from compile_callbacks import _torch
-from compile_callbacks.choices import unknown
-from compile_callbacks.links import checks_settings
+from compile_callbacks._utils.messages import unknown
 from compile_callbacks.passes.graph_pass import GraphPass
 from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS
 from compile_callbacks.phases import Phase
@@ -44,7 +43,6 @@ class PatternPass(GraphPass):
         replaced: How often it found its pattern, in all graphs so far.
     """
 
-    @checks_settings
     def __init__(
         self,
         pattern: Callable[..., torch.Tensor],

@@ -1,4 +1,4 @@
-"""The passes of one hook point and one phase, run in order, watched, and checked after each."""
+"""Runs the passes of one hook point and one phase in order, and checks the graph after each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch.fx import Graph, Node
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks.passes.graph_pass import GraphPass, pass_hook, pass_name, running_in
 from compile_callbacks.passes.hooks import HOOK_OPTIONS, GraphKind, graph_kind, is_inference_graph
-from compile_callbacks.passes.identity import digest
 from compile_callbacks.phases import Phase
 
 
 class GraphPassError(RuntimeError):
-    """A custom graph pass raised, or left a graph that is not what it must be.
+    """A custom graph pass raised an exception, or left an invalid graph.
 
     Attributes:
         failed: The pass.
@@ -34,12 +34,12 @@ class PassRun:
     Attributes:
         name: The pass.
         hook: The hook point.
-        graph: What the graph holds.
-        is_inference: What the pass was told.
-        seconds: How long it took.
-        nodes_before: How many nodes the graph had.
-        nodes_after: How many it has now.
-        changed: Whether anything about the graph is another.
+        graph: The kind of graph.
+        is_inference: The flag that the pass got.
+        seconds: The time of the pass.
+        nodes_before: The number of nodes before.
+        nodes_after: The number of nodes after.
+        changed: Whether the pass changed the graph.
     """
 
     name: str
@@ -63,7 +63,7 @@ class PassSequence(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
         passes: The passes, in order.
         hook: The hook point.
         phase: The phase that is compiled.
-        on_run: Told of each pass that ran.
+        on_run: Called after each pass.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class PassSequence(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
         return error
 
     def uuid(self) -> str | None:
-        """The uuids of the passes with hook point and phase; ``None`` where one has none."""
+        """A hash of the passes' uuids, the hook point and the phase; ``None`` if a pass has no uuid."""
         uuids = [graph_pass.uuid() for graph_pass in self.passes]
         if any(uuid is None for uuid in uuids):
             return None
-        return digest(self.hook, self.phase, *(repr(uuid) for uuid in uuids))
+        return digest([self.hook, self.phase, *map(repr, uuids)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PassSequence:
         return self
@@ -130,14 +130,14 @@ class PassSequence(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
         return self
 
     def __reduce__(self) -> Any:
-        # Torch 2.11 pickles the settings into the key of its cache, the pass before autograd as it is.
+        # Torch 2.11 pickles the settings into the key of its cache, including the pass object at ``pre_grad``.
         if (uuid := self.uuid()) is None:
-            raise TypeError("one of these passes has no uuid: its graphs are not to be cached")
+            raise TypeError("one of these passes has no uuid, so that its graphs must not be cached")
         return str, (uuid,)
 
 
 class _Snapshot:
-    """What a graph was, as far as it tells whether a pass changed it, and whether it may have."""
+    """A graph before a pass, to find out whether the pass changed it, and whether the change is valid."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
@@ -149,7 +149,7 @@ class _Snapshot:
         return after != self.nodes
 
     def problem(self, graph: Graph, returned: Any) -> str | None:
-        """What is wrong with a graph after a pass."""
+        """What is wrong with a graph after a pass; ``None`` if it is valid."""
         if returned is not None:
             return f"returned {type(returned).__name__}: a pass changes the graph in place and returns nothing"
         try:
@@ -162,33 +162,24 @@ class _Snapshot:
         outputs = _outputs(graph)
         if len(outputs) != len(self._outputs):
             return f"changed the number of the graph's outputs from {len(self._outputs)} to {len(outputs)}"
-        for place, (before, after) in enumerate(zip(self._outputs, outputs, strict=True)):
-            if None not in (before.kind, after.kind) and before.kind != after.kind:
-                return f"changed output {place} from {before.kind} ({before.name}) to {after.kind} ({after.name})"
+        for place, ((name, kind), (new_name, new_kind)) in enumerate(zip(self._outputs, outputs, strict=True)):
+            if None not in (kind, new_kind) and kind != new_kind:
+                return f"changed output {place} from {kind} ({name}) to {new_kind} ({new_name})"
         return None
 
 
-@dataclass(frozen=True)
-class _Output:
-    name: str
-    kind: str | None
-
-
-def _outputs(graph: Graph) -> list[_Output]:
-    outputs = graph.find_nodes(op="output")
-    if not outputs:
-        return []
-    values = _torch.tree_leaves(outputs[0].args)
-    return [
-        _Output(value.name, _kind(value.meta.get("val"))) if isinstance(value, Node) else _Output(repr(value), None)
-        for value in values
-    ]
-
-
-def _kind(value: Any) -> str | None:
-    if not isinstance(value, torch.Tensor):
-        return None
-    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+def _outputs(graph: Graph) -> list[tuple[str, str | None]]:
+    """The name of each output, and its dtype and shape if they are known."""
+    outputs = []
+    for value in _torch.tree_leaves([node.args for node in graph.find_nodes(op="output")]):
+        tensor = value.meta.get("val") if isinstance(value, Node) else None
+        kind = (
+            f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            if isinstance(tensor, torch.Tensor)
+            else None
+        )
+        outputs.append((str(value), kind))
+    return outputs
 
 
 def pass_options(
@@ -198,13 +189,13 @@ def pass_options(
     *,
     skipped: Collection[Any] = (),
 ) -> dict[str, PassSequence]:
-    """The Inductor options that have these passes run in one phase.
+    """The Inductor options that run these passes in one phase.
 
     Args:
         passes: The passes.
         phase: The phase.
-        on_run: Told of each pass that ran.
-        skipped: Those of them to leave out.
+        on_run: Called after each pass.
+        skipped: Passes to leave out.
     """
     options = {}
     for hook, option in HOOK_OPTIONS.items():

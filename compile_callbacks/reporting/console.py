@@ -1,99 +1,114 @@
-"""Tables on standard output: by rich where it is installed and there is a terminal to show it, else plain."""
+"""Terminal output: tables, rendered by rich, and lines that leave a progress bar intact."""
 
 from __future__ import annotations
 
-import importlib.util
+import io
+import logging
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from compile_callbacks.reporting.table import plain_table
+from compile_callbacks.phases import PHASES
+from compile_callbacks.reporting.table import labels_and_cells
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from rich.table import Table
 
-_PLAIN_WIDTH = 120  # characters of a line, where there is no terminal to ask
+    from compile_callbacks.reporting.report import CompileReport
+
+_UNLIMITED = 10_000  # characters in a line
+_PLAIN_TEXT_WIDTH = 120
+_CELL_WIDTH = 60
+_log = logging.getLogger("lightning.pytorch")  # users silence it together with Lightning's messages
 
 
-def shows_rich() -> bool:
-    """Whether tables are drawn by rich."""
-    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
-
-
-def print_figures(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of figures: labels to the left, and the rest to the right.
-
-    Args:
-        head: What stands above the columns.
-        rows: As many cells each.
-    """
-    if shows_rich():
-        print_rich(head, rows, justify="right")
-    else:
-        sys.stdout.write(plain_table([tuple(head)], [tuple(row) for row in rows]) + "\n")
-
-
-def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of texts, all to the left and wrapped where the line is too short for them.
+def make_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str = "",
+    numbers: bool = True,
+    width: int = _CELL_WIDTH,
+) -> Table:
+    """Make a rich table.
 
     Args:
-        head: What stands above the columns.
-        rows: As many cells each; a cell may have several lines.
+        head: The column titles.
+        rows: One row of cells for each line; cells are text, not markup.
+        title: The line above the table.
+        numbers: Align all columns except the first to the right.
+        width: Characters at which a cell of such a column wraps.
     """
-    if shows_rich():
-        print_rich(head, rows, justify="left")
-    else:
-        width = shutil.get_terminal_size((_PLAIN_WIDTH, 0)).columns
-        sys.stdout.write(wrapped_table(head, rows, width) + "\n")
-
-
-def print_rich(head: Sequence[str], rows: Sequence[Sequence[str]], *, justify: str, title: str = "") -> None:
-    """Print a table by rich; see `rich_table`."""
-    from rich.console import Console
-
-    Console().print(rich_table(head, rows, justify=justify, title=title))
-
-
-def rich_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, justify: str, title: str = "") -> Table:
-    """A table as rich draws it, cells of all columns but the first justified as told."""
+    from rich.box import Box  # here, because a process that prints no table does not need rich
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left")
-    for index, label in enumerate(head):
-        table.add_column(label, justify="left" if index == 0 else justify)  # type: ignore[arg-type]
+    line = "    \n"
+    ascii_rule_below_the_head = Box(line * 2 + " -- \n" + line * 5, ascii=True)
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        box=ascii_rule_below_the_head,
+        show_edge=False,
+        pad_edge=False,
+    )
+    for index, name in enumerate(head):
+        right = numbers and index > 0
+        table.add_column(
+            Text(name), justify="right" if right else "left", max_width=width if numbers else None, overflow="fold"
+        )
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # not as markup, which brackets would be
+        table.add_row(*map(Text, row))
     return table
 
 
-def wrapped_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Lay out rows as plain text to the left, wrapped so that lines have at most ``width`` characters.
+def to_text(table: Table, width: int = _UNLIMITED) -> str:
+    """Render a table as plain text, without colors and trailing spaces."""
+    from rich.console import Console
 
-    Where that leaves a column less room than its longest word, lines are longer.
-    """
-    columns = list(zip(head, *rows, strict=True))
-    widths = [max(len(line) for cell in column for line in cell.splitlines() or [""]) for column in columns]
-    narrowest = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
-    while sum(widths) + 2 * (len(widths) - 1) > width:
-        room = [(w, index) for index, w in enumerate(widths) if w > narrowest[index]]
-        if not room:
-            break
-        widths[max(room)[1]] -= 1
-    rule = "  ".join("-" * w for w in widths)
-    return "\n".join([*_in_lines(head, widths), rule, *(line for row in rows for line in _in_lines(row, widths))])
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def _in_lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    cells = [
-        [part for line in cell.splitlines() for part in textwrap.wrap(line, w, break_on_hyphens=False)]
-        for cell, w in zip(row, widths, strict=True)
-    ]
-    return [
-        "  ".join(
-            (cell[index] if index < len(cell) else "").ljust(w) for cell, w in zip(cells, widths, strict=True)
-        ).rstrip()
-        for index in range(max(map(len, cells)))
-    ]
+def print_table(table: Table, plain_width: int = _UNLIMITED) -> None:
+    """Print a table: as wide as the terminal, or as plain text if stdout is not a terminal."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(table)
+    else:
+        sys.stdout.write(to_text(table, plain_width) + "\n")
+
+
+def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """Print a table of texts, which wrap at the width of the terminal."""
+    width = shutil.get_terminal_size((_PLAIN_TEXT_WIDTH, 0)).columns
+    print_table(make_table(head, rows, title=title, numbers=False), width)
+
+
+def report_table(report: CompileReport, title: str = "") -> Table:
+    """The table of a report, with a row for each figure and a column for each phase."""
+    return make_table(("", *PHASES), labels_and_cells([report.phase(phase) for phase in PHASES]), title=title)
+
+
+def print_report(report: CompileReport, name: str = "") -> None:
+    """Print the table of a report and the notes below it, with the name of a callback that is not the first one."""
+    sys.stdout.write("\n")
+    print_table(report_table(report, title=f"torch.compile report {name}".rstrip()))
+    sys.stdout.write("".join(f"{note}\n" for note in report.notes()) + "\n")
+    sys.stdout.flush()
+
+
+def say(trainer: Trainer, line: str) -> None:
+    """Print a line on rank zero: above an active progress bar, else as a log message."""
+    if not trainer.is_global_zero:
+        return
+    bar = trainer.progress_bar_callback
+    if bar is not None and getattr(bar, "is_enabled", False) and sys.stdout.isatty():
+        bar.print(line)
+    else:
+        _log.info(line)

@@ -6,22 +6,23 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from compile_callbacks.choices import part_of, unknown
-from compile_callbacks.links import checks_settings
-from compile_callbacks.references import class_and_arguments
+from compile_callbacks._utils.import_ref import class_and_arguments
+from compile_callbacks._utils.messages import part_of, unknown
 from compile_callbacks.settings import templates
 from compile_callbacks.settings.config import InductorConfig
-from compile_callbacks.settings.config_checks import check_mode
+from compile_callbacks.settings.options import check_mode
 
 EAGER = "eager"
-"""The mode string that leaves a phase uncompiled."""
+"""The mode string for a phase that runs uncompiled."""
+
+USER = "user"
+"""The mode in the report of a phase that the callback leaves alone (``None``): it runs as the user wrote it."""
 
 Mode = str | Mapping[str, Any] | InductorConfig | None
 """What a phase's settings may be given as. The mapping comes before the class: LightningCLI then hands over what stands
 in YAML as it stands there, and what is wrong with it is told by us, with the argument's name."""
 
 
-@checks_settings
 def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> InductorConfig | None:
     """The config that a ``train_mode`` or ``infer_mode`` stands for; ``None`` where it is not to be compiled.
 
@@ -52,7 +53,7 @@ def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> Induc
                 as_option = f" Inductor's options go into {argument}={{'options': {{...}}}}."
                 raise ValueError(unknown(f"{argument} field", name, known) + as_option)
         with part_of(argument):
-            return InductorConfig.from_dict(value)
+            return InductorConfig(**value)
     raise TypeError(
         f"{argument}={value!r} must be a mode, a mapping of InductorConfig's fields, an InductorConfig or None, "
         f"not {type(value).__name__}"

@@ -8,18 +8,15 @@ Example::
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from compile_callbacks import _torch
-from compile_callbacks.choices import unknown
-from compile_callbacks.links import checks_settings
+from compile_callbacks._utils.messages import unknown
 from compile_callbacks.settings.options import as_options
 
 
@@ -29,19 +26,16 @@ def _nothing_is_missing(device: torch.device) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A named set of Inductor options.
+    """A named set of Inductor options. If the installed torch lacks one of the options, the others remain.
 
-    Args:
-        name: What it is asked for by; none of torch's modes.
-        description: What it is for, in a sentence.
-        mode: The mode of ``torch.compile`` that it implies; ``None`` for the default one.
+    Attributes:
+        name: The name that ``train_mode`` and ``infer_mode`` take.
+        description: The purpose, in a sentence.
+        mode: The mode of ``torch.compile`` that the template implies; ``None`` for the default mode.
         options: Inductor options on top of the mode, by name.
-        missing: Given a device, what a module on it lacks for this template, in a few words; ``None`` for nothing.
-        fallback: What is used where something is missing: the mode, without ``options``. In a few words.
-
-    Raises:
-        ValueError: An unknown mode or option, or no name.
-        TypeError: A value of the wrong type.
+        missing: Given a device, returns what a module on it lacks for this template; ``None`` if it lacks nothing.
+        fallback: What is used if something is missing: the mode, without ``options``. In a few words.
+        left_out: The options, with values, that the installed torch does not accept.
     """
 
     name: str
@@ -50,39 +44,42 @@ class Template:
     options: Mapping[str, Any] = field(default_factory=dict)
     missing: Callable[[torch.device], str | None] = _nothing_is_missing
     fallback: str = ""
+    left_out: tuple[str, ...] = field(init=False, default=())
 
-    @checks_settings
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise TypeError(f"name={self.name!r} must be a string, not {type(self.name).__name__}")
-        if not self.name or self.name in (*_torch.mode_names(), "eager", "auto"):
-            raise ValueError(f"name={self.name!r} is no name for a template: it is empty or means something else")
-        if self.mode is not None and self.mode not in _torch.mode_names():
-            raise ValueError(unknown("mode", self.mode, _torch.mode_names()))
-        object.__setattr__(self, "options", as_options(self.options))
+        options: dict[str, Any] = {}
+        left_out = []
+        for name, value in self.options.items():
+            try:
+                options |= as_options({name: value})
+            except (ValueError, TypeError):
+                left_out.append(f"{name}={value!r}")
+        object.__setattr__(self, "options", options)
+        object.__setattr__(self, "left_out", tuple(left_out))
 
     def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
-        """Every Inductor option that the template sets, its mode's among them.
+        """Every Inductor option that the template and its mode set.
 
         Args:
-            device: Where the module is: without ``options`` if something is missing there. ``None``: as if nothing
-                were.
+            device: The module's device; ``options`` are left out if it lacks something. ``None``: nothing is missing.
         """
         lacks = device is not None and self.missing(device) is not None
         return {**_torch.resolve_options(self.mode, {}, None), **({} if lacks else self.options)}
 
     def falls_back(self, device: torch.device) -> str | None:
-        """What is missing on this device and what is used instead, in a sentence; ``None`` where nothing is."""
-        missing = self.missing(device)
-        return None if missing is None else f"template {self.name!r} needs {missing}; it falls back to {self.fallback}"
+        """What is missing on this device and what is used instead, in a sentence; ``None`` if nothing is missing."""
+        needs, fallback = self.missing(device), self.fallback
+        if needs is None and self.left_out:
+            needs = f"Inductor's {' and '.join(self.left_out)}, which torch {torch.__version__} does not take"
+            fallback = "its other options" if self.options else f"mode {self.mode or 'default'!r} as it is"
+        return None if needs is None else f"template {self.name!r} needs {needs}; it falls back to {fallback}"
 
 
 def names() -> list[str]:
-    """The names of all templates, those that users registered last."""
+    """The names of all templates."""
     return list(_templates())
 
 
-@checks_settings
 def get(name: str) -> Template:
     """The template of this name.
 
@@ -92,38 +89,6 @@ def get(name: str) -> Template:
     if name not in _templates():
         raise ValueError(unknown("template", name, _templates()))
     return _templates()[name]
-
-
-@checks_settings
-def register(template: Template) -> Template:
-    """Make a template known by its name, in this process.
-
-    Raises:
-        ValueError: Another template has that name.
-        TypeError: Not a `Template`.
-    """
-    if not isinstance(template, Template):
-        raise TypeError(f"template={template!r} must be a Template, not {type(template).__name__}")
-    if template.name in _templates():
-        raise ValueError(f"name={template.name!r} is taken: {get(template.name).description}")
-    _registered[template.name] = template
-    return template
-
-
-@checks_settings
-def unregister(name: str) -> None:
-    """Forget a template that was registered.
-
-    Raises:
-        ValueError: There is none, or it is one of the library's own.
-    """
-    if name in _own():
-        raise ValueError(f"name={name!r} is one of the library's own templates")
-    get(name)
-    del _registered[name]
-
-
-# ---------------------------------------------------------------------------------------------- the library's own
 
 
 def _without_triton(device: torch.device) -> str | None:
@@ -149,57 +114,13 @@ def _without_tma(device: torch.device) -> str | None:
     return None if _torch.has_triton_tma() else "a Triton that knows the Tensor Memory Accelerator"
 
 
-_FORMER_NAMES: Mapping[str, Sequence[str]] = {}
-"""What options of these templates were called before, the newest name first; none was renamed from 2.11 to 2.15."""
-
-
-class _OwnTemplate(Template):
-    """One of the library's own: where torch drops one of its options, or its value, the others stay.
-
-    Attributes:
-        left_out: What the installed torch does not take.
-    """
-
-    left_out: tuple[str, ...] = ()
-
-    @override
-    def __post_init__(self) -> None:
-        options: dict[str, Any] = {}
-        left_out = []
-        for name, value in self.options.items():
-            if taken := _as_this_torch_takes(name, value):
-                options |= taken
-            else:
-                left_out.append(f"{name}={value!r}")
-        object.__setattr__(self, "options", options)
-        object.__setattr__(self, "left_out", tuple(left_out))
-        super().__post_init__()
-
-    @override
-    def falls_back(self, device: torch.device) -> str | None:
-        reason = super().falls_back(device)
-        if reason is not None or not self.left_out:
-            return reason
-        rest = "its other options" if self.options else f"mode {self.mode or 'default'!r} as it is"
-        options = f"Inductor's {' and '.join(self.left_out)}, which torch {torch.__version__} does not take"
-        return f"template {self.name!r} needs {options}; it falls back to {rest}"
-
-
-def _as_this_torch_takes(name: str, value: Any) -> Mapping[str, Any]:
-    """An option by the newest of its names that the installed torch knows; empty where it takes none of them."""
-    for known in (name, *_FORMER_NAMES.get(name, ())):
-        with contextlib.suppress(ValueError, TypeError):
-            return as_options({known: value})
-    return {}
-
-
 @functools.cache
-def _own() -> dict[str, Template]:
-    # Made when asked for: checking option names takes longer than importing this library may.
-    own = [
-        _OwnTemplate(
+def _templates() -> dict[str, Template]:
+    # Created at the first use, because checking option names takes longer than importing this library may.
+    templates = [
+        Template(
             name="triton",
-            description="Matrix products and convolutions as Triton kernels, chosen by measuring; ATen where none fits",
+            description="Matrix products and convolutions as Triton kernels, chosen by measuring; ATen if none fits",
             mode="max-autotune-no-cudagraphs",
             options={
                 "max_autotune_gemm_backends": "TRITON",
@@ -210,40 +131,40 @@ def _own() -> dict[str, Template]:
             missing=_without_triton,
             fallback="max-autotune-no-cudagraphs as it is on this device",
         ),
-        _OwnTemplate(
+        Template(
             name="cpp_wrapper",
-            description="C++ in place of Python between kernels: less work for the host, longer to compile",
+            description="C++ in place of Python between kernels: less work for the CPU, longer to compile",
             options={"cpp_wrapper": True},
         ),
-        _OwnTemplate(
+        Template(
             name="cutlass",
-            description="Matrix products from CUTLASS beside ATen's, chosen by measuring",
+            description="Matrix products from CUTLASS and ATen, chosen by measuring",
             mode="max-autotune-no-cudagraphs",
             options={"max_autotune_gemm_backends": "CUTLASS,ATEN"},
             missing=_without_cutlass,
             fallback="max-autotune-no-cudagraphs, which chooses among Triton's and ATen's",
         ),
-        _OwnTemplate(
+        Template(
             name="aten",
-            description="Matrix products and convolutions from ATen's libraries alone; only what is fused is generated",
+            description="Matrix products and convolutions from ATen only; Inductor generates fused operators",
             options={"max_autotune_gemm_backends": "ATEN", "max_autotune_conv_backends": "ATEN"},
         ),
-        _OwnTemplate(
+        Template(
             name="cudagraphs",
-            description="CUDA graphs: a step is launched as a whole, for models whose host is slower than their GPU",
+            description="CUDA graphs: a step is one launch, for CPU-bound models on a GPU",
             mode="reduce-overhead",
         ),
-        _OwnTemplate(
+        Template(
             name="max_autotune",
             description="Kernels chosen by measuring, and CUDA graphs: the fastest steps, the longest compile",
             mode="max-autotune",
         ),
-        _OwnTemplate(
+        Template(
             name="freezing",
-            description="Weights baked in where they stand still (test, predict); without effect in training",
+            description="Weights frozen into the code while they are constant (test, predict); no effect in training",
             options={"freezing": True},
         ),
-        _OwnTemplate(
+        Template(
             name="tma",
             description="Matrix products as persistent Triton kernels that load through the Tensor Memory Accelerator",
             mode="max-autotune-no-cudagraphs",
@@ -252,11 +173,4 @@ def _own() -> dict[str, Template]:
             fallback="max-autotune-no-cudagraphs as it is on this device",
         ),
     ]
-    return {template.name: template for template in own}
-
-
-_registered: dict[str, Template] = {}
-
-
-def _templates() -> dict[str, Template]:
-    return {**_own(), **_registered}
+    return {template.name: template for template in templates}

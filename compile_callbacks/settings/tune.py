@@ -1,111 +1,86 @@
-"""`Tune`: candidates and the rule by which measurements choose among them."""
+"""`Tune`: candidates for the settings of a phase, among which measured step times choose."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any
 
-from compile_callbacks.choices import check_choice, part_of, unknown
-from compile_callbacks.links import checks_settings
-from compile_callbacks.references import class_and_arguments
+from compile_callbacks._utils.fingerprints import digest
+from compile_callbacks._utils.import_ref import class_and_arguments
+from compile_callbacks._utils.messages import check_fields, part_of
+from compile_callbacks.phases import Phase
 from compile_callbacks.settings.config import InductorConfig
 from compile_callbacks.settings.mode import Mode as OneMode
 from compile_callbacks.settings.mode import as_config
 
-Rule = Literal["throughput", "latency", "first", "latency_budget"]
-"""By what measurements choose."""
-
-RULES: tuple[Rule, ...] = get_args(Rule)
+LEAST_SAMPLES = 5
+"""A median of fewer step times proves nothing."""
 
 AUTO = "auto"
-"""The mode string, and the candidates, that are chosen to suit the device, the phase and the steps to come."""
+"""The mode string, and the value of ``candidates``, for candidates that suit the device, the phase and the run."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Tune:
-    """Candidates for the settings of a phase, tried on real steps of the run, and the rule by which one is chosen.
+    """Candidates for the settings of a phase. The run tries them on its own steps and keeps the fastest.
 
-    Every step that is measured trains or validates as any other: nothing is thrown away. Eager is always a candidate,
-    and what is not faster than eager is not chosen. What eager does is, for a candidate that sets an autocast, what it
-    does under that autocast: rounding that the autocast brings is not held against it. How it goes, and what it costs:
-    docs/tune.md.
+    Every step trains or validates as usual, whichever candidate it runs with. Eager is always a candidate. It is
+    chosen unless another candidate has a lower median step time, beyond measurement noise. docs/tune.md describes the
+    procedure.
 
     Args:
         candidates: Modes, templates, `InductorConfig` objects or mappings of their fields, the cheapest to compile
-            first; those that are given twice count once. ``"auto"``: what suits the device and the phase, without what
-            cannot repay its compile time in what remains of the run.
-        rule: What is chosen among the candidates that compile, compute what eager does and beat eager by
-            ``min_speedup``. ``"throughput"``: the lowest median of a step's time. ``"latency"``: the lowest 95th
-            percentile. ``"first"``: the first in order; those after it are not compiled. ``"latency_budget"``: the
-            first in order whose 95th percentile is within ``latency_budget_ms``, eager before all others; where none
-            is, the one with the lowest.
-        steps: Samples of each candidate after which it is judged in any case, 1 or more; where it is clear before,
-            it is judged before.
-        budget_seconds: Time that steps may take while candidates are tried, compile time included; then the best so
-            far is chosen, or eager. ``None``: no limit. A compile that is under way is not interrupted.
-        min_speedup: How many times as fast as eager a candidate must be, 1 or more.
-        latency_budget_ms: For the rule of that name, and needed there: milliseconds that a step may take.
+            first. Equal candidates count once. ``"auto"`` chooses candidates for the device and the phase, and skips
+            those that cannot amortize their compile time in the rest of the run.
+        steps: Number of steps of each candidate that are timed if the comparison is close, 5 or more. A clear
+            comparison ends earlier.
+        budget_seconds: Time that the steps may take while candidates are tried, compile time included. When it is
+            used up, the best candidate so far is chosen. A compile that has started is not interrupted. ``None``: no
+            limit.
+        min_speedup: Speedup over eager that a candidate needs, 1 or more.
 
     Raises:
-        ValueError: No candidate beside eager, an unknown mode or rule, or a number out of range.
-        TypeError: An argument of the wrong type.
+        ValueError: There is no candidate except eager, a mode is unknown, or a number is out of range.
+        TypeError: An argument has the wrong type.
 
     Example::
 
-        >>> Tune(["reduce-overhead", "default"], rule="latency").describe()
-        'tune(reduce-overhead | default, rule=latency)'
+        >>> Tune(["default", "reduce-overhead"], budget_seconds=60).describe()
+        'tune(default | reduce-overhead, budget_seconds=60)'
     """
 
     candidates: str | Sequence[OneMode]
     _: KW_ONLY
-    rule: Rule = "throughput"
     steps: int = 20
     budget_seconds: float | None = None
     min_speedup: float = 1.01
-    latency_budget_ms: float | None = None
 
-    @checks_settings
     def __post_init__(self) -> None:
         object.__setattr__(self, "candidates", _checked(self.candidates))
-        check_choice("rule", self.rule, RULES)
         if isinstance(self.steps, bool) or not isinstance(self.steps, int):
-            raise TypeError(f"steps={self.steps!r} must be an integer, 1 or more")
-        if self.steps < 1 or _is_too_large(self.steps):
-            raise ValueError(f"steps={_shown(self.steps)} must be 1 or more, and finite as a float")
-        _check_number("budget_seconds", self.budget_seconds, "seconds")
-        _check_number("latency_budget_ms", self.latency_budget_ms, "milliseconds")
-        if isinstance(self.min_speedup, bool) or not isinstance(self.min_speedup, (int, float)):
-            raise TypeError(f"min_speedup={self.min_speedup!r} must be a number, 1 or more")
-        if not 1 <= self.min_speedup < math.inf or _is_too_large(self.min_speedup):
-            raise ValueError(
-                f"min_speedup={_shown(self.min_speedup)} must be finite and 1 or more: what is slower than eager is "
-                "not chosen"
-            )
-        if (self.rule == "latency_budget") != (self.latency_budget_ms is not None):
-            raise ValueError(
-                f"rule={self.rule!r} with latency_budget_ms={self.latency_budget_ms!r}: rule='latency_budget' needs "
-                "latency_budget_ms, which no other rule reads"
-            )
-
-    def __eq__(self, other: object) -> bool:
-        return self.key() == other.key() if isinstance(other, Tune) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.key())
+            raise TypeError(f"steps={self.steps!r} must be an integer, {LEAST_SAMPLES} or more")
+        if self.steps < LEAST_SAMPLES:
+            raise ValueError(f"steps={self.steps!r} must be {LEAST_SAMPLES} or more: fewer samples prove nothing")
+        for name, value in (("budget_seconds", self.budget_seconds), ("min_speedup", self.min_speedup)):
+            if value is None and name == "budget_seconds":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+        if self.budget_seconds is not None and not 0 < self.budget_seconds < math.inf:
+            raise ValueError(f"budget_seconds={self.budget_seconds!r} must be positive and finite, or None")
+        if not 1 <= self.min_speedup < math.inf:
+            raise ValueError(f"min_speedup={self.min_speedup!r} must be finite and 1 or more: eager wins otherwise")
 
     @property
     def configs(self) -> tuple[InductorConfig, ...]:
         """The candidates in order, without eager; empty for ``"auto"``, which depends on the device."""
-        return () if isinstance(self.candidates, str) else tuple(c for c in self.candidates if c is not None)  # type: ignore[misc]
+        return () if isinstance(self.candidates, str) else tuple(self.candidates)  # type: ignore[arg-type]
 
     @property
     def freezes(self) -> bool:
-        """Whether any candidate asks for weights to be baked in where they stand still."""
+        """Whether a candidate asks for freezing."""
         return any(config.freezes for config in self.configs)
 
     @property
@@ -117,99 +92,58 @@ class Tune:
         """Refuse passes at a hook point that the options or the template of a candidate set.
 
         Raises:
-            ValueError: There is one.
+            ValueError: A candidate sets the hook point of a pass.
         """
         for config in self.configs:
             config.check_beside(passes)
 
     def describe(self) -> str:
-        """The candidates and what differs from the default rule, in a line; ``"auto"`` for the mode of that name."""
+        """The candidates, and the arguments that differ from their defaults, in one line."""
         names = " | ".join(config.describe() for config in self.configs) or AUTO
         others = [f"{name}={value}" for name, value in self._set_fields().items() if name != "candidates"]
         return AUTO if names == AUTO and not others else f"tune({', '.join([names, *others])})"
 
     def key(self) -> str:
-        """A hash of candidates and rule: equal for equal ones, also in another process."""
-        described = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "candidates"}
-        described = {n: float(v) if isinstance(v, (int, float)) else v for n, v in described.items()}
-        described["candidates"] = [config.key() for config in self.configs] or AUTO
-        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The candidates and what differs from the defaults as JSON-ready data; passes as ``"module:name"``.
-
-        Raises:
-            ValueError: As `InductorConfig.to_dict`.
-        """
-        return self._set_fields() | {"candidates": [config.to_dict() for config in self.configs] or AUTO}
-
-    @classmethod
-    @checks_settings
-    def from_dict(cls, data: Mapping[str, Any]) -> Tune:
-        """The `Tune` that `to_dict` made ``data`` of.
-
-        Raises:
-            ValueError: An unknown or missing field, or a value that is refused.
-            TypeError: Not a mapping, or a value of the wrong type.
-        """
-        if not isinstance(data, Mapping):
-            raise TypeError(f"data={data!r} must be a mapping of Tune's fields, not {type(data).__name__}")
-        known = [f.name for f in fields(cls)]
-        for name in data:
-            if name not in known:
-                raise ValueError(unknown("field", name, known))
-        if "candidates" not in data:
-            raise ValueError(f"data={dict(data)!r} has no candidates")
-        candidates = data["candidates"]
-        if isinstance(candidates, (list, tuple)):
-            candidates = [InductorConfig.from_dict(c) if isinstance(c, Mapping) else c for c in candidates]
-        return cls(**{**data, "candidates": candidates})
+        """A hash of the candidates and the other arguments; equal for equal ones, also in another process."""
+        return digest(self._set_fields() | {"candidates": [config.key() for config in self.configs] or AUTO})
 
     def _set_fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
 Mode = str | Mapping[str, Any] | InductorConfig | Tune | None
-"""What a phase's settings may be given as where a Trainer's steps are measured; in this order as in `config.Mode`."""
-
-
-def named(configs: Sequence[InductorConfig]) -> dict[str, InductorConfig]:
-    """Configs by a name of their own: what `describe` says, numbered where two say the same (of unlike passes)."""
-    names: dict[str, InductorConfig] = {}
-    for config in configs:
-        name, number = config.describe(), 1
-        while name in names:
-            number += 1
-            name = f"{config.describe()} ({number})"
-        names[name] = config
-    return names
-
+"""The type of ``train_mode`` and ``infer_mode``. The mapping comes before the classes, see `config.Mode`."""
 
 Settings = InductorConfig | Tune | None
-"""What a `Mode` stands for; ``None``: not compiled."""
+"""The settings that a `Mode` stands for; ``None``: not compiled."""
 
 
-@checks_settings
 def as_settings(value: object, argument: str) -> Settings:
-    """What a ``train_mode`` or ``infer_mode`` stands for; ``None`` where it is not to be compiled.
+    """The settings that a ``train_mode`` or ``infer_mode`` stands for; ``None`` if the phase is not compiled.
 
     Raises:
-        ValueError: An unknown mode or field.
-        TypeError: A value that is no mode, mapping, config or `Tune`.
+        ValueError: A mode or field is unknown.
+        TypeError: The value is not a mode, a mapping, a config or a `Tune`.
     """
     if isinstance(value, Tune):
         return value
     if value == AUTO:
         return Tune(AUTO)
+    kind: type = Tune if isinstance(value, Mapping) and "candidates" in value else InductorConfig
+    data: Any = value
     if isinstance(value, Mapping) and "class_path" in value:
-        kind, given = class_and_arguments(value, argument, (InductorConfig, Tune))
-        if issubclass(kind, Tune):
-            with part_of(argument):
-                return Tune.from_dict(given)
-    if isinstance(value, Mapping) and "candidates" in value:
+        kind, data = class_and_arguments(value, argument, (InductorConfig, Tune))
+    if issubclass(kind, Tune):
         with part_of(argument):
-            return Tune.from_dict(value)
+            check_fields(data, Tune)
+            return Tune(**data)
     return as_config(value, argument, also=(AUTO,))
+
+
+def phases_left_alone(train_mode: object, infer_mode: object) -> frozenset[Phase]:
+    """The phases whose mode is ``None``: a target that the user compiled in place runs as the user compiled it."""
+    modes: dict[Phase, object] = {"train": train_mode, "infer": infer_mode}
+    return frozenset(phase for phase, mode in modes.items() if mode is None)
 
 
 def _checked(candidates: object) -> object:
@@ -218,25 +152,7 @@ def _checked(candidates: object) -> object:
     if isinstance(candidates, (str, Mapping, InductorConfig)) or not isinstance(candidates, Sequence):
         raise TypeError(f"candidates={candidates!r} must be a list of modes or configs, or 'auto'")
     configs = [as_config(candidate, f"candidates[{i}]") for i, candidate in enumerate(candidates)]
-    unlike = {config.key(): config for config in configs if config is not None}
-    if not unlike:
-        raise ValueError(f"candidates={candidates!r} has nothing to try beside eager, which is always a candidate")
-    return tuple(unlike.values())
-
-
-def _check_number(argument: str, value: object, unit: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{argument}={value!r} must be a number of {unit}, or None")
-    if not 0 < value < math.inf or _is_too_large(value):
-        raise ValueError(f"{argument}={_shown(value)} must be above 0 and finite")
-
-
-def _is_too_large(number: float) -> bool:
-    """Whether it is an integer that no float can hold."""
-    return isinstance(number, int) and number > sys.float_info.max
-
-
-def _shown(number: float) -> str:
-    return "an integer beyond all floats" if _is_too_large(number) else repr(number)
+    distinct = {config.key(): config for config in configs if config is not None}
+    if not distinct:
+        raise ValueError(f"candidates={candidates!r} names nothing to try except eager, which is always a candidate")
+    return tuple(distinct.values())

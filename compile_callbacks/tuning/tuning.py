@@ -1,114 +1,53 @@
-"""A phase that is tuned: candidates put in force for real steps, until one of them is the phase's settings."""
+"""`PhaseTuning`: runs the steps of one phase with the candidates of a `Tune`, and then with the winner."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from compile_callbacks.compiling.sharding import MOVING_WEIGHTS
+from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks.compiling.switch import PhaseSwitch
-from compile_callbacks.measuring.by_size import BySize
 from compile_callbacks.measuring.events import CompileEvent, CompileRecorder
+from compile_callbacks.measuring.series import Span
 from compile_callbacks.measuring.timing import WARMUP_STEPS, StepTimer
 from compile_callbacks.measuring.work import Work
 from compile_callbacks.phases import Phase
+from compile_callbacks.runtime.model_record import ModelRecord
 from compile_callbacks.settings.config import InductorConfig
 from compile_callbacks.settings.mode import EAGER
-from compile_callbacks.settings.tune import AUTO, Tune, named
-from compile_callbacks.tuning.auto import auto_candidates, why_not_affordable, why_not_repaid
-from compile_callbacks.tuning.choices_store import Choice, ChoicesStore, fingerprint
-from compile_callbacks.tuning.trial import BLOCK_SAMPLES, Known, Trial, Verdict
+from compile_callbacks.settings.tune import AUTO, LEAST_SAMPLES, Tune
+from compile_callbacks.tuning.candidates import candidates_of, why_not_compiled
+from compile_callbacks.tuning.trial import Block, Trial, Verdict, compared_work
 from compile_callbacks.tuning.tuner import Tuner
 
-_LEAST_STEPS = 2 * (WARMUP_STEPS + BLOCK_SAMPLES) + 1  # a block of eager and one of a candidate, and its compile
-_SAME_EAGER = 1.5  # times as long as when eager was chosen: hosts vary by less, other work by more
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observed:
-    """What was seen of a step.
-
-    Attributes:
-        sample: Whether its time is a sample.
-        seconds: How long it took, compiling and reading of times included.
-        compile_seconds: How much of it went into compiling.
-        graphs: How many graphs were compiled of the candidate so far, in steps that not all processes took among them.
-        problem: Why the candidate is out, if it is.
-    """
-
-    sample: bool
-    seconds: float
-    compile_seconds: float
-    graphs: int
-    problem: tuple[Verdict, str] | None
-
-    @staticmethod
-    def of_all(observed: Sequence[Observed]) -> Observed:
-        """What was seen of a step that several processes took together: the slowest counts, and any problem."""
-        problems = [one.problem for one in observed]
-        return Observed(
-            sample=all(one.sample for one in observed),
-            seconds=max(one.seconds for one in observed),
-            compile_seconds=max(one.compile_seconds for one in observed),
-            graphs=min(one.graphs for one in observed),
-            problem=next((problem for problem in problems if problem is not None), None),
-        )
-
-
-def slowest(
-    read: Sequence[Mapping[Work, tuple[float, ...]]], *, by_size: bool | None = None
-) -> dict[Work, tuple[float, ...]]:
-    """Of each kind of work the samples of the process that took longest for it; where shapes vary, of all its steps.
-
-    Args:
-        read: The samples of each process, in milliseconds, by their work.
-        by_size: Whether shapes vary; ``None`` where these samples tell.
-    """
-    works = dict.fromkeys(work for samples in read for work in samples)
-    if by_size is None:
-        pooled = {work: [ms for samples in read for ms in samples.get(work, ())] for work in works}
-        by_size = BySize.of(pooled) is not None
-    if by_size:
-        # Hardly two steps are of equal work: the steps of one process, or each would count once in each of them.
-        medians_ms = [statistics.median([ms for of in samples.values() for ms in of] or [0.0]) for samples in read]
-        return dict(read[medians_ms.index(max(medians_ms))])
-    return {
-        work: max((samples[work] for samples in read if samples.get(work)), key=statistics.median, default=())
-        for work in works
-    }
-
-
-def alone(what: _T) -> Sequence[_T]:
-    """What one process knows, which is all of them: see `PhaseTuning`."""
-    return [what]
+BLOCK_STEPS = 1 + WARMUP_STEPS + LEAST_SAMPLES
+"""One step that compiles, the warm-up steps after it, and the samples. Blocks are counted in steps, not in samples, so
+that they end at the same step on all ranks."""
 
 
 class PhaseTuning:
-    """Runs the candidates of one phase in turn, and has the phase run with the one that is chosen.
+    """Runs the steps of one phase with each candidate in turn, and then with the winner.
 
-    While nothing is chosen, a candidate is in force during steps that are measured, and nothing is compiled outside
-    of them. What loses gives back what was compiled for it at once.
+    A candidate is active during measured steps only. When it loses, its compiled code is freed.
+
+    In the train phase all ranks decide together, at the end of each block. In the infer phase ranks may take different
+    numbers of steps, so each rank decides for itself, and at the end of the stage all of them take rank zero's winner.
 
     Args:
         phase: The phase.
-        tune: The candidates and the rule.
-        switch: Runs targets with a candidate.
-        recorder: Knows what happened while compiling.
-        timer: Knows how long steps took.
-        say: Takes a line of text.
-        gather: Gives what each process knows, in the same order in all of them: an `Observed`, samples by their work,
-            an earlier `Choice`. What is decided is decided by all of it, or processes that train together would run
-            different candidates. Nothing, where not all processes are there: the step does not count then. Where they
-            meet no more, what this one knows.
-        clock: Seconds, rising.
+        tune: The candidates and the limits.
+        switch: Runs the targets with a candidate.
+        recorder: Has the compile events.
+        timer: Has the step times.
+        say: Takes a line of text for the user.
+        gather: Returns the values of all ranks, by rank. All ranks call it at the same points: at the end of each block
+            of training steps, and of each stage of the infer phase.
+        clock: Returns increasing seconds.
     """
 
     def __init__(
@@ -120,7 +59,7 @@ class PhaseTuning:
         recorder: CompileRecorder,
         timer: StepTimer,
         say: Callable[[str], None],
-        gather: Callable[[Any], Sequence[Any]] = alone,
+        gather: Callable[[Any], Sequence[Any]] = lambda value: [value],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.phase = phase
@@ -131,362 +70,246 @@ class PhaseTuning:
         self._say = say
         self._gather = gather
         self._clock = clock
-        self._configs: dict[str, InductorConfig] = {}
         self._device = torch.device("cpu")
-        self._tuner: Tuner | None = None
-        self._planned = False
-        self._store: ChoicesStore | None = None
-        self._earlier: dict[str, Choice] = {}
-        self._works: Counter[Work] = Counter()  # of the steps in which candidates were tried
-        self._recalled_by: Work | None = None  # what an earlier choice was looked up for
-        self._made_for: Mapping[str, str] | None = None
-        self._began_anew = False
-        self._seconds_left = math.inf
-        self._told_at = 0.0
+        self._record: ModelRecord | None = None
+        self._conditions: Mapping[str, str] = {}
+        self._earlier: dict[str, tuple[str, str]] = {}  # by the key of the conditions, see `_remember`
+        self._steps_left = self._seconds_left = math.inf
         self._in_force: str | None = None
-        self._last_turn: str | None = None
-        self._found = self._looked_again = False
-        self._checked: str | None = None
-        self._events_before = 0
-        self._started = 0.0
-        self._reading_seconds = 0.0
+        self._reset()
 
-    # ------------------------------------------------------------------------------------------ what it is told
+    def _reset(self) -> None:
+        """Forget all measurements: a run that decided nothing does not count for the next one."""
+        self._tuner = Tuner(self.tune, self._why_not)
+        self._configs: dict[str, InductorConfig] = {}
+        self._works: Counter[Work] = Counter()  # of the first block
+        self._made_for: dict[str, str] = {}
+        self._adopted = self._agreed = self._lasts = False
+        self._first_event = len(self._recorder.events)
+        self._samples: list[tuple[Work, Span]] = []  # of the block
+        self._block_steps, self._block_seconds, self._started = 0, 0.0, 0.0
 
-    def begin(self, device: torch.device, store: ChoicesStore | None = None) -> None:
-        """A trainer run begins; `expect` is to follow before a step that is measured.
+    # ------------------------------------------------------------------------------------------ a run
+
+    def begin(
+        self, device: torch.device, *, record: ModelRecord | None = None, conditions: Mapping[str, str] | None = None
+    ) -> None:
+        """Begin a trainer run. The winner of the run before is kept, unless that run was too short to decide.
 
         Args:
-            device: Where the module is.
-            store: Where choices are kept across runs.
+            device: The device of the module.
+            record: The file that keeps winners for later runs.
+            conditions: What may change which candidate is the fastest, see `conditions`.
         """
-        self._store = store
-        self._planned = False
-        self._last_turn = None
-        if self._tuner is None:
-            self._device = device
-            self._tuner = self._new_tuner()
-        self._tuner.run_begins()
-        self._use(self._tuner.winner or EAGER)
+        self._device, self._record, self._conditions = device, record, conditions or {}
+        if record is not None:
+            for winner in record.load()["winners"].values():
+                self._remember(winner, f"won in an earlier run; delete {record.path} to measure again")
+        if not self._lasts:
+            if self.winner not in (None, EAGER):
+                self._switch.drop(self.phase, str(self.winner))
+            self._reset()
+        self._use(self.winner or EAGER)
 
     def expect(self, steps_left: float, seconds_left: float = math.inf) -> None:
-        """So many steps of the phase are to come; ``math.inf`` where that is not known; the first number counts.
+        """Tell how many steps of the phase and how many seconds of the run remain; the same on all ranks."""
+        self._steps_left, self._seconds_left = steps_left, seconds_left
 
-        Args:
-            steps_left: How many steps.
-            seconds_left: When the run ends by the clock.
-        """
-        assert self._tuner is not None
-        self._seconds_left, self._told_at = seconds_left, self._clock()
-        if not self._planned or math.isinf(self._tuner.steps_left):
-            self._planned = True
-            self._plan(self._tuner, steps_left, seconds_left)
-            self._use(self._tuner.winner or EAGER)
+    def state(self) -> dict[str, Any] | None:
+        """The winner as JSON-ready data; ``None`` unless a resumed run may rely on it."""
+        if not self._tuner.worth_keeping:
+            return None
+        return {"key": digest(self._made_for), "candidate": self.winner, "config_key": self._key(str(self.winner))}
 
-    def begin_anew(self, steps_left: float) -> bool:
-        """Steps have come to do other work: candidates are tried anew, or a choice is recalled that was made for it.
+    def restore(self, state: object) -> None:
+        """Resume from the `state` of an earlier run; data of another form is ignored."""
+        self._remember(state, "won in the run that this one resumes")
 
-        Args:
-            steps_left: Steps of the phase to come, of all processes the fewest.
+    def settle(self, reason: str) -> None:
+        """Choose now, until the next run, among the candidates that are faster than eager so far."""
+        if self.winner is None:
+            self._tuner.conclude(reason)
+            self._apply()
 
-        Returns:
-            Whether all processes do.
-        """
-        since_told = self._gather(self._clock() - self._told_at)
-        if not since_told:
-            return False
-        chosen = self.winner
-        if chosen not in (None, EAGER):
-            if any(self._gather(self._switch.gave_up(self.phase, str(chosen)))):
-                self._switch.drop(self.phase, str(chosen))
-                chosen = None
-            else:
-                self._switch.try_again(self.phase, str(chosen))
-        self._recalled_by, self._made_for, self._last_turn, self._checked = None, None, None, None
-        self._began_anew = True
-        self._works.clear()
-        self._found = self._looked_again = False
-        self._tuner = self._new_tuner(self._tuner, compiled=chosen)
-        self._plan(self._tuner, steps_left, self._seconds_left - max(since_told))
-        self._use(self._tuner.winner or EAGER)
-        return True
-
-    def recall(self, fingerprint: str, choice: Choice) -> None:
-        """The run that this one resumes chose so, under circumstances of this fingerprint."""
-        self._earlier[fingerprint] = choice
+    # ------------------------------------------------------------------------------------------ steps and stages
 
     def step_begins(self, *, measured: bool) -> InductorConfig | None:
-        """A step begins; gives the settings that it is to run with, ``None`` for eager.
-
-        Args:
-            measured: Whether its time may be a sample.
-        """
-        assert self._tuner is not None
-        name = self._tuner.candidate if measured or self._tuner.winner is not None else EAGER
-        if self._tuner.winner is None and measured:
-            if name != self._last_turn:
+        """Begin a step, whose time may be a sample if it is ``measured``; returns its settings, ``None`` for eager."""
+        name = self.winner or (self._tuner.candidate if measured else EAGER)
+        if self.winner is None and measured:
+            if self._block_steps == 0:
                 self._timer.takes_turn(self.phase, compiled=name != EAGER, settings=_settings(name))
-            self._last_turn = name
-            self._events_before = len(self._recorder.events)
             self._started = self._clock()
         return self._use(name)
 
-    def step_ends(
-        self, work: Work, *, measured: bool, sample: bool, made_for: Callable[[Work], Mapping[str, str]]
-    ) -> None:
-        """A step ends.
-
-        Args:
-            work: What it did.
-            measured: As `step_begins` was told.
-            sample: Whether its time is a sample.
-            made_for: Tells the circumstances that a choice for some work would hold for.
-        """
-        tuner = self._tuner
-        assert tuner is not None
-        if tuner.winner is not None or not measured:
+    def step_ends(self, work: Work, *, measured: bool) -> None:
+        """End a step that did this work, after the timer has stopped."""
+        if self.winner is not None or not measured:
             return
-        self._works[work] += 1
-        if self._step_of_candidate(tuner, sample, made_for):
-            if tuner.winner is not None and self._recalled_by is not None:
-                self._made_for = made_for(self._judged_by(tuner, self._recalled_by))
-            self._apply(tuner)
+        if not self._tuner.started:
+            self._works[work] += 1
+        if self._timer.last_step is not None:
+            self._samples.append((work, self._timer.last_step))
+        self._steps_left -= 1
+        self._block_steps += 1
+        self._block_seconds += self._clock() - self._started
+        if self._block_steps >= BLOCK_STEPS:
+            self._block_ends()
+        self._use(self.winner or EAGER)
 
-    def settle(self, reason: str) -> None:
-        """Choose now, among what is proven."""
-        if self._tuner is not None and self._tuner.winner is None:
-            self._tuner.settle(reason)
-            self._apply(self._tuner)
+    def stage_ends(self) -> None:
+        """End a stage, on all ranks: in the infer phase they take the winner of rank zero, if it has one."""
+        if self.phase == "train" or self._agreed:
+            return
+        mine = None if self.winner is None else self._key(self.winner)
+        chosen, complete = self._gather((mine, self._tuner.complete))[0]
+        if chosen is None:
+            return
+        if chosen != mine:
+            if chosen not in self._names:
+                self._start(shapes_vary=True)  # with all candidates that rank zero may have
+            self._tuner.adopt(self._names.get(chosen, EAGER), "rank 0 chose it")
+            self._apply()
+        self._agreed, self._tuner.complete = True, complete
+        self._keep()
 
-    # ------------------------------------------------------------------------------------------ what it tells
+    # ------------------------------------------------------------------------------------------ results
 
     @property
     def winner(self) -> str | None:
-        """What is chosen; ``None`` while nothing is."""
-        return None if self._tuner is None else self._tuner.winner
+        """The chosen candidate; ``None`` before the choice."""
+        return self._tuner.winner
 
     @property
     def in_force(self) -> str | None:
-        """The candidate that targets run with at present; ``None`` for eager."""
+        """The candidate that the targets run with now; ``None`` for eager."""
         return self._in_force
 
     @property
     def config(self) -> InductorConfig | None:
-        """Its settings."""
+        """The settings of `in_force`."""
         return None if self._in_force is None else self._configs[self._in_force]
 
     def trials(self) -> Sequence[Trial]:
-        """What came of each candidate so far; nothing where the phase did not run."""
-        if self._tuner is None:
-            return ()
-        trials = self._tuner.trials()
-        return trials if self._tuner.winner is not None or any(trial.samples for trial in trials) else ()
+        """The result of each candidate so far; empty if the phase did not run."""
+        trials = list(self._tuner.trials.values())
+        return trials if self.winner is not None or any(trial.blocks for trial in trials) else ()
 
-    def choice(self) -> dict[str, Any] | None:
-        """What was chosen, and the fingerprint of what for, as plain data; ``None`` while nothing is."""
-        if self._tuner is None or self._tuner.winner is None or self._made_for is None:
-            return None
-        if not self._tuner.worth_keeping:
-            return None
-        return {"fingerprint": fingerprint(self._made_for), **self._as_choice(self._tuner.winner).to_data()}
+    @property
+    def _names(self) -> dict[str, str]:
+        """The names of the candidates by the keys of their configs."""
+        return {self._key(name): name for name in (EAGER, *self._configs)}
 
-    # ------------------------------------------------------------------------------------------ what these call
+    def _key(self, name: str) -> str:
+        return EAGER if name == EAGER else self._configs[name].key()
 
-    def _new_tuner(self, before: Tuner | None = None, compiled: str | None = None) -> Tuner:
-        sharded = any(member.sharded for target in self._switch.targets for member in target.members)
-        bakes_in = not (sharded or self._switch.shares_graphs)
-        self._configs = named(self.tune.configs or auto_candidates(self._device, self.phase, freezes=bakes_in))
-        no_freezing = "repeated blocks share a graph without weights"
-        no_cudagraphs = "" if self._device.type == "cuda" else "the module is not on a GPU"
-        if sharded:
-            no_freezing = no_cudagraphs = MOVING_WEIGHTS
-        idle = [name for name, c in self._configs.items() if c.uses_cudagraphs and no_cudagraphs]
-        frozen = [name for name, c in self._configs.items() if c.freezes and not bakes_in and self.phase == "infer"]
-        return Tuner(
-            self._configs,
-            rule=self.tune.rule,
-            steps=self.tune.steps,
-            budget_seconds=self.tune.budget_seconds,
-            min_speedup=self.tune.min_speedup,
-            latency_budget_ms=self.tune.latency_budget_ms,
-            why_not=self._why_not,
-            compile_seconds=before.compile_seconds if before is not None else None,
-            compiled=compiled,
-            least_steps=_LEAST_STEPS if self.tune.candidates == AUTO else 0,
-            skip={
-                **dict.fromkeys(frozen, f"it asks for freezing, and {no_freezing}"),
-                **dict.fromkeys(idle, f"it asks for CUDA graphs, and {no_cudagraphs}"),
-            },
-        )
-
-    def _plan(self, tuner: Tuner, steps_left: float, seconds_left: float) -> None:
-        """Tell of the steps to come; what was chosen is a candidate again where that is open again."""
-        chosen = tuner.winner
-        tuner.plan(steps_left, seconds_left)
-        if chosen not in (None, EAGER) and tuner.winner != chosen:
-            self._switch.try_again(self.phase, str(chosen))
+    # ------------------------------------------------------------------------------------------ blocks
 
     def _use(self, name: str) -> InductorConfig | None:
-        settings = _settings(name)
-        if settings != self._in_force:
+        if (settings := _settings(name)) != self._in_force:
             self._in_force = settings
             self._switch.use(self.phase, self.config, settings)
         return self.config
 
-    def _step_of_candidate(self, tuner: Tuner, sample: bool, made_for: Callable[[Work], Mapping[str, str]]) -> bool:
-        """What came of a step; whether all processes took it."""
-        name = tuner.candidate
+    def _block_ends(self) -> None:
+        gather = self._gather if self.phase == "train" else lambda value: [value]
+        block = Block.of_ranks(gather(self._block()))
+        self._samples, self._block_steps, self._block_seconds = [], 0, 0.0
+        self._seconds_left -= block.seconds
+        self._tuner.block_ends(block)
+        if not self._tuner.started:
+            compared = compared_work(self._works)
+            shapes_vary = compared not in self._works and len({work.shapes for work in self._works}) > 1
+            self._made_for = {**self._conditions, "phase": self.phase, "tune": self.tune.key(), "work": repr(compared)}
+            told = gather((shapes_vary, self._earlier.get(digest(self._made_for))))
+            self._start(any(shapes_vary for shapes_vary, _ in told), told[0][1])
+        self._apply()
+        if self.phase == "train" and self.winner is not None:
+            self._keep()
+
+    def _block(self) -> Block:
+        began = self._clock()
         self._recorder.collect()
-        events = [e for e in self._recorder.events[self._events_before :] if e.phase == self.phase]
-        now = self._clock()
-        mine = Observed(
-            sample=sample,
-            seconds=now - self._started + self._reading_seconds,
-            compile_seconds=sum(event.seconds or 0 for event in events if event.kind == "compile"),
-            graphs=self._graphs_of(name),
-            problem=None if name == EAGER else _problem(events),
+        times = defaultdict[Work, list[float]](list)
+        for work, sample in self._samples:
+            times[work].append(sample.milliseconds())  # waits for the GPU
+        compile_seconds = sum(event.seconds or 0 for event in self._events() if event.kind == "compile")
+        return Block(dict(times), self._block_seconds + self._clock() - began, compile_seconds, self._problem())
+
+    def _events(self, since: int = 0) -> list[CompileEvent]:
+        """The compile events of the candidate."""
+        name = self._tuner.candidate
+        return [e for e in self._recorder.events[since:] if e.phase == self.phase and e.settings == name]
+
+    def _problem(self) -> tuple[Verdict, str] | None:
+        """Why the candidate cannot win, by its compile events."""
+        if self._tuner.candidate == EAGER:
+            return None
+        for event in self._events(self._first_event):
+            if event.kind == "verify" and event.verdict == "differs":
+                return "wrong", event.reason or "its results differ from eager's"
+            if event.kind == "fallback":
+                return "failed", event.reason or "torch gives no reason"
+        compiled = any(event.graphs for event in self._events())
+        return None if compiled else ("failed", "nothing was compiled in its steps")
+
+    def _start(self, shapes_vary: bool, earlier: tuple[str, str] | None = None) -> None:
+        """Eager was measured: start with the candidates, or use the winner of an earlier run."""
+        self._configs, skipped = candidates_of(
+            self.tune, self.phase, self._device, self._switch, shapes_vary=shapes_vary
         )
-        self._reading_seconds = 0.0
-        if not (gathered := self._gather(mine)):
-            return False
-        observed = Observed.of_all(gathered)
-        over = tuner.step_ends(
-            sample=observed.sample, seconds=observed.seconds, compile_seconds=observed.compile_seconds
+        self._tuner.start(skipped)
+        if earlier is not None and (name := self._names.get(earlier[0])) is not None and not skipped.get(name):
+            self._tuner.adopt(name, earlier[1])
+            self._adopted = True
+
+    def _why_not(self, name: str, eager_ms: float, best_ms: float, budget_left: float) -> str | None:
+        steps_left = min(self._steps_left, self._seconds_left * 1000 / eager_ms)
+        trials = self._tuner.trials.items()
+        return why_not_compiled(
+            self._configs[name],
+            self._device,
+            compiled={self._configs[name]: one.compile_seconds for name, one in trials if one.compile_seconds},
+            budget_seconds=budget_left,
+            steps_left=steps_left if self.tune.candidates == AUTO else math.inf,
+            eager_ms=eager_ms,
+            best_ms=best_ms,
         )
-        if observed.problem is not None:
-            tuner.rule_out(*observed.problem)
-        elif over and name != EAGER and not observed.graphs:
-            tuner.rule_out("failed", "nothing was compiled in its steps")
-        elif over:
-            read = self._timer.samples(self.phase, compiled=name != EAGER, settings=_settings(name))
-            by_size = None if name == EAGER else tuner.by_size
-            tuner.measured(slowest(self._gather(read), by_size=by_size))
-            if self._recalled_by is None or self._is_to_look_again(tuner):
-                self._remember(tuner, made_for)
-            if tuner.winner is None:
-                tuner.block_ends()
-        self._reading_seconds = self._clock() - now
-        return True
 
-    def _remember(self, tuner: Tuner, made_for: Callable[[Work], Mapping[str, str]]) -> None:
-        """Eager has its first samples: go on with what an earlier run chose under the same circumstances."""
-        usual = self._works.most_common(1)[0][0]
-        self._recalled_by = usual.of_any_size if tuner.by_size else usual
-        circumstances = made_for(self._recalled_by)
-        found = self._kept(circumstances)
-        if found is None and len({work.shapes for work in self._works}) > 1:  # so few do not tell whether shapes vary
-            circumstances = made_for(usual.of_any_size)
-            found = self._kept(circumstances)
-        if tuner.by_size and self._began_anew:
-            found = None  # it is what this run has found to be over
-        choice = next((of_process for of_process in self._gather(found) if of_process is not None), None)
-        self._found = choice is not None
-        known = [self._as_choice(name) for name in (EAGER, *self._configs)]
-        if choice is not None and choice in known and not self._is_of_other_steps(choice, tuner.eager_ms):
-            file = None if self._store is None else self._store.path(circumstances)
-            how_to_forget = None if file is None else f"without {file} all candidates are tried again"
-            tuner.remember(choice.candidate, choice.holds_for_steps, how_to_forget=how_to_forget)
-            self._checked = choice.candidate if tuner.remembers else None
+    # ------------------------------------------------------------------------------------------ the winner
 
-    def _is_to_look_again(self, tuner: Tuner) -> bool:
-        """Whether the first batches had all kinds of shapes, and most have one after all."""
-        again = not (self._found or self._looked_again or tuner.by_size or tuner.remembers)
-        again = again and len({work.shapes for work in self._works}) > 1
-        self._looked_again |= again
-        return again
-
-    def _graphs_of(self, name: str) -> int:
-        settings = _settings(name)
-        return sum(e.graphs for e in self._recorder.events if e.phase == self.phase and e.settings == settings)
-
-    def _is_of_other_steps(self, choice: Choice, eager_ms: float | None) -> bool:
-        """Whether eager was chosen when its steps took another time; a compiled choice is compared with these."""
-        if choice.candidate != EAGER or choice.eager_ms is None or eager_ms is None:
-            return False
-        if max(choice.eager_ms, eager_ms) <= _SAME_EAGER * min(choice.eager_ms, eager_ms):
-            return False
-        self._say(
-            f"{self.phase} phase: eager was chosen in an earlier run, whose eager steps took {choice.eager_ms:.2f} ms; "
-            f"these take {eager_ms:.2f} ms, and all candidates are tried"
-        )
-        return True
-
-    def _kept(self, made_for: Mapping[str, str]) -> Choice | None:
-        found = self._earlier.get(fingerprint(made_for))
-        return self._store.load(made_for) if found is None and self._store is not None else found
-
-    def _judged_by(self, tuner: Tuner, recalled_by: Work) -> Work:
-        """What most steps did by which candidates were judged; what the choice was looked up for, where many did that.
-
-        Accumulation and the like alternate, and a choice is to be found again.
-        """
-        times: Counter[Work] = Counter()
-        for work, of_work in self._works.items():
-            times[work.of_any_size if tuner.by_size else work] += of_work
-        usual, most = times.most_common(1)[0]
-        return recalled_by if 2 * times[recalled_by] >= most else usual
-
-    def _as_choice(self, name: str) -> Choice:
-        steps, eager_ms = (0.0, None) if self._tuner is None else (self._tuner.holds_for_steps, self._tuner.eager_ms)
-        key = "" if name == EAGER else self._configs[name].key()
-        return Choice(candidate=name, key=key, holds_for_steps=steps, eager_ms=eager_ms)
-
-    def _why_not(self, name: str, known: Known) -> str | None:
-        if (reason := why_not_affordable(name, self._configs, known)) is not None:
-            return reason
-        return why_not_repaid(name, self._configs, self._device, known) if self.tune.candidates == AUTO else None
-
-    def _apply(self, tuner: Tuner) -> None:
-        """Leave the candidate of the step that is over, and do what was decided in it."""
-        self._use(EAGER if tuner.winner is None else tuner.winner)
-        for name in self._configs:
-            if tuner.is_out(name):
+    def _apply(self) -> None:
+        """Free the compiled code of the candidates that lost, and announce the winner."""
+        self._use(self.winner or EAGER)
+        for name, trial in self._tuner.trials.items():
+            if trial.verdict not in ("undecided", "chosen"):
                 self._switch.drop(self.phase, name)
-        if self._checked is not None and not tuner.remembers:
-            if self._checked != tuner.winner:
-                verdict = next(trial.verdict for trial in tuner.trials() if trial.candidate == self._checked)
-                what = f"{verdict}" if verdict in ("failed", "wrong") else "not faster than eager"
-                self._say(
-                    f"{self.phase} phase: {self._checked}, chosen in an earlier run, is {what} in this one; all "
-                    "candidates are tried"
-                )
-            self._checked = None
-        if tuner.winner is not None:
-            self._switch.choose(self.phase, tuner.winner)
-            self._say(f"{self.phase} phase: {_in_words(tuner.trials())}")
-            self._keep(tuner, tuner.winner)
-
-    def _keep(self, tuner: Tuner, winner: str) -> None:
-        """Keep the choice for later runs."""
-        if self._store is None or self._made_for is None or not tuner.worth_keeping:
+        if self.winner is None:
             return
-        if tuner.believed and self._store.load(self._made_for) is not None:
-            return  # it holds what came of all candidates when they were tried
-        told = [trial.to_dict() for trial in tuner.trials()]
-        if problem := self._store.save(self._made_for, self._as_choice(winner), told):
-            self._say(f"{self.phase} phase: the choice could not be kept for later runs: {problem}")
+        self._switch.choose(self.phase, self.winner)
+        eager, chosen = self._tuner.trials[EAGER], self._tuner.trials[self.winner]
+        line = f"{self.phase} phase: {self.winner} is chosen"
+        if chosen is not eager and chosen.stats and eager.stats:
+            line += f" ({chosen.median_ms():.2f} ms a step, eager {eager.median_ms():.2f} ms)"
+        self._say(f"{line}: {chosen.reason}" if chosen.reason else line)
+
+    def _keep(self) -> None:
+        """All ranks have the same winner: keep it for the next run, and in the file for later ones."""
+        self._lasts = self._tuner.complete or self.winner != EAGER
+        if self._record is None or self._adopted or (state := self.state()) is None:
+            return
+        trials = [trial.to_dict() for trial in self._tuner.trials.values()]
+        entry = {**state, "made_for": self._made_for, "trials": trials}
+        if problem := self._record.update("winners", state["key"], entry):
+            self._say(f"{self.phase} phase: the winner could not be written for later runs: {problem}")
+
+    def _remember(self, winner: object, where: str) -> None:
+        """Keep the key of the config that won in an earlier run until the conditions of this run are known."""
+        data = winner if isinstance(winner, Mapping) else {}
+        key, config_key = data.get("key"), data.get("config_key")
+        if isinstance(key, str) and isinstance(config_key, str):
+            self._earlier[key] = config_key, where
 
 
 def _settings(name: str) -> str | None:
     return None if name == EAGER else name
-
-
-def _in_words(trials: Sequence[Trial]) -> str:
-    """What was chosen, and its figures beside eager's where both were measured."""
-    winner = next(trial for trial in trials if trial.verdict == "chosen")
-    eager_ms = trials[0].median_ms
-    words = f"{winner.candidate} is chosen"
-    if winner.candidate != EAGER and winner.median_ms is not None and eager_ms is not None:
-        words += f" ({winner.median_ms:.2f} ms a step, {eager_ms:.2f} ms eager)"
-    return words + (f": {winner.reason}" if winner.reason else "")
-
-
-def _problem(events: Sequence[CompileEvent]) -> tuple[Verdict, str] | None:
-    """Why a candidate is out, by what happened in one of its steps."""
-    for event in events:
-        if event.kind == "verify" and event.reason and event.max_abs_error is not None:
-            return "wrong", event.reason
-    for event in events:
-        if event.kind == "fallback":
-            return "failed", event.reason or "torch gives no reason"
-    return None

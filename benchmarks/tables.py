@@ -1,0 +1,111 @@
+"""Rows of measurements: shared options, JSON files and Markdown tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from conduct import Group, conduct, say
+
+from compile_callbacks.bench.measure import as_result
+
+Row = dict[str, Any]
+
+
+def parser_for(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser
+
+
+def add_pacing(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the benchmarks that run each way in its own process."""
+    add = parser.add_argument
+    add("--steps", type=int, default=60, help="timed steps of each way, at least")
+    add("--blocks", type=int, default=10, help="number of blocks that these steps are divided into")
+    add("--block-seconds", type=float, default=0.1, help="shortest duration of a block")
+    add("--prepare-steps", type=int, default=10, help="steps of each way before the timed ones")
+    jobs = max(1, (os.cpu_count() or 2) // 2)
+    add("--jobs", type=int, default=jobs, help="number of processes that compile at the same time")
+    add("--patience", type=float, default=400.0, metavar="SECONDS", help="a way that takes longer to prepare fails")
+    add("--from-json", type=Path, nargs="+", metavar="FILE", help="measure nothing, print the table of these files")
+
+
+def rows_of(args: argparse.Namespace, title: str, batches: Iterable[Sequence[Group]], **how: bool) -> list[Row]:
+    """The rows of the given files, or those of `conduct`; the groups of a batch prepare together."""
+    if args.from_json:
+        results = [json.loads(file.read_text()) for file in args.from_json]
+        for result in results:
+            print_environment(result)
+        return [row for result in results for row in result["rows"]]
+    rows: list[Row] = []
+    environment = None
+    for measured in (rows for groups in batches for rows in conduct(groups, args, **how)):
+        eager_ms = next((row["step_ms"] for row in measured if row["way"] == "eager"), None)
+        for row in measured:
+            environment = row.pop("environment", None) or environment
+            compiled = row["way"] != "eager" and row["step_ms"] and eager_ms
+            row["speedup"] = eager_ms / row["step_ms"] if compiled else None
+            say(f"{row['model']}, batch {row['batch_size']}, {row['way']}: step ms {ms(row['step_ms'])}")
+        rows += measured
+        save(args.json, title, rows, environment)
+    print_environment(as_result(title, rows, "", environment))
+    return rows
+
+
+def save(path: Path | None, title: str, rows: Sequence[Row], environment: Mapping[str, str] | None = None) -> None:
+    """Write the rows as benchmarks/results/README.md describes, if there is a path."""
+    if path is not None:
+        result = as_result(title, rows, shlex.join(["python", *sys.argv]), environment)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def print_environment(result: Mapping[str, Any]) -> None:
+    """Print the device and the versions of a result."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
+    print(f"{result['device'] or 'unknown device'}, {versions or 'unknown versions'}\n")
+
+
+def print_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    """Print a Markdown table."""
+    print("| " + " | ".join(head) + " |\n|" + " --- |" * len(head))
+    for cells in lines:
+        print("| " + " | ".join(cells) + " |")
+    print()
+
+
+def print_columns(columns: Mapping[str, str], rows: Iterable[Row]) -> None:
+    """Print a Markdown table of rows; ``columns`` has the format of each field."""
+    lines = (
+        ["-" if row.get(name) is None else form.format(row[name]) for name, form in columns.items()] for row in rows
+    )
+    print_table(list(columns), lines)
+
+
+def find(rows: Iterable[Row], way: str, **work: Any) -> Row:
+    """The row of a way and a workload; an empty row if there is none."""
+    return next((r for r in rows if r["way"] == way and all(r[k] == v for k, v in work.items())), {})
+
+
+def in_order(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[Any]:
+    """The distinct values of a key, in the order of the rows."""
+    return list(dict.fromkeys(key(row) for row in rows))
+
+
+def times(ratio: float | None) -> str:
+    """A ratio as a cell."""
+    return "" if ratio is None else f"{ratio:.2f}×"
+
+
+def ms(value: float | None) -> str:
+    """Milliseconds as a cell."""
+    return "failed" if value is None else f"{value:.3f}" if value < 1 else f"{value:.2f}"

@@ -1,0 +1,1 @@
+"""Helpers that know nothing about compiling; any part of the package may import them."""

@@ -1,0 +1,82 @@
+"""Devices: parse and check a ``device`` argument, find the device of a module, name the hardware."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import platform
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compile_callbacks._utils.messages import unknown
+
+
+def parse_device(name: str | None) -> torch.device:
+    """Return the device of a ``--device`` option.
+
+    Args:
+        name: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. ``None``: the GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: The name is unknown, or this machine does not have the device.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, colon, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdecimal())):
+        raise ValueError(unknown("--device", name, ["cpu", "cuda", "cuda:N"]))
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(index or 0) >= count:
+            raise ValueError(f"--device={name!r} is not here: torch can use {count or 'no'} GPU{'s' * (count > 1)}")
+    return torch.device(name)
+
+
+def as_device(device: object) -> torch.device:
+    """Check a ``device`` argument, and return the device with its index if its type has one.
+
+    Args:
+        device: A name such as ``"cuda"`` or ``"cuda:1"``, or a `torch.device`.
+
+    Raises:
+        TypeError: The argument is neither a string nor a device.
+        ValueError: The name is unknown, the device is missing, or it is ``"meta"``, which holds no values.
+    """
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device={device!r} must be a string or a torch.device, not {type(device).__name__}")
+    try:
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # torch reports an unknown name, a missing GPU and a build without CUDA only by the text of the message.
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device={str(device)!r} cannot be used: {reason}") from error
+    if found.type == "meta":
+        raise ValueError("device='meta' cannot be used: it holds no values")
+    return found
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of the first weight of a module; torch's default device if there are no weights."""
+    tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return torch.get_default_device() if tensor is None else tensor.device
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model of a GPU or CPU, for people to read; the type of any other device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_info("model name") if device.type == "cpu" else str(device)
+
+
+@functools.cache
+def cpu_info(*fields: str) -> str:
+    """Return the first of these fields in ``/proc/cpuinfo``; the processor's name if none of them is there."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    entries = (line.partition(":") for line in lines)
+    found = (value.strip() for field, _, value in entries if field.strip().lower() in fields)
+    return next(found, platform.processor() or platform.machine())

@@ -1,0 +1,77 @@
+"""Atomic file writes, and small JSON files."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ABANDONED_SECONDS = 3600
+"""A temporary file of this age was left by a killed process."""
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write to; the file replaces ``path`` if the block succeeds, and is deleted if it fails.
+
+    The temporary file is in the folder of ``path`` and has its suffix. Several processes can write at once: each has
+    its own temporary file, and the last one wins.
+
+    Raises:
+        OSError: The file cannot be moved to ``path``.
+
+    Example::
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with atomic_write(Path(folder, "a.txt")) as temporary:
+        ...         _ = temporary.write_text("complete")
+        ...     Path(folder, "a.txt").read_text()
+        'complete'
+    """
+    for abandoned in path.parent.glob(f".{glob.escape(path.stem)}.{'[0-9a-f]' * 8}{glob.escape(path.suffix)}"):
+        with contextlib.suppress(OSError):  # another process can delete it first
+            if time.time() - abandoned.lstat().st_mtime > ABANDONED_SECONDS:
+                abandoned.unlink()
+    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):  # in a read-only folder, unlink hides the first error
+            temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Any, *, mode: int = 0o666) -> None:
+    """Write data to a JSON file, atomically; keys stay in order.
+
+    Args:
+        path: The file.
+        data: JSON-ready data.
+        mode: The permissions of the file; the process's umask can take away some.
+
+    Raises:
+        OSError: The file cannot be written.
+        TypeError: JSON has no form for the data.
+    """
+    text = json.dumps(data, indent=2) + "\n"
+    with atomic_write(path) as temporary:
+        temporary.touch(mode)
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Return the data of a JSON file, or ``None`` if the file is missing or damaged.
+
+    The data can be of any type: other programs, and people, can write the file. Check it before use.
+    """
+    try:
+        # Opening a named pipe would wait for its writer.
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):  # RecursionError: thousands of nested brackets
+        return None

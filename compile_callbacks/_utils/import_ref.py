@@ -1,0 +1,76 @@
+"""Import references, ``"module:name"``: how a file names graph passes and settings."""
+
+from __future__ import annotations
+
+import difflib
+import pkgutil
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+
+def reference_to(value: Any, module_name: str) -> str:
+    """Return ``"module:name"`` for an object that is a global of a module.
+
+    Args:
+        value: The object.
+        module_name: The name of the module to search.
+
+    Raises:
+        ValueError: The object is not a global of the module.
+    """
+    for name, found in vars(sys.modules.get(module_name, object)).items():
+        if found is value:
+            return f"{module_name}:{name}"
+    raise ValueError(
+        f"{value!r} cannot be written down: module {module_name!r} has no name for it; make it there, at the top level"
+    )
+
+
+def resolve(reference: object) -> Any:
+    """Import the object that ``"module:name"`` or ``"module.name"`` refers to.
+
+    Raises:
+        TypeError: The reference is not a string.
+        ValueError: The reference has another form, or the module or the name does not exist.
+    """
+    if not isinstance(reference, str):
+        raise TypeError(f"{reference!r} must be a string of the form 'module:name', not {type(reference).__name__}")
+    module_name, _, name = reference.partition(":") if ":" in reference else reference.rpartition(".")
+    if not (module_name and name):
+        raise ValueError(f"{reference!r} must be of the form 'module:name'")
+    try:
+        return pkgutil.resolve_name(f"{module_name}:{name}")
+    except (ImportError, AttributeError, ValueError) as error:
+        similar = difflib.get_close_matches(getattr(error, "name", None) or "", dir(getattr(error, "obj", None)), n=1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
+        raise ValueError(f"{reference!r} cannot be imported: {error}{hint}") from error
+
+
+def class_and_arguments(
+    value: Mapping[str, Any], argument: str, kinds: tuple[type, ...]
+) -> tuple[type, dict[str, Any]]:
+    """Return the class and the constructor arguments of a mapping in the form of LightningCLI's YAML.
+
+    Args:
+        value: The mapping: ``class_path``, and optionally ``init_args``, a mapping.
+        argument: The name of the argument that has this value, for messages.
+        kinds: The base classes that are accepted.
+
+    Raises:
+        TypeError: ``class_path`` is not a string, ``init_args`` is not a mapping, or the class has none of the bases.
+        ValueError: The mapping has another key, or the class cannot be imported.
+    """
+    if more := [name for name in value if name not in ("class_path", "init_args")]:
+        raise ValueError(f"{argument} has {more[0]!r} beside class_path; arguments of the class go into init_args")
+    init_args = value.get("init_args") or {}
+    if not isinstance(init_args, Mapping):
+        raise TypeError(f"{argument}: init_args={init_args!r} must be a mapping, not {type(init_args).__name__}")
+    try:
+        found = resolve(value["class_path"])
+    except ValueError as error:
+        raise ValueError(f"{argument}: class_path {error}") from error
+    if not (isinstance(found, type) and issubclass(found, kinds)):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{argument}: class_path={value['class_path']!r} is no {names}")
+    return found, dict(init_args)

@@ -1,0 +1,101 @@
+"""Text of error messages: a wrong argument with its near matches, and the root cause of a failure in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import signal
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+_MAX_CHOICES = 12  # a longer list does not help the reader
+
+
+def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
+    """Check that a value is one of the choices.
+
+    Raises:
+        ValueError: The value is not one of the choices.
+    """
+    if value not in choices:
+        raise ValueError(unknown(argument, value, choices))
+
+
+def unknown(argument: str, value: object, choices: Iterable[str]) -> str:
+    """Return the message for a value that is not one of the choices; similar names come first.
+
+    Example::
+
+        >>> unknown("train_mode", "defualt", ["lite", "default"])
+        "train_mode='defualt' is unknown; did you mean 'default'? Choices: 'default', 'lite'."
+    """
+    names = list(choices)
+    near = difflib.get_close_matches(value, names) if isinstance(value, str) else []
+    names = near + [name for name in names if name not in near]
+    hint = f" did you mean {near[0]!r}?" if near else ""
+    listed = ", ".join(repr(name) for name in names[:_MAX_CHOICES])
+    more = f", and {len(names) - _MAX_CHOICES} more" if len(names) > _MAX_CHOICES else ""
+    return f"{argument}={value!r} is unknown;{hint} Choices: {listed}{more}."
+
+
+def check_fields(data: object, dataclass: type) -> None:
+    """Check that data map names of a dataclass's fields to values.
+
+    Raises:
+        TypeError: The data are not a mapping.
+        ValueError: A name is not a field.
+    """
+    if not isinstance(data, Mapping):
+        raise TypeError(f"data={data!r} must be a mapping of {dataclass.__name__}'s fields, not {type(data).__name__}")
+    known = [field.name for field in dataclasses.fields(dataclass)]
+    for name in data:
+        if name not in known:
+            raise ValueError(unknown("field", name, known))
+
+
+@contextlib.contextmanager
+def part_of(argument: str) -> Iterator[None]:
+    """Put the name of the argument in front of each ``ValueError`` and ``TypeError`` of the block."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{argument}: {error}") from error
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return the type and message of the root cause of ``error``.
+
+    torch wraps errors in its own. If a compiler process failed, the message is the output of that process, because
+    torch's message is only its long command line.
+    """
+    seen: set[int] = set()  # a chain of causes can be a ring
+    while id(error) not in seen:
+        seen.add(id(error))
+        cause = getattr(error, "inner_exception", None) or error.__cause__
+        error = cause if isinstance(cause, BaseException) else error
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"{_program_ended(error)}: {_output(error) or 'it printed nothing'}"
+    return f"{type(error).__name__}: {error}".strip()
+
+
+def in_one_line(text: str, width: int = 200) -> str:
+    """Replace line breaks by spaces and cut the text after ``width`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _program_ended(error: subprocess.CalledProcessError) -> str:
+    command = error.cmd.split() if isinstance(error.cmd, str) else error.cmd
+    program = Path(str(command[0])).name
+    if error.returncode < 0:
+        return f"{program} was ended by {signal.Signals(-error.returncode).name}"
+    return f"{program} ended with exit status {error.returncode}"
+
+
+def _output(error: subprocess.CalledProcessError) -> str:
+    texts = [
+        text.decode(errors="replace") if isinstance(text, bytes) else text for text in (error.stdout, error.stderr)
+    ]
+    return "\n".join(text.strip() for text in texts if text and text.strip())

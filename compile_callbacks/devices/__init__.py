@@ -1,1 +1,0 @@
-"""Where a module is, and what its device is called."""

@@ -1,0 +1,1 @@
+"""What runs while a module is compiled: ranks, and the compile cache."""

@@ -1,0 +1,95 @@
+"""`Ranks`: what the ranks of a distributed run decide together, and timeouts that outlast a compile."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch import distributed
+
+from compile_callbacks import _torch
+from compile_callbacks._utils.errors import CompileWarning
+
+_T = TypeVar("_T")
+
+LEAST_TIMEOUT = timedelta(minutes=30)
+"""How long a collective may wait, at least, while modules are compiled.
+
+Ranks do not compile at the same moment. The rank that waits for the others in its next collective is the one that times
+out, so every rank raises its timeouts for the whole run.
+"""
+
+
+class Ranks:
+    """The ranks of one run, from `join` to `leave`. A run of one process needs nothing of it.
+
+    Ranks only have to agree on decisions that change which graphs all of them run, such as the choice of a `Tune`. A
+    rank that runs eagerly next to compiled ones computes the same gradients, so failures and recompiles need no
+    agreement.
+    """
+
+    def __init__(self) -> None:
+        self.size = 1
+        """The number of ranks."""
+        self.is_global_zero = True
+        """Whether this process writes files and warns of what concerns all ranks."""
+        self._group: Any = None
+        self._timeouts: list[tuple[Any, timedelta]] = []
+
+    def join(self, *, together: bool, decides: bool) -> None:
+        """A run begins.
+
+        Args:
+            together: Whether all ranks of the process group, if there is one, begin this run here.
+            decides: Whether the ranks have something to decide. Creates a process group: all ranks give the same value.
+        """
+        self.leave()
+        if not (together and distributed.is_available() and distributed.is_initialized()):
+            self.size, self.is_global_zero = 1, True
+            return
+        self.size, self.is_global_zero = distributed.get_world_size(), distributed.get_rank() == 0
+        if self.size > 1:
+            self._raise_timeouts()
+            if decides:
+                self._group = _new_group()
+
+    def leave(self) -> None:
+        """The run is over: restore the timeouts, and destroy the group. Safe to call twice, and after an exception."""
+        for backend, timeout in self._timeouts:
+            with contextlib.suppress(Exception):  # the user's code may have destroyed the group
+                _torch.set_collective_timeout(backend, timeout)
+        self._timeouts = []
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(AssertionError, ValueError):  # the user's code has destroyed all groups
+                distributed.destroy_process_group(group)
+
+    def gather(self, value: _T) -> list[_T]:
+        """The value that each rank gives, by rank. Every rank has to call it in the same order.
+
+        Args:
+            value: Anything that can be pickled.
+        """
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _raise_timeouts(self) -> None:
+        for backend, timeout in _torch.collective_timeouts():
+            if timeout < LEAST_TIMEOUT:
+                _torch.set_collective_timeout(backend, LEAST_TIMEOUT)
+                self._timeouts.append((backend, timeout))
+
+
+def _new_group() -> Any:
+    try:
+        # Gloo, because decisions are made on the CPU and must not synchronize a GPU.
+        return distributed.new_group(backend="gloo", timeout=LEAST_TIMEOUT)
+    except RuntimeError as error:  # for example, gloo finds no network interface
+        message = f"each rank chooses its own Tune candidate, because gloo failed: {type(error).__name__}: {error}"
+        warnings.warn(message, CompileWarning, stacklevel=4)
+        return None

@@ -1,0 +1,130 @@
+"""TensorBoard on a log folder, and a headless Chromium that takes the pictures of the docs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+
+_FLAGS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+]
+
+# TensorBoard's older tabs are made of Polymer elements, whose insides document.querySelectorAll does not see.
+_DEEP = """
+const found = [];
+const look = (root) => {
+  for (const element of root.querySelectorAll("*")) {
+    if (element.matches(arguments[0])) found.push(element);
+    if (element.shadowRoot) look(element.shadowRoot);
+  }
+};
+look(document);
+for (const frame of document.querySelectorAll("iframe")) look(frame.contentDocument);
+return found.filter((element) => element.getClientRects().length > 0);
+"""
+
+
+@contextlib.contextmanager
+def tensorboard(logdir: Path) -> Iterator[str]:
+    """Serve a log folder on a free port of this machine; yields the address."""
+    # The page shows the folder as it is named here.
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", logdir.name, "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(
+        command,
+        cwd=logdir.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that its data server can be ended with it
+    ) as server:
+        try:
+            assert server.stderr is not None
+            said = []
+            for line in server.stderr:
+                said.append(line)
+                if match := re.search(r"TensorBoard \S+ at (http://\S+)", line):
+                    yield match[1]
+                    break
+            else:
+                raise RuntimeError(f"TensorBoard did not start: {''.join(said)}")
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve the files of a folder on a free port of this machine; yields the address."""
+    handler = functools.partial(_QuietHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def chromium(width: int = 1400, height: int = 900) -> Iterator[Any]:
+    """A headless Chromium with a profile of its own; yields selenium's driver."""
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    with tempfile.TemporaryDirectory(prefix="chromium_", ignore_cleanup_errors=True) as profile:
+        for flag in [*_FLAGS, f"--window-size={width},{height}", f"--user-data-dir={profile}"]:
+            options.add_argument(flag)
+        driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+        try:
+            yield driver
+        finally:
+            driver.quit()
+
+
+def visible(driver: Any, selector: str) -> list[Any]:
+    """The elements that a CSS selector matches and that are shown, those within other elements' insides too."""
+    return list(driver.execute_script(_DEEP, selector))
+
+
+def texts(driver: Any, selector: str) -> list[str]:
+    """What the elements that a CSS selector matches say."""
+    return [element.text.strip() for element in visible(driver, selector)]
+
+
+def wait_for(driver: Any, condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+    """Wait until a condition holds, and return what it gave."""
+    from selenium.common.exceptions import StaleElementReferenceException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    waiting = WebDriverWait(driver, seconds, ignored_exceptions=[StaleElementReferenceException])
+    return waiting.until(lambda _: condition(), f"not found within {seconds} s: {what}")

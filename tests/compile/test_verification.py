@@ -1,0 +1,480 @@
+"""`verify`: each captured graph is compared with its eager execution at its first call."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as functional_collectives
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+from compile_callbacks import CompileError, CompileWarning, compile_phases, report_of, restore
+from tests.support.models import FEATURES, mlp
+from tests.support.wrong_passes import WrongBackward, WrongForward
+
+RANDOM = {"options": {"fallback_random": True}}
+
+
+def plain():
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+@pytest.fixture
+def compiled():
+    """Compiles modules, and undoes it after the test."""
+    modules = []
+
+    def compile_module(module, **settings):
+        modules.append(compile_phases(module, **settings))
+        return modules[-1]
+
+    yield compile_module
+    for module in modules:
+        restore(module)
+
+
+def train_step(module, *args):
+    output = module(*args)
+    output.float().square().mean().backward()
+    return output
+
+
+def verdicts(module, phase="train"):
+    return report_of(module).phase(phase).comparisons
+
+
+# ---------------------------------------------------------------------------------------------- finding differences
+
+
+def test_verification_finds_a_wrong_forward_graph_and_names_output_phase_and_tolerance(compiled):
+    module = compiled(plain(), passes=[WrongForward("train")])
+    message = r"target 'forward' differs from eager in the train phase: output 0 has a relative error of .* "
+    with pytest.warns(CompileWarning, match=message + r"\(tolerance 0.00035\)"):
+        train_step(module, torch.randn(8, FEATURES))
+    report = report_of(module).train
+    assert (report.verified, report.comparisons) == ("differs", {"differs": 1})
+    assert report.max_abs_error > 0.01
+
+
+def test_verification_finds_gradients_of_the_wrong_sign_and_names_the_parameter(compiled):
+    module = compiled(plain(), passes=[WrongBackward()])
+    with pytest.warns(CompileWarning, match=r"the gradient of parameter '\d\.\w+' has a relative error of 2 \(tol"):
+        train_step(module, torch.randn(8, FEATURES))
+    assert report_of(module).train.max_abs_error < 1e-5
+
+
+def test_verification_finds_a_wrong_graph_that_is_compiled_later(compiled):
+    module = compiled(plain(), passes=[WrongForward("train", batch_size=5)], train_mode={"dynamic": False})
+    train_step(module, torch.randn(8, FEATURES))
+    assert verdicts(module) == {"equal": 1}
+    with pytest.warns(CompileWarning, match="differs from eager"):
+        train_step(module, torch.randn(5, FEATURES))
+    assert verdicts(module) == {"equal": 1, "differs": 1}
+    assert report_of(module).train.recompiles == 1
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = plain()
+
+    def encode(self, x):
+        return self.net(x)
+
+
+def test_verification_finds_a_wrong_graph_of_a_method(compiled):
+    module = compiled(Encoder(), targets=["encode"], passes=[WrongForward("infer")])
+    with torch.no_grad(), pytest.warns(CompileWarning, match="target 'encode' differs from eager in the infer phase"):
+        module.encode(torch.randn(8, FEATURES))
+
+
+@dataclasses.dataclass
+class Result:
+    logits: torch.Tensor
+
+
+class ReturnsDataclass(Encoder):
+    def forward(self, x):
+        return Result(self.net(x))
+
+
+class ReturnsGenerator(Encoder):
+    def forward(self, x):
+        y = self.net(x)
+        return (part for part in (y, y + 1))
+
+
+@pytest.mark.parametrize("make", [ReturnsDataclass, ReturnsGenerator])
+def test_verification_compares_whatever_the_module_returns(compiled, make):
+    with pytest.raises(CompileError, match="target 'forward' differs from eager in the train phase"):
+        compiled(make(), passes=[WrongForward("train")], verify="raise")(torch.randn(8, FEATURES))
+
+
+def test_one_target_is_warned_about_once(compiled):
+    module = compiled(plain(), passes=[WrongForward("train")], train_mode={"dynamic": False})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (8, 5, 4):
+            train_step(module, torch.randn(size, FEATURES))
+    assert len([one for one in caught if issubclass(one.category, CompileWarning)]) == 1
+    assert verdicts(module) == {"differs": 3}
+
+
+def test_verify_off_compares_nothing(compiled):
+    module = compiled(plain(), passes=[WrongForward("train")], verify="off")
+    train_step(module, torch.randn(8, FEATURES))
+    report = report_of(module).train
+    assert (report.verified, report.comparisons, report.max_abs_error) == (None, {}, None)
+
+
+class WithStatistics(nn.Module):
+    """Runs `nn.BatchNorm1d`, and changes its input and a buffer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        x.mul_(2)
+        self.calls += 1
+        return self.net(x)
+
+
+@pytest.mark.parametrize("phase", ["train", "infer"])
+def test_verify_eager_gives_the_results_of_eager_in_the_same_call_already(compiled, phase):
+    expected = WithStatistics()
+    module = compiled(copy.deepcopy(expected), passes=[WrongForward(phase)], verify="eager")
+    for number in range(3):
+        x = torch.randn(8, FEATURES)
+        own = x.clone()
+        with torch.set_grad_enabled(phase == "train"):
+            expected_output = expected(x)
+            if number == 0:
+                with pytest.warns(CompileWarning, match=r"it runs eagerly from here on \(verify='eager'\)"):
+                    output = module(own)
+            else:
+                output = module(own)
+        assert torch.equal(output, expected_output)
+        assert torch.equal(own, x)
+        if phase == "train":
+            output.sum().backward()
+            expected_output.sum().backward()
+            torch.testing.assert_close(
+                [p.grad for p in module.parameters()], [p.grad for p in expected.parameters()], rtol=0, atol=0
+            )
+    torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), rtol=0, atol=0)
+    assert report_of(module).phase(phase).fallbacks == 1
+
+
+# ---------------------------------------------------------------------------------------------- no false differences
+
+
+def normed():
+    """Both biases before batch norms have gradients that are nothing but rounding errors."""
+    layers = [nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(32, 3))
+
+
+@pytest.mark.parametrize(("batch", "center", "spread"), [(4096, 0, 1), (4096, 100, 1), (64, 0, 0), (64, 1, 0)], ids=str)
+def test_gradients_that_are_nothing_but_rounding_are_no_difference(compiled, batch, center, spread):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        module = compiled(normed(), verify="raise")
+        train_step(module, center + spread * torch.randn(batch, FEATURES))
+        assert verdicts(module) == {"equal": 1}
+
+
+class Residual(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(layers)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.mean((2, 3))
+
+
+class Transformer(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.encoder(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(lambda: Residual(6), (4, 8, 8, 8)), pytest.param(lambda: Transformer(6), (2, 8, 32), marks=pytest.mark.newest)],
+    ids=["residual", "transformer"],
+)
+def test_deep_networks_are_equal(compiled, make, shape, dtype):
+    module = compiled(make().to(dtype), verify="raise")
+    train_step(module, torch.randn(shape, dtype=dtype))
+    assert verdicts(module) == {"equal": 1}
+
+
+class Casts(nn.Module):
+    """Casts between dtypes, as normalizations in float32 within a model in bfloat16 do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 16), nn.Linear(16, 3).bfloat16()
+        self.net = nn.ReLU()
+
+    def forward(self, x):
+        hidden = self.net(self.first(x.half().float()))
+        normed = hidden.float() * torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + 1e-6)
+        return self.second(normed.to(torch.bfloat16)) + torch.zeros(3)
+
+
+def test_a_wrong_graph_with_casts_is_found_by_a_float64_run(compiled):
+    x = torch.randn(8, FEATURES)
+    train_step(compiled(Casts(), verify="raise"), x)
+    with pytest.raises(CompileError, match="output 0 has a relative error"):
+        compiled(Casts(), passes=[WrongForward("train")], verify="raise")(x)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_results_that_are_not_finite_in_both_are_equal(compiled, value):
+    module = compiled(plain(), verify="raise")
+    module[0].weight.data[0, 0] = value
+    train_step(module, torch.randn(8, FEATURES))
+    assert verdicts(module) == {"equal": 1}
+
+
+# ---------------------------------------------------------------------------------------------- what is not compared
+
+
+def with_dropout():
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 3))
+
+
+def test_dropout_is_not_compared_in_training_and_compared_in_inference(compiled):
+    module = compiled(with_dropout())
+    x = torch.randn(8, FEATURES)
+    train_step(module, x)
+    with torch.no_grad():
+        module.eval()(x)
+    report = report_of(module)
+    assert (report.train.verified, report.train.comparisons) == ("not compared", {"not compared (dropout)": 1})
+    assert report.infer.comparisons == {"equal": 1}
+    assert "not compared 1 (dropout)" in str(report)
+
+
+def test_dropout_is_compared_if_compiled_code_draws_the_numbers_of_eager(compiled):
+    module = compiled(with_dropout(), train_mode=RANDOM, verify="raise")
+    expected, x = copy.deepcopy(module), torch.randn(8, FEATURES)
+    torch.manual_seed(1)
+    eager = [train_step(expected, x), train_step(expected, x)]
+    torch.manual_seed(1)
+    torch.testing.assert_close([train_step(module, x), train_step(module, x)], eager)
+    assert verdicts(module) == {"equal": 1}
+
+
+class Noise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = plain()
+
+    def forward(self, x):
+        return self.net(x + torch.randn_like(x))
+
+
+def test_comparing_draws_no_random_numbers(compiled):
+    """A run is followed by the same numbers as one by `torch.compile` itself."""
+    after = []
+    for module in (compiled(Noise()), Noise()):
+        if not after:
+            torch.compiler.reset()
+        else:
+            module.compile()
+        torch.manual_seed(1)
+        train_step(module, torch.randn(8, FEATURES))
+        after.append(torch.get_rng_state())
+    assert torch.equal(*after)
+
+
+calls: list[str] = []
+
+
+@torch.library.custom_op("compile_callbacks_tests::scarce", mutates_args=())
+def scarce(x: torch.Tensor) -> torch.Tensor:
+    """Runs out of memory at its first call, which is the eager one."""
+    calls.append("scarce")
+    if len(calls) == 1:
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+    return x * 2
+
+
+@torch.library.custom_op("compile_callbacks_tests::fails_compiled", mutates_args=())
+def fails_compiled(x: torch.Tensor) -> torch.Tensor:
+    """Fails at its second call, which is the compiled one."""
+    calls.append("fails_compiled")
+    if len(calls) == 2:
+        raise ValueError("no such kernel")
+    return x * 2
+
+
+for _op in (scarce, fails_compiled):
+    _op.register_fake(torch.empty_like)
+    _op.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+class Calls(nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        self.net, self.op = plain(), op
+        self.python_calls = 0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.python_calls += 1
+        self.calls += 1
+        return self.op(self.net(x))
+
+
+def test_a_graph_that_does_not_fit_a_second_time_is_not_compared(compiled):
+    calls.clear()
+    module = compiled(Calls(scarce))
+    train_step(module, torch.randn(8, FEATURES))
+    assert verdicts(module) == {"not compared (no memory)": 1}
+    assert (module.calls, module.python_calls) == (1, 1)
+    [event] = [event for event in report_of(module).train.events if event["kind"] == "verify"]
+    assert "1 TiB" in event["reason"]
+
+
+@pytest.mark.parametrize("phase", ["train", "infer"])
+def test_compiled_code_that_raises_falls_back_without_a_second_call_of_user_code(compiled, phase):
+    calls.clear()
+    module = compiled(Calls(fails_compiled))
+    x = torch.randn(8, FEATURES)
+    reason = "because its compiled code raised what eager does not: ValueError: no such kernel"
+    with torch.set_grad_enabled(phase == "train"):
+        with pytest.warns(CompileWarning, match=f"target 'forward' runs eagerly in the {phase} phase, {reason}"):
+            output = module(x)
+        torch.testing.assert_close(output, module.net(x) * 2)
+        assert (module.calls, module.python_calls) == (1, 1)
+        module(x)
+    assert (module.calls, module.python_calls) == (2, 2)
+    assert report_of(module).phase(phase).fallbacks == 1
+
+
+def test_compiled_code_that_raises_ends_the_call_if_that_is_asked_for(compiled):
+    calls.clear()
+    with pytest.raises(CompileError, match="no such kernel"):
+        compiled(Calls(fails_compiled), on_error="raise")(torch.randn(8, FEATURES))
+
+
+def test_a_tensor_subclass_is_compared_by_outputs(compiled):
+    module = plain()
+    weight = module[0].weight.detach()
+    module[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
+    compiled(module)(torch.randn(8, FEATURES)).sum().backward()
+    assert verdicts(module) == {"outputs only": 1}
+    assert report_of(module).train.fallbacks == 0
+
+
+class SumsOverProcesses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = plain()
+
+    def forward(self, x):
+        output = self.net(x)
+        return output + functional_collectives.all_reduce(output.detach(), "sum", torch.distributed.group.WORLD)
+
+
+@pytest.fixture
+def process_group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("phase", ["train", "infer"])
+def test_a_graph_with_a_collective_is_not_compared(process_group, compiled, phase):
+    module, x = compiled(SumsOverProcesses(), verify="raise"), torch.randn(8, FEATURES)
+    with torch.set_grad_enabled(phase == "train"):
+        torch.testing.assert_close(module(x), 2 * module.net(x))
+    assert verdicts(module, phase) == {"not compared (collective)": 1}
+
+
+def test_gradients_are_compared_if_a_mode_with_cuda_graphs_runs_on_a_cpu(compiled):
+    with pytest.warns(CompileWarning, match="asks for CUDA graphs, and the module is not on a GPU"):
+        module = compiled(plain(), passes=[WrongBackward()], train_mode="reduce-overhead")
+    with pytest.warns(CompileWarning, match="the gradient of parameter"):
+        train_step(module, torch.randn(8, FEATURES))
+    assert verdicts(module) == {"differs": 1}
+
+
+# ---------------------------------------------------------------------------------------------- contexts of the call
+
+
+def test_a_graph_in_an_activation_checkpoint_is_compared(compiled):
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(2, 4, requires_grad=True)
+    expected = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).sum(), x)
+    compiled(block, verify="raise")
+    torch.testing.assert_close(torch.autograd.grad(checkpoint(block, x, use_reentrant=False).sum(), x), expected)
+    assert verdicts(block) == {"equal": 1}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
+def test_an_activation_checkpoint_in_a_graph_is_compared(compiled):
+    module = compiled(Checkpointed(mlp()), verify="raise")
+    train_step(module, torch.randn(8, FEATURES))
+    assert verdicts(module) == {"equal": 1}
+    assert module.net[1].num_batches_tracked == 1
+
+
+def test_dropout_in_an_activation_checkpoint_is_compared(compiled):
+    module = compiled(Checkpointed(with_dropout()), train_mode=RANDOM, verify="raise")
+    train_step(module, torch.randn(8, FEATURES))
+    assert verdicts(module) == {"equal": 1}
+
+
+def test_a_graph_is_compared_where_hooks_on_saved_tensors_are_forbidden(compiled):
+    module = compiled(plain(), verify="raise")
+    with torch.autograd.graph.disable_saved_tensors_hooks("none are allowed here"):
+        module(torch.randn(8, FEATURES))
+    assert verdicts(module) == {"equal": 1}
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_graph_without_gradients_is_compared(compiled, context):
+    module = compiled(WithStatistics(), verify="raise")
+    with context():
+        module(torch.randn(8, FEATURES))
+    assert verdicts(module, "infer") == {"equal": 1}
+    assert (module.calls, module.net[1].num_batches_tracked) == (1, 1)
+
+
+def test_a_backward_pass_may_be_repeated_after_a_comparison(compiled):
+    module, x = compiled(plain(), verify="raise"), torch.randn(8, FEATURES)
+    eager = copy.deepcopy(module)
+    expected = torch.autograd.grad(eager(x).square().mean(), list(eager.parameters()))
+    loss = module(x).square().mean()
+    for _ in range(2):
+        gradients = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+        torch.testing.assert_close(gradients, expected)
+    assert verdicts(module) == {"equal": 1}

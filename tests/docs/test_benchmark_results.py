@@ -1,0 +1,52 @@
+"""The files in benchmarks/results have the documented shape, and contain the figures of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.newest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+FIELDS = re.findall(r"`(\w+)`", (ROOT / "benchmarks" / "results" / "README.md").read_text())
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_result_file_has_the_documented_shape(path):
+    result = json.loads(path.read_text())
+    assert list(result) == ["title", "date", "device", "versions", "command", "rows"]
+    assert result["title"]
+    assert result["date"] is None or dt.date.fromisoformat(result["date"])
+    assert isinstance(result["device"], str | None)
+    assert list(result["versions"]) == ["python", "torch", "triton", "lightning"]
+    assert all(isinstance(version, str | None) for version in result["versions"].values())
+    assert result["command"].startswith(("python benchmarks/", "make ", "CUDA_VISIBLE_DEVICES="))
+    assert result["rows"]
+    for row in result["rows"]:
+        assert list(row) == list(result["rows"][0])
+        assert set(row) <= set(FIELDS)
+        for name, value in row.items():
+            if name.endswith(("_ms", "_seconds")):
+                assert isinstance(value, int | float | None)
+                assert value is None or value > 0
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_result_file_has_only_numbers_of_the_docs(path):
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    published = {float(number.replace(",", "")) for number in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", text)}
+    rows = json.loads(path.read_text())["rows"]
+    numbers = [value for row in rows for name, value in row.items() if name != "run" and isinstance(value, int | float)]
+    assert numbers
+    assert [number for number in numbers if number not in published] == []
+
+
+def test_every_table_of_the_docs_has_a_result_file():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    tables = re.findall(r"^\|(?: --- \|)+\n((?:\|.*\|\n)+)", text, re.MULTILINE)
+    assert len([rows for rows in tables if re.search(r"\d\.\d", rows)]) == len(RESULTS)

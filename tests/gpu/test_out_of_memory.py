@@ -1,0 +1,72 @@
+"""A step that catches `torch.OutOfMemoryError` under CUDA graphs, to skip its batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from compile_callbacks import CompileWarning, InductorCompile
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+
+pytestmark = pytest.mark.gpu
+
+
+class SkipsBatches(Classifier):
+    """Leaves too little memory for the first compiled step, forward or backward."""
+
+    def __init__(self, where):
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, 8192), nn.ReLU(), nn.Linear(8192, CLASSES)))
+        self.automatic_optimization = False
+        self.where, self.skipped = where, []
+
+    def training_step(self, batch, batch_idx):
+        x, y = (part.repeat_interleave(4096, 0) for part in batch)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        try:
+            self.limit_memory(batch_idx == 1 and self.where == "forward")
+            loss = nn.functional.cross_entropy(self.net(x), y)
+            self.limit_memory(batch_idx == 1 and self.where == "backward")
+            self.manual_backward(loss)
+            optimizer.step()
+            self.losses.append(loss.item())
+        except torch.OutOfMemoryError:
+            self.skipped.append(batch_idx)
+        finally:
+            self.limit_memory(False)
+
+    def limit_memory(self, tight):
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties().total_memory
+        fraction = (torch.cuda.memory_reserved() + 2**20) / total if tight else 1.0
+        torch.cuda.set_per_process_memory_fraction(fraction)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.filterwarnings("ignore:target 'net' .*the first run of a CUDA graph raised")
+def test_a_step_that_skips_a_batch_without_memory_goes_on(where):
+    def train(*callbacks):
+        module = seeded(lambda: SkipsBatches(where))
+        trainer(*callbacks, accelerator="cuda").fit(module, loader(8))
+        return module
+
+    eager = train()
+    ours = InductorCompile("reduce-overhead", None, targets=["net"], baseline_steps=1, verify="off")
+    compiled = train(ours)
+    assert compiled.skipped == eager.skipped == [1]
+    torch.testing.assert_close(compiled.losses, eager.losses, rtol=1e-3, atol=1e-3)
+    again = seeded(Classifier)
+    trainer(ours, accelerator="cuda").fit(again, loader(8))  # and so does the next fit with this callback
+    assert len(again.losses) == 8
+
+
+@pytest.mark.parametrize("where", ["forward"])
+def test_a_failed_warmup_is_reported(where):
+    module = seeded(lambda: SkipsBatches(where))
+    ours = InductorCompile("reduce-overhead", None, targets=["net"], baseline_steps=1, verify="off")
+    with pytest.warns(CompileWarning, match="the first run of a CUDA graph raised"):
+        trainer(ours, accelerator="cuda").fit(module, loader(8))

@@ -1,0 +1,159 @@
+"""`cache_dir`: what one process compiles, the next one loads, also after a move or a kill."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from compile_callbacks import CompileWarning, InductorCompile, compile_phases, restore
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.processes import run_in_new_process
+from tests.support.uncached import Uncached
+
+# Both phases. Prediction compiles what validation compiled again, because it runs under inference_mode.
+RUN = """
+import json, os, signal, sys, warnings
+
+import torch
+import torch._inductor.cpp_builder as cpp_builder
+from torch._dynamo.utils import counters
+
+from compile_callbacks import CompileWarning, InductorCompile
+from tests.support.models import loader, seeded, trainer
+
+warnings.simplefilter("error", CompileWarning)
+folder, kill_after = sys.argv[1], int(sys.argv[2])
+built = []
+build = cpp_builder.CppBuilder.build
+
+
+def recorded(self):
+    if "preprocess" not in (target := self.get_target_file_path()) and target.endswith((".so", ".o")):
+        built.append(target)
+    if kill_after and len(built) == kill_after:
+        with open(target, "wb") as half:
+            half.write(b"half of a library")
+        os.kill(os.getpid(), signal.SIGKILL)
+    build(self)
+
+
+cpp_builder.CppBuilder.build = recorded
+callback = InductorCompile(cache_dir=folder, baseline_steps=0)
+module = seeded()
+trainer(callback, max_epochs=2).fit(module, loader(4), loader(2))
+predictions = torch.cat(trainer(callback).predict(module, loader(2, seed=1)))
+print(json.dumps({
+    "losses": module.losses,
+    "predictions": predictions.tolist(),
+    "misses": counters["aot_autograd"]["autograd_cache_miss"] + counters["inductor"]["fxgraph_cache_miss"],
+    "hits": counters["aot_autograd"]["autograd_cache_hit"],
+    "reported": [[report.cache_hits, report.cache_misses] for report in (callback.report.train, callback.report.infer)],
+    "built": built,
+}))
+"""
+
+
+def run(tmp_path, folder, kill_after=0):
+    environment = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torchs own"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # this process builds all libraries, and records them
+    }
+    return json.loads(run_in_new_process(RUN, folder, kill_after, environment=environment).splitlines()[-1])
+
+
+def assert_same_results(first, second):
+    assert second["losses"] == first["losses"]
+    assert second["predictions"] == first["predictions"]
+
+
+@pytest.mark.newest
+def test_a_second_process_compiles_nothing_also_after_the_folder_moved(tmp_path):
+    cold = run(tmp_path, tmp_path / "kept")
+    assert cold["built"]
+    assert cold["misses"] > 0
+    warm = run(tmp_path, tmp_path / "kept")
+    shutil.move(tmp_path / "kept", tmp_path / "moved")
+    moved = run(tmp_path, tmp_path / "moved")
+    for again in (warm, moved):
+        assert again["built"] == []
+        assert again["misses"] == 0
+        assert again["hits"] > 0
+        assert all(hits > 0 and misses == 0 for hits, misses in again["reported"])
+        assert_same_results(cold, again)
+    assert not [path for path in (tmp_path / "torchs own").rglob("*") if path.is_file()]
+
+
+@pytest.mark.newest
+def test_a_process_that_was_killed_while_it_wrote_costs_the_next_one_a_compile(tmp_path):
+    with pytest.raises(AssertionError, match="exit status -9"):
+        run(tmp_path, tmp_path / "kept", kill_after=3)
+    after = run(tmp_path, tmp_path / "kept")
+    assert after["built"]
+    warm = run(tmp_path, tmp_path / "kept")
+    assert warm["built"] == []
+    assert_same_results(after, warm)
+
+
+def variables():
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TRITON_CACHE_DIR")
+
+
+def test_a_folder_that_is_refused_costs_one_warning(tmp_path):
+    tmp_path.chmod(0o777)
+    callback = InductorCompile("default", None, cache_dir=tmp_path, baseline_steps=0, verify="off")
+    module = seeded()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompileWarning)
+        for _ in range(2):
+            trainer(callback).fit(module, loader(4))
+    told = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
+    assert ["is not used" in message for message in told] == [True]
+    assert callback.report.train.graphs > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compile_phases_uses_the_folder_until_restore_or_until_the_module_is_deleted(tmp_path):
+    before = variables()
+    module = compile_phases(nn.Linear(FEATURES, CLASSES), cache_dir=tmp_path, verify="off")
+    assert variables() == (str(tmp_path / "inductor"), str(tmp_path / "triton"))
+    restore(module)
+    assert variables() == before
+    module = compile_phases(nn.Linear(FEATURES, CLASSES), cache_dir=tmp_path, verify="off")
+    assert variables() != before
+    del module
+    gc.collect()
+    assert variables() == before
+
+
+def test_a_run_in_which_torch_does_not_use_its_cache_warns(tmp_path):
+    module = nn.Linear(FEATURES, CLASSES)
+    compile_phases(module, train_mode=None, verify="off", passes=[Uncached()], cache_dir=tmp_path)
+    with torch.no_grad():
+        module(torch.randn(2, FEATURES))
+    with pytest.warns(CompileWarning, match="cache_dir has no effect: torch did not use its cache"):
+        restore(module)
+
+
+def test_a_cache_dir_without_a_compiled_phase_warns(tmp_path):
+    with pytest.warns(CompileWarning, match="cache_dir has no effect"):
+        InductorCompile(None, None, cache_dir=tmp_path)
+    with pytest.warns(CompileWarning, match="cache_dir has no effect"):
+        restore(compile_phases(torch.relu, train_mode=None, infer_mode=None, cache_dir=tmp_path))
+
+
+@pytest.mark.gpu
+def test_compile_workers_that_started_earlier_use_the_folder(tmp_path):
+    def fit(callback, width):
+        net = nn.Sequential(nn.Linear(FEATURES, width), nn.GELU(), nn.Linear(width, CLASSES))
+        trainer(callback, accelerator="gpu", devices=1).fit(Classifier(net), loader(4))
+
+    fit(InductorCompile("default", None, baseline_steps=0, verify="off"), 24)  # starts the workers
+    fit(InductorCompile("default", None, baseline_steps=0, verify="off", cache_dir=tmp_path), 40)
+    assert list((tmp_path / "triton").rglob("*.cubin"))

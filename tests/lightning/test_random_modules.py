@@ -1,0 +1,100 @@
+"""Random small modules, trained with the callback and without: the same results, and counts that are torch's own.
+
+``make test-random`` tries 200 modules; ``COMPILE_CALLBACKS_EXAMPLES`` sets their number.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch._dynamo import utils
+
+from compile_callbacks import CompileReport, InductorCompile, InductorConfig
+from tests.support.models import trainer
+from tests.support.random_modules import KINDS, Model, Spec, batches
+
+EXAMPLES = os.environ.get("COMPILE_CALLBACKS_EXAMPLES")
+SPECS = st.builds(
+    Spec,
+    blocks=st.lists(st.sampled_from(KINDS), min_size=1, max_size=2).map(tuple),
+    target=st.sampled_from(["net", "net.encode", "forward"]),
+    inputs=st.sampled_from(["one", "same", "view"]),
+    writes=st.booleans(),
+    output=st.sampled_from(["tensor", "dict", "dataclass"]),
+    hooks=st.frozensets(st.sampled_from(["pre", "post", "count", "gradient"]), max_size=2),
+    shared=st.booleans(),
+    ragged=st.booleans(),
+    validates=st.booleans(),
+    accumulate=st.sampled_from([1, 2]),
+    mode=st.sampled_from(["lite", "default"] if EXAMPLES else ["lite"]),
+    dynamic=st.sampled_from([None, False, True]),
+)
+
+
+def fit(spec: Spec, *callbacks: pl.Callback, by_hand: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train for six steps, perhaps with `torch.compile`; return what the run computed, counted and drew."""
+    torch._dynamo.reset()
+    utils.counters.clear()
+    utils.clear_compilation_metrics()
+    utils.graph_break_reasons.clear()  # torch 2.11 does not in its reset
+    pl.seed_everything(1, verbose=False)
+    model = Model(spec)
+    if by_hand is not None:
+        model.compile_by_hand(**by_hand)
+    settings = {"accumulate_grad_batches": spec.accumulate, "limit_val_batches": int(spec.validates)}
+    run = trainer(*callbacks, num_sanity_val_steps=0, **settings)
+    run.fit(model, batches(6, ragged=spec.ragged), batches(1, seed=1))
+    return model.state()
+
+
+def assert_counts_are_torchs(report: CompileReport) -> None:
+    train, infer = report.train, report.infer
+    assert train.graphs + infer.graphs == utils.counters["stats"]["unique_graphs"] > 0
+    recompiles = [metrics for metrics in utils.get_compilation_metrics() if metrics.recompile_reason]
+    assert train.recompiles + infer.recompiles == len(recompiles)
+    # Torch counts a break again for each frame that is traced through it, and for each recompile.
+    breaks = {(found.reason, found.user_stack[-1].lineno) for found in utils.graph_break_reasons}
+    for phase in (train, infer):
+        found = {(e["reason"], e["line"], e["target"]) for e in phase.events if e["kind"] == "graph_break"}
+        assert len(found) == phase.graph_breaks
+        assert phase.graphs == 0 or {(reason, line) for reason, line, _ in found} == breaks
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")  # torch 2.11 of random.random
+@settings(
+    max_examples=int(EXAMPLES or 23),
+    deadline=None,
+    derandomize=EXAMPLES is None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@example(Spec(blocks=("dropout", "uncompiled_numpy"), hooks=frozenset({"count"})), True, 0)
+@example(Spec(blocks=("python_random", "noise"), target="net.encode", output="dataclass", validates=True), False, 2)
+@example(Spec(blocks=("plain",), inputs="view", writes=True, mode="lite"), False, 0)
+@given(SPECS, st.booleans(), st.sampled_from([0, 2]))
+def test_a_random_module_trains_as_it_does_without_the_callback(spec, by_hand, baseline_steps):
+    """The other run is by `torch.compile`, or eager; eager's random numbers are drawn by ``fallback_random``."""
+    options = {"fallback_random": True} if spec.draws_torch and not by_hand else {}
+    given = {"dynamic": spec.dynamic, "options": {**torch._inductor.list_mode_options(spec.mode), **options}}
+    mode = InductorConfig(**given)
+    callback = InductorCompile(
+        mode,
+        mode,
+        targets=spec.targets,
+        baseline_steps=0 if by_hand else baseline_steps,
+        on_error="raise",
+        verify="raise",
+    )
+    ours = fit(spec, callback)
+    assert_counts_are_torchs(callback.report)
+    with warnings.catch_warnings(action="ignore"):  # torch's own
+        theirs = fit(spec, by_hand=given if by_hand else None)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

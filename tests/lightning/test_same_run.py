@@ -1,0 +1,155 @@
+"""A run with the callback is the run without it: the same hooks, calls, counters and random numbers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from compile_callbacks import CompileWarning, InductorCompile
+from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
+from tests.support.wrong_passes import WrongForward
+
+CALLBACK_HOOKS = [name for name in dir(pl.Callback) if name.startswith(("on_", "setup", "teardown"))]
+PREFIXES = ("on_", "configure_", "optimizer_", "transfer_", "prepare_data", "setup", "teardown", "backward", "lr_sched")
+
+
+def hooks_of(kind: type) -> list[str]:
+    """The hooks, steps and loaders of a LightningModule or LightningDataModule."""
+    named = [name for name in dir(kind) if name.startswith(PREFIXES) or name.endswith(("_step", "_dataloader"))]
+    return [name for name in named if inspect.isfunction(getattr(kind, name)) and name != "configure_sharded_model"]
+
+
+def record_calls(names: list[str], owner: Any, hooks: list[str]) -> None:
+    """Record the calls of these methods of an object."""
+
+    def recorded(name, function):
+        def call(*args, **kwargs):
+            names.append(f"{type(owner).__name__}.{name}")
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in hooks:
+        object.__setattr__(owner, name, recorded(name, getattr(owner, name)))
+
+
+class RecordedNet(nn.Module):
+    """A network that records each call of its forward."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.layers, self.names = mlp(), names
+
+    def forward(self, x):
+        self.record("net forward")
+        return self.layers(x)
+
+    @torch.compiler.disable  # Dynamo would guard on the length of the list
+    def record(self, name):
+        self.names.append(name)
+
+
+class RecordedModule(Classifier):
+    def forward(self, x):
+        self.net.record("forward")
+        return super().forward(x)
+
+
+def recorded_names(*callbacks):
+    """Every call of a hook or a forward in the four kinds of runs."""
+    names: list[str] = []
+    module = seeded(lambda: RecordedModule(RecordedNet(names)))
+    data = pl.LightningDataModule()
+    data.train_dataloader = lambda: loader(4)
+    data.val_dataloader = data.test_dataloader = data.predict_dataloader = lambda: loader(2)
+    of_data = ("_dataloader", "_batch_transfer", "_to_device")
+    record_calls(names, module, [name for name in hooks_of(pl.LightningModule) if not name.endswith(of_data)])
+    record_calls(names, data, hooks_of(pl.LightningDataModule))
+    before, after = pl.Callback(), pl.Callback()
+    for other in (before, after):
+        record_calls(names, other, CALLBACK_HOOKS)
+    for stage in ("fit", "validate", "test", "predict"):
+        names.append(stage)
+        run = trainer(before, *callbacks, after, max_epochs=2, num_sanity_val_steps=1, enable_checkpointing=True)
+        getattr(run, stage)(module, datamodule=data)
+    return names
+
+
+@pytest.mark.parametrize("baseline_steps", [0, 2])
+def test_hooks_and_forward_calls_are_those_of_a_run_without_the_callback(baseline_steps):
+    callback = InductorCompile(baseline_steps=baseline_steps)
+    names = recorded_names(callback)
+    assert names == recorded_names()
+    assert {"net forward", "forward", "RecordedModule.on_save_checkpoint", "Callback.on_predict_end"} <= set(names)
+    assert callback.report.infer.graphs > 0
+
+
+class Distance(torchmetrics.Metric):
+    """A metric that computes with a network, as LPIPS and FID do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3, 2).requires_grad_(False)
+        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, output):
+        self.total += self.net(output).square().sum()
+        self.samples += len(output)
+
+    def compute(self):
+        return self.total / self.samples
+
+
+class Measured(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.metric = Distance()
+
+    def validation_step(self, batch, batch_idx):
+        self.metric(self.net(batch[0]))
+
+
+def test_a_metric_with_parameters_counts_each_sample_once():
+    def samples(*callbacks):
+        module = seeded(Measured)
+        trainer(*callbacks, num_sanity_val_steps=0).fit(module, loader(2), loader(3))
+        return int(module.metric.samples), float(module.metric.compute())
+
+    assert samples(InductorCompile(baseline_steps=0)) == pytest.approx(samples())
+
+
+def test_a_wrong_graph_of_validation_is_found():
+    callback = InductorCompile(passes=[WrongForward("infer")], baseline_steps=0)
+    with pytest.warns(CompileWarning, match="target 'net' differs from eager in the infer phase: output 0 has"):
+        trainer(callback).fit(seeded(Plain), loader(4), loader(2))
+    assert (callback.report.train.verified, callback.report.infer.verified) == ("equal", "differs")
+
+
+class Plain(Classifier):
+    forward = pl.LightningModule.forward
+
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 3)))
+
+    def validation_step(self, batch, batch_idx):
+        self.validation_outputs.append(self.net(batch[0]))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_run_with_weights_that_are_tensor_subclasses_ends_as_usual(trains):
+    """At its end Lightning moves the module to the CPU, which swaps such weights: nothing may refer to them."""
+    module = seeded(Plain)
+    weight = module.net[0].weight.detach()
+    module.net[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()), requires_grad=trains)
+    callback = InductorCompile(baseline_steps=0)
+    trainer(callback).fit(module, loader(4), loader(2))
+    assert (callback.report.train.graphs, callback.report.train.fallbacks) == (1, 0)
+    module.cpu()

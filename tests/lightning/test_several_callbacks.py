@@ -1,0 +1,217 @@
+"""Two `InductorCompile` callbacks in one Trainer, for different targets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from compile_callbacks import InductorCompile, InductorConfig, Tune
+from compile_callbacks.compiling.cudagraphs import BackwardInCallingThread
+from compile_callbacks.reporting.report_file import FILE_NAME
+from tests.support.against_eager import assert_same_module, assert_same_values
+from tests.support.models import CLASSES, Classifier, loader, mlp, seeded, trainer
+from tests.support.step_times import Times
+
+
+class TwoParts(Classifier):
+    """A body and a head; its ``forward`` calls both."""
+
+    def __init__(self):
+        super().__init__(nn.Sequential(mlp(), nn.Linear(CLASSES, CLASSES)))
+        self.body, self.head = self.net
+        self.net = None
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+class Recorded(Logger):
+    name, version = "recorded", 0
+
+    def __init__(self):
+        super().__init__()
+        self.metrics, self.params = {}, {}
+
+    def log_hyperparams(self, params):
+        self.params.update(params)
+
+    def log_metrics(self, *, metrics, step):
+        self.metrics.update(metrics)
+
+
+def pair(**settings):
+    return [InductorCompile(targets=[name], **settings) for name in ("body", "head")]
+
+
+def fit(*callbacks, batches=8, **settings):
+    module = seeded(TwoParts)
+    run = trainer(*callbacks, num_sanity_val_steps=0, **settings)
+    run.fit(module, loader(batches), loader(2))
+    return module
+
+
+def test_each_compiles_its_targets_and_the_first_reports_the_step_times(tmp_path):
+    logger = Recorded()
+    body = InductorCompile("default", InductorConfig(dynamic=False), targets=["body"], baseline_steps=4)
+    head = InductorCompile("lite", "eager", targets=["head"], baseline_steps=0)
+    graphs_of_head = []
+
+    class Counts(pl.Callback):
+        def on_train_batch_end(self, *args):
+            graphs_of_head.append(head.report.train.graphs)
+
+    ours = fit(body, head, Counts(), batches=20, logger=logger, default_root_dir=tmp_path)
+    eager = fit(batches=20)
+    assert_same_values(ours, eager)
+    assert_same_module(ours, eager)
+    train, infer = (body.report.train, head.report.train), (body.report.infer, head.report.infer)
+    assert [(report.mode, report.targets, report.graphs) for report in train] == [
+        ("default", ("body",), 1),
+        ("lite", ("head",), 1),
+    ]
+    assert [report.targets for report in infer] == [("body",), ()]
+    # The first two of the six eager steps are warm-up steps.
+    assert graphs_of_head.index(1) == 6
+    assert train[0].samples >= 4
+    assert train[1].series == ()
+    assert (train[1].eager_step_ms, train[1].compiled_step_ms, train[1].samples) == (None, None, None)
+
+    assert {"compile/train/seconds", "compile/train/head/seconds", "step/train/compiled_ms"} <= logger.metrics.keys()
+    assert {name for name in logger.metrics if "head" in name and not name.startswith("compile/train/head/")} == set()
+    assert logger.params == {
+        "compile/train_mode": "default",
+        "compile/infer_mode": "dynamic=False",
+        "compile/targets": "body",
+        "compile/head/train_mode": "lite",
+        "compile/head/infer_mode": "eager",
+        "compile/head/targets": "head",
+    }
+    records = json.loads(Path(tmp_path, FILE_NAME).read_text())
+    assert [(record["call"], record["name"]) for record in records] == [("fit", ""), ("fit", "head")]
+    assert [record["report"]["train"]["targets"] for record in records] == [["body"], ["head"]]
+
+
+def test_the_second_reports_the_steps_of_a_phase_that_only_it_compiles():
+    body, head = InductorCompile("default", None, targets=["body"]), InductorCompile(None, targets=["head"])
+    trainer(body, head).validate(seeded(TwoParts), loader(20), verbose=False)
+    assert body.report.infer.series == ()
+    assert head.report.infer.samples >= 5
+    assert head.report.infer.graphs == 1
+
+
+def test_targets_none_leaves_out_what_the_other_compiles():
+    rest, head = InductorCompile(baseline_steps=0), InductorCompile(targets=["head"])
+    ours = fit(rest, head)
+    assert_same_values(ours, fit())
+    assert (rest.report.train.targets, head.report.train.targets) == (("body",), ("head",))
+    assert (rest.report.train.graphs, head.report.train.graphs) == (1, 1)
+
+    trainer(rest).validate(ours, loader(2), verbose=False)  # alone it compiles all
+    assert rest.report.infer.targets == ("forward",)
+
+
+def test_targets_none_compiles_the_other_parts_of_a_module_that_contains_a_target_of_the_other():
+    rest, linear = InductorCompile(baseline_steps=0), InductorCompile(targets=["body.0"], baseline_steps=0)
+    ours = fit(rest, linear)
+    assert_same_values(ours, fit())
+    assert linear.report.train.targets == ("body.0",)
+    assert {"head", "body.3"} <= set(rest.report.train.targets)
+    assert not {"forward", "body", "body.0"} & set(rest.report.train.targets)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (None, None, r"InductorCompile\('max-autotune', targets=\['net'\]\)"),
+        (["body"], ["head", "body"], "overlapping targets: 'body' and 'body'"),
+        (["body.*"], ["body"], r"overlapping targets: 'body\.0' and 'body'"),
+        (["head"], ["forward"], "overlapping targets: 'head' and 'forward'"),
+        (["head"], ["head.forward"], r"overlapping targets: 'head' and 'head\.forward'"),
+    ],
+)
+def test_overlapping_targets_are_refused_at_the_start(one, other, message):
+    module = seeded(TwoParts)
+    with pytest.raises(MisconfigurationException, match=message):
+        trainer(InductorCompile(targets=one), InductorCompile(targets=other)).fit(module, loader(2))
+    assert not module._load_state_dict_pre_hooks
+
+
+def test_overlapping_targets_that_configure_model_makes_are_refused():
+    class Late(TwoParts):
+        def configure_model(self):
+            self.late = nn.Sequential(nn.Linear(1, 1))
+
+    callbacks = InductorCompile(targets=["late"]), InductorCompile(targets=["late.0"])
+    with pytest.raises(MisconfigurationException, match=r"'late' and 'late\.0'"):
+        trainer(*callbacks).fit(Late(), loader(2))
+
+
+def test_one_callback_twice_is_refused():
+    ours = InductorCompile(targets=["head"])
+    with pytest.raises(MisconfigurationException, match="overlapping"):
+        trainer(ours, ours).fit(seeded(TwoParts), loader(2))
+
+
+def test_two_cache_folders_are_refused(tmp_path):
+    callbacks = [InductorCompile(targets=[name], cache_dir=tmp_path / name) for name in ("body", "head")]
+    with pytest.raises(MisconfigurationException, match="give both callbacks the same"):
+        trainer(*callbacks).fit(seeded(TwoParts), loader(2))
+
+
+def test_a_checkpoint_has_the_state_of_each_and_a_resumed_run_measures_no_baseline(tmp_path):
+    first = trainer(*pair(baseline_steps=4))
+    first.fit(seeded(TwoParts), loader(20))
+    first.save_checkpoint(tmp_path / "run.ckpt")
+    states = torch.load(tmp_path / "run.ckpt", weights_only=True)["compile_callbacks"]
+    assert {key: state["report"]["train"]["targets"] for key, state in states.items()} == {
+        "['body']": ["body"],
+        "['head']": ["head"],
+    }
+
+    body, head = pair(baseline_steps=4)
+    trainer(body, head, max_epochs=2).fit(seeded(TwoParts), loader(20), ckpt_path=tmp_path / "run.ckpt")
+    assert body.report.before.train.targets == ("body",)
+    assert head.report.before.train.targets == ("head",)
+    assert body.report.train.restored
+    assert [series["kind"] for series in body.report.train.series] == ["compiling", "compiled"]
+
+
+def test_a_tune_of_the_second_begins_after_the_baseline_of_the_first(monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    body = InductorCompile("default", None, targets=["body"], baseline_steps=4)
+    head = InductorCompile(Tune(["default"], steps=5), None, targets=["head"])
+    ours, eager = fit(body, head, batches=80), fit(batches=80)
+    assert_same_values(ours, eager, {"rtol": 1e-3, "atol": 1e-4})
+    assert head.report.train.mode == "default"
+    # The first measures no step while the second one tries its candidates.
+    assert body.report.train.samples is not None
+
+
+def test_tensorboard_shows_both_reports(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path)
+    fit(*pair(baseline_steps=0), logger=logger)
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert {"compile_report/text_summary", "compile_report/head/text_summary"} <= set(events.Tags()["tensors"])
+
+
+def test_backward_threads_are_restored_in_any_order():
+    one, other = BackwardInCallingThread(), BackwardInCallingThread()
+    one.begin()
+    other.begin()
+    one.end()
+    other.end()
+    assert torch.autograd.is_multithreading_enabled()

@@ -1,0 +1,71 @@
+"""The same run with `InductorCompile` and without: what both must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_callbacks import CompileReport, InductorCompile
+from tests.support.models import Classifier, loader, trainer
+
+FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def assert_run_equals_eager(
+    run: Callable[..., Classifier],
+    *,
+    baseline_steps: int = 0,
+    infer_compiles: bool = True,
+    settings: Mapping[str, Any] | None = None,
+    close: Mapping[str, float] = FLOAT32,
+) -> tuple[Classifier, Classifier, CompileReport]:
+    """Compare losses, weights and buffers, validation outputs and predictions of a run with those of its eager twin.
+
+    Args:
+        run: Takes callbacks to run with, trains a module from a fixed seed, and returns it.
+        baseline_steps: As `InductorCompile` takes it.
+        infer_compiles: Whether the run validates for long enough to be compiled.
+        settings: Arguments of the Trainer that predicts.
+        close: Tolerances.
+
+    Returns:
+        The eager module, the compiled one, and the report of the run, without the prediction.
+    """
+    eager = run()
+    ours = InductorCompile(baseline_steps=baseline_steps)
+    compiled = run(ours)
+    report = ours.report
+    assert report.train.graphs >= 1
+    assert report.infer.graphs >= infer_compiles
+    assert_same_module(compiled, eager)
+    assert_same_values(compiled, eager, close)
+    predictions, expected = (
+        torch.cat(trainer(*callbacks, **(settings or {})).predict(module, loader(2, seed=1)))
+        for module, callbacks in ((compiled, [ours]), (eager, []))
+    )
+    assert (ours.report.train.fallbacks, ours.report.infer.fallbacks) == (0, 0)
+    torch.testing.assert_close(predictions, expected, **close)
+    assert_same_module(compiled, eager)
+    return eager, compiled, report
+
+
+def assert_same_values(ours: Classifier, eager: Classifier, close: Mapping[str, float] = FLOAT32) -> None:
+    """What both saw while they ran, and how they came out of it."""
+    assert len(eager.losses) > 1
+    assert eager.losses[0] != eager.losses[-1]
+    torch.testing.assert_close(ours.losses, eager.losses, **close)
+    torch.testing.assert_close(ours.validation_outputs, eager.validation_outputs, **close)
+    torch.testing.assert_close(dict(ours.state_dict()), dict(eager.state_dict()), **close)
+
+
+def assert_same_module(ours: nn.Module, eager: nn.Module) -> None:
+    """Nothing is on a module, or on one within it, that is not on its eager twin."""
+    assert [_attributes(module) for module in ours.modules()] == [_attributes(module) for module in eager.modules()]
+
+
+def _attributes(module: nn.Module) -> Any:
+    hooks = {name: len(value) for name, value in vars(module).items() if name.endswith("_hooks")}
+    return type(module), set(vars(module)), hooks, [p.requires_grad for p in module.parameters()]

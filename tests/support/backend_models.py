@@ -1,0 +1,73 @@
+"""A module whose runs are counted, samples for it, and what a backend must leave it with."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.support.models import CLASSES, FEATURES, mlp
+
+RUNS = []
+
+
+@torch.library.custom_op("compile_callbacks_tests::counted", mutates_args=())
+def counted(x: torch.Tensor) -> torch.Tensor:
+    """Tells real runs, compiled ones among them, from traces."""
+    RUNS.append(tuple(x.shape))
+    return x.clone()
+
+
+@counted.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Model(nn.Module):
+    """Has what inference must leave alone: a dropout, a batch norm, and a buffer that a call replaces."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(mlp(), nn.Dropout(0.5))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, *, scale=None, more=()):
+        assert x.shape[0] != 13, "thirteen, by design"
+        self.calls = self.calls + 1
+        out = self.net(counted(x))
+        for item in more:
+            out = out + item["bias"]
+        return out if scale is None else out * scale
+
+
+def batch(size=4):
+    return torch.linspace(-1, 1, size * FEATURES).reshape(size, FEATURES)
+
+
+SAMPLES = [((batch(),), {})]
+
+
+def eagerly(*args, **kwargs):
+    with torch.no_grad():
+        return Model().eval()(*args, **kwargs)
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(FEATURES, CLASSES)
+
+
+def looks(module):
+    """What a backend must leave a module with."""
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    return [set(vars(part)) for part in module.modules()], [part.training for part in module.modules()], weights
+
+
+class Scaled(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.net = mlp()
+        self.wide = nn.Linear(CLASSES, width)
+
+    def forward(self, x, *, scale):
+        return self.wide(self.net(x)) * scale

@@ -1,0 +1,44 @@
+"""Modules for the tests of ``compile-callbacks bench``, made by factories without arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def classifier():
+    """A module and its input."""
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), torch.randn(4, 8)
+
+
+def images():
+    """A module without inputs: it gets images."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+class Breaks(nn.Module):
+    """A graph break, which ``fullgraph`` refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return self.linear(x)
+
+
+def breaks():
+    return Breaks(), torch.randn(4, 8)
+
+
+def no_module():
+    return 3
+
+
+def fails():
+    return nn.Linear(4, 2), torch.randn(2, 8)
+
+
+def dropout():
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 3)), torch.randn(4, 8)

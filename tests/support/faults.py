@@ -1,0 +1,242 @@
+"""The ways in which a compiler fails, each provoked for real or at torch's boundary, and where and when it strikes."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.graph
+from torch import nn
+from torch.utils.data import DataLoader
+
+from compile_callbacks import InductorCompile, InductorConfig
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.uncached import Uncached
+
+FULL, RAGGED = 4, 2  # batch sizes: the second comes last in each epoch, and is the later shape
+
+
+# ------------------------------------------------------------------------------------------ where it strikes
+
+
+@dataclass(frozen=True)
+class Place:
+    """A phase, a half of the step, and the shape at which the compiler fails."""
+
+    phase: str
+    half: str
+    shape: str
+
+    def __str__(self) -> str:
+        return f"{self.phase}-{self.half}-{self.shape}"
+
+    def struck(self, x: torch.Tensor, *, training: bool) -> bool:
+        """Whether the code of this forward pass is the one that cannot be compiled."""
+        return training == (self.phase == "train") and (self.shape == "first" or x.shape[0] == RAGGED)
+
+
+PLACES = [
+    Place(phase, half, shape)
+    for phase, half in [("train", "forward"), ("train", "backward"), ("infer", "forward")]
+    for shape in ("first", "later")
+]
+
+
+class Net(nn.Module):
+    """Layers with buffers, and between them something that its subclass has to say."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place = place
+        self.first = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.place.struck(x, training=self.training):
+            x = self.strange(x)
+        return self.last(x)
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+# ------------------------------------------------------------------------------------------ what Dynamo cannot trace
+
+
+class Untraceable(Net):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        if self.place.half == "backward":
+            return BackwardUntraceable.apply(x)
+        torch._dynamo.graph_break()
+        return 2 * x
+
+
+class BackwardUntraceable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return 2 * gradient
+
+
+# ------------------------------------------------------------------------------------------ failures inside Inductor
+
+
+class BrokenPass(Uncached):
+    """Raises in one phase and half of the step, at the first graph or from the second one on."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.graphs_seen = 0
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        half = "backward" if any(node.name.startswith("tangents") for node in graph.nodes) else "forward"
+        if (self.phase, half) != (self.place.phase, self.place.half):
+            return
+        self.graphs_seen += 1
+        if self.place.shape == "first" or self.graphs_seen > 1:
+            raise ZeroDivisionError("by design")
+
+
+def raises(error: Exception) -> Callable[[], None]:
+    def strike() -> None:
+        raise error
+
+    return strike
+
+
+@contextlib.contextmanager
+def while_inductor_writes_code(place: Place, strike: Callable[[], None]) -> Iterator[None]:
+    """Strike where Inductor has lowered a graph and begins to make code of it."""
+    lowering = torch._inductor.graph.GraphLowering
+    real, seen = lowering.compile_to_module, []
+
+    def compile_to_module(self: Any) -> Any:
+        half = "backward" if self.is_backward else "forward"
+        folds = not self.graph_outputs  # the weight half of a folded graph is no shape of the user's
+        if (half, self.is_inference) == (place.half, place.phase == "infer") and not folds:
+            seen.append(self)
+            if place.shape == "first" or len(seen) > 1:
+                strike()
+        return real(self)
+
+    with mock.patch.object(lowering, "compile_to_module", compile_to_module):
+        yield
+
+
+@contextlib.contextmanager
+def breaking_compiler(place: Place, how: str) -> Iterator[None]:
+    """A C++ compiler that works until the place is reached, and fails from then on."""
+    with tempfile.TemporaryDirectory() as folder:
+        broken, compiler = Path(folder, "broken"), Path(folder, "g++")
+        compiler.write_text(f'#!/bin/sh\n[ -e {broken} ] && [ $# -gt 1 ] && {how}\nexec {shutil.which("g++")} "$@"\n')
+        compiler.chmod(0o755)
+        with (
+            torch._inductor.config.patch({"cpp.cxx": (str(compiler),)}),
+            while_inductor_writes_code(place, broken.touch),
+        ):
+            yield
+
+
+# ------------------------------------------------------------------------------------------ the matrix
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A way in which the compiler fails.
+
+    Attributes:
+        name: What the test is called.
+        cause: What the report says of it; alternatives are divided by ``|``.
+        net: The module.
+        settings: Settings of the phase in which it strikes.
+        passes: Makes the callback's passes.
+        alone: Whether the other phase is left eager.
+        strike: Entered while the run goes on.
+        skipped: Whether the graph is compiled all the same, without the custom pass that fails.
+    """
+
+    name: str
+    cause: str
+    net: Callable[[Place], nn.Module] = Net
+    settings: dict[str, Any] = field(default_factory=dict)
+    passes: Callable[[Place], list[Any]] = lambda place: []
+    alone: bool = False
+    strike: Callable[[Place], Any] = lambda place: contextlib.nullcontext()
+    skipped: bool = False
+
+    def callback(self, place: Place, on_error: str = "eager") -> InductorCompile:
+        config, other = InductorConfig(**self.settings), None if self.alone else "default"
+        modes = (config, other) if place.phase == "train" else (other, config)
+        return InductorCompile(*modes, targets=["net"], passes=self.passes(place), baseline_steps=0, on_error=on_error)
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+FAULTS = [
+    Fault("untraceable", "graph_break|autograd.Function", Untraceable, {"fullgraph": True}),
+    Fault("pass", "ZeroDivisionError: by design", passes=lambda place: [BrokenPass(place)], skipped=True),
+    Fault(
+        "memory_in_inductor",
+        "OutOfMemoryError: CUDA",
+        passes=lambda place: [Uncached()],  # no code is written for a graph that comes out of the cache
+        strike=lambda place: while_inductor_writes_code(place, raises(OUT_OF_MEMORY)),
+    ),
+]
+
+# Real compilers that fail: each compiles for seconds what comes before, so that one place each has to do.
+FAILING_COMPILERS = [
+    pytest.param(
+        Fault(name, cause, alone=True, strike=lambda place, how=how: breaking_compiler(place, how)),
+        place,
+        id=f"{name}-{place}",
+    )
+    for name, cause, how, place in [
+        ("compiler_fails", "no space left on device", "echo no space left on device && exit 1", PLACES[0]),
+        ("compiler_killed", "SIGKILL", "kill -9 $$", PLACES[5]),
+    ]
+]
+
+
+def _pairs() -> Iterator[tuple[Fault, Place]]:
+    """Each fault in each phase and half, at the first and the later shape by turns: all pairs, half of the matrix."""
+    for row, fault in enumerate(FAULTS):
+        for column, place in enumerate(PLACES):
+            if column % 2 == (row + column // 2) % 2:
+                yield fault, place
+
+
+MATRIX = [pytest.param(fault, place, id=f"{fault.name}-{place}") for fault, place in _pairs()]
+
+
+def ragged(batches: int = 4) -> DataLoader:
+    """Batches of which the last is smaller."""
+    dataset = loader(batches, FULL).dataset
+    return DataLoader(torch.utils.data.Subset(dataset, range(FULL * batches - FULL + RAGGED)), FULL)
+
+
+def fit(net: Callable[[], nn.Module], *callbacks: Any) -> Classifier:
+    module = seeded(lambda: Classifier(net()))
+    trainer(*callbacks, max_epochs=2, num_sanity_val_steps=0).fit(module, ragged(), ragged(2))
+    return module
+
+
+def assert_same_run(ours: Classifier, eager: Classifier) -> None:
+    """The same losses, outputs, weights and buffers."""
+    torch.testing.assert_close(ours.losses, eager.losses, rtol=1e-4, atol=1e-6)
+    for mine, theirs in zip(ours.validation_outputs, eager.validation_outputs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.state_dict(), eager.state_dict(), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,119 @@
+"""Tiny models and data, and a trainer without frills."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+FEATURES, CLASSES = 8, 3
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+class Classifier(pl.LightningModule):
+    """Calls ``self(x)`` in validation and ``self.net(x)`` in training; keeps what it saw."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = net if net is not None else mlp()
+        self.losses: list[float] = []
+        self.validation_outputs: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        out = self(x)
+        self.validation_outputs.append(out.detach().clone())
+        self.log("val_loss", nn.functional.cross_entropy(out, y))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class ChildOnly(Classifier):
+    """A LightningModule without a forward of its own."""
+
+    forward = pl.LightningModule.forward
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_outputs.append(self.net(batch[0]).detach().clone())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0])
+
+
+def loader(batches: int = 8, batch_size: int = 4, seed: int = 0) -> DataLoader:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batches * batch_size, FEATURES, generator=generator)
+    y = torch.randint(CLASSES, (batches * batch_size,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+def run_folder() -> str:
+    """A new folder for the files of a run; conftest.py removes it at the end of the session."""
+    root = os.environ.get("COMPILE_CALLBACKS_TEST_CACHE", f"{tempfile.gettempdir()}/compile_callbacks") + "_runs"
+    os.makedirs(root, exist_ok=True)  # noqa: PTH103
+    return tempfile.mkdtemp(dir=root)
+
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def trainer(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
+    return pl.Trainer(callbacks=list(callbacks), **{**QUIET, "default_root_dir": run_folder(), **settings})
+
+
+def seeded(make: Any = Classifier) -> Any:
+    torch.manual_seed(1)
+    return make()
+
+
+class Manual(Classifier):
+    """Manual optimization with two optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.head = nn.Linear(3, 3)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        for optimizer in self.optimizers():
+            loss = nn.functional.cross_entropy(self.head(self.net(x)), y)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.losses.append(loss.item())
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net.parameters(), 0.1), torch.optim.Adam(self.head.parameters(), 0.01)]

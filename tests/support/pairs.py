@@ -1,0 +1,82 @@
+"""Pairs of processes that train together, run once for all tests that look at what they left."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from filelock import FileLock
+
+from tests.support.processes import start_new_process
+
+_SUPPORT = Path(__file__).parent
+
+
+def made_once(name: str, make: Callable[[Path], None], tmp_path_factory, worker_id: str) -> Path:
+    """A folder that is filled in the first of pytest-xdist's workers that comes to it, and looked at in all.
+
+    Args:
+        name: Its name.
+        make: Fills it.
+        tmp_path_factory: The fixture.
+        worker_id: The fixture.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        base = base.parent
+    folder = base / name
+    with FileLock(base / f"{name}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            make(folder)
+    return folder
+
+
+def run_pairs(script: str, folder: Path, *cases: list[str], seconds: float = 280) -> None:
+    """Run a script of this folder in two processes for each list of cases, at the same time.
+
+    What each printed is left in ``printedPAIR.RANK``.
+    """
+    processes = [
+        start_new_process(
+            _SUPPORT / script,
+            [folder, *names],
+            environment={"LOCAL_RANK": str(rank), "NODE_RANK": "0"},
+            printed=folder / f"printed{pair}.{rank}",
+        )
+        for pair, names in enumerate(cases)
+        for rank in (0, 1)
+    ]
+    until = time.monotonic() + seconds
+    try:
+        for process in processes:
+            process.join(max(until - time.monotonic(), 0))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def join(folder: Path, name: str, timeout: float = 300) -> None:
+    """Join the other process in the default process group, whose store is on a port that the system gives.
+
+    Args:
+        folder: Where the first process tells the second one the port.
+        name: A new name for each group.
+        timeout: How many seconds a collective waits.
+    """
+    rank, port = int(os.environ["LOCAL_RANK"]), folder / f"{name}.port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        unfinished = port.with_suffix(".unfinished")
+        unfinished.write_text(str(store.port))
+        unfinished.replace(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout))

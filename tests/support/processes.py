@@ -1,0 +1,76 @@
+"""New processes that are forked from one that has imported torch and Lightning: importing them takes seconds of CPU.
+
+They know nothing else of the process that asks for them, and have another hash seed than it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+import textwrap
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["lightning.pytorch", "torch._inductor.compile_fx"])
+
+
+def run_in_new_process(
+    source: str, *arguments: object, environment: Mapping[str, str] | None = None, seconds: float = 200
+) -> str:
+    """Run a script as ``python script.py *arguments`` would, without warnings, and return what it printed.
+
+    Args:
+        source: The script. It can import what the tests import.
+        arguments: What it finds in ``sys.argv``, as text.
+        environment: Variables beside those of this process. What torch reads when it is imported is not among them.
+        seconds: How long it may take.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        script, printed = Path(folder, "script.py"), Path(folder, "printed")
+        script.write_text(textwrap.dedent(source))
+        process = start_new_process(script, arguments, environment=environment, printed=printed)
+        process.join(seconds)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        said = printed.read_text() if printed.exists() else ""
+        assert process.exitcode == 0, f"exit status {process.exitcode}: {said[-3000:]}"
+        return said
+
+
+def start_new_process(
+    script: Path, arguments: Iterable[object], *, environment: Mapping[str, str] | None = None, printed: Path
+) -> multiprocessing.process.BaseProcess:
+    """Start a script as `run_in_new_process` does, and go on.
+
+    Args:
+        script: The file.
+        arguments: What it finds in ``sys.argv``, as text.
+        environment: Variables beside those of this process. What torch reads when it is imported is not among them.
+        printed: The file that takes what it prints.
+    """
+    variables = {**os.environ, **(environment or {})}
+    process = _context.Process(target=_run, args=(script, [str(a) for a in arguments], variables, printed))
+    process.start()
+    return process
+
+
+def _run(script: Path, arguments: list[str], variables: dict[str, str], printed: Path) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path.insert(0, str(_ROOT))
+    sys.argv = [str(script), *arguments]
+    warnings.simplefilter("ignore")
+    with printed.open("w") as file:
+        for stream in (1, 2):  # what C++ prints, too
+            os.dup2(file.fileno(), stream)
+        with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            runpy.run_path(str(script), run_name="__main__")

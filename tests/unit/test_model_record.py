@@ -1,0 +1,117 @@
+"""The small JSON file that runs of one model leave in ``cache_dir``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+
+import pytest
+import torch
+
+from compile_callbacks import GraphPass
+from compile_callbacks._utils import fingerprints
+from compile_callbacks._utils.fingerprints import digest
+from compile_callbacks.runtime.model_record import ModelRecord, conditions
+
+EMPTY = {"version": 1, "winners": {}, "compile_seconds": {}}
+
+
+class Idle(GraphPass):
+    def __call__(self, graph, is_inference):
+        pass
+
+
+def test_record_keeps_values_in_a_private_file(tmp_path):
+    record = ModelRecord(tmp_path / "cache", "abc")
+    assert record.load() == EMPTY
+    assert record.update("winners", "k", {"candidate": "default"}) is None
+    assert record.update("compile_seconds", "train", 1.5) is None
+    expected = {"version": 1, "winners": {"k": {"candidate": "default"}}, "compile_seconds": {"train": 1.5}}
+    assert ModelRecord(tmp_path / "cache", "abc").load() == expected
+    assert ModelRecord(tmp_path / "cache", "other").load() == EMPTY
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["model-abc.json"]
+    assert record.path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+def test_record_keeps_the_latest_values_only(tmp_path):
+    record = ModelRecord(tmp_path, "abc")
+    for number in range(60):
+        record.update("winners", str(number), {})
+    record.update("winners", "10", {"again": True})
+    assert list(record.load()["winners"]) == [*map(str, range(11, 60)), "10"]
+
+
+def test_record_of_another_rank_is_read_only(tmp_path):
+    ModelRecord(tmp_path, "abc").update("winners", "k", {})
+    other = ModelRecord(tmp_path, "abc", read_only=True)
+    assert other.update("winners", "l", {}) is None
+    assert list(other.load()["winners"]) == ["k"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"[" * 200_000,
+        b"\xff\xfe\x00",
+        b'{"winners": {"k": {}}}',
+        b'{"version": 2, "winners": {"k": {}}}',
+        b'{"version": 1, "winners": null, "compile_seconds": null}',
+        b'{"version": 1, "winners": ["k"], "compile_seconds": 3}',
+        b'{"version": 1, "winners": {"k": null, "l": "default"}, "compile_seconds": {"a": null, "b": "1", "c": true}}',
+        b'{"version": 1, "compile_seconds": {"a": NaN, "b": Infinity, "c": -1, "d": 1' + b"0" * 400 + b"}}",
+        b'{"version": 1, "compile_seconds": {"a": 1' + b"0" * 9000 + b"}}",
+    ],
+)
+def test_damaged_record_reads_as_an_empty_one_and_can_be_written_again(tmp_path, content):
+    record = ModelRecord(tmp_path, "abc")
+    record.path.write_bytes(content)
+    assert record.load() == EMPTY
+    assert record.update("winners", "k", {"candidate": "default"}) is None
+    assert record.load()["winners"] == {"k": {"candidate": "default"}}
+
+
+def test_pipe_or_folder_in_place_of_the_record_costs_the_record_only(tmp_path):
+    os.mkfifo(ModelRecord(tmp_path, "pipe").path)
+    assert ModelRecord(tmp_path, "pipe").load() == EMPTY  # opening a pipe would wait for a writer
+    folder = ModelRecord(tmp_path, "folder")
+    folder.path.mkdir()
+    assert folder.load() == EMPTY
+    assert "Error" in folder.update("winners", "k", {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model-folder.json", "model-pipe.json"]
+    (tmp_path / "file").write_text("")
+    assert "Error" in ModelRecord(tmp_path / "file", "abc").update("winners", "k", {})
+
+
+def test_value_that_is_no_json_costs_the_record_only(tmp_path):
+    record = ModelRecord(tmp_path, "abc")
+    assert "TypeError" in record.update("winners", "k", {"candidate": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_conditions_hold_whatever_may_change_the_fastest_settings(monkeypatch):
+    def made_for(**changed):
+        given = {"model": "m", "targets": ("net",), "passes": (), "precision": "32-true", "device": torch.device("cpu")}
+        return digest(conditions(**(given | changed)))
+
+    before = made_for()
+    assert made_for() == before
+    changes = {"model": "n", "targets": ("head",), "passes": (Idle(),), "precision": "16-mixed", "ranks": 2}
+    for name, value in {**changes, "device": torch.device("meta")}.items():
+        assert made_for(**{name: value}) != before, name
+    for owner, name, value in (
+        (torch, "get_num_threads", lambda: 99),
+        (torch, "get_float32_matmul_precision", lambda: "medium"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT"),
+        (fingerprints, "cpu_info", lambda *fields: "another CPU"),
+        (importlib.metadata, "version", lambda package: "0"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert made_for() != before, name
+    assert json.dumps(conditions(model="m", targets=(), passes=(), precision="", device=torch.device("cpu")))

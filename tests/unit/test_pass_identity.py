@@ -1,0 +1,179 @@
+"""The identity of a graph pass in torch's compile cache."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from compile_callbacks import graph_pass
+from tests.support.processes import run_in_new_process
+
+USER_MODULE = """
+import functools
+import logging
+import re
+
+import torch
+from compile_callbacks import GraphPass
+
+FACTOR = 10
+TABLE = {torch.ops.aten.mul.Tensor: 2}
+logger = logging.getLogger(__name__)
+
+class Mixin:
+    pattern = re.compile("mul")
+
+    @property
+    def factor(self):
+        return 10
+
+def by_function():
+    return 20
+
+@functools.cache
+def by_cached_function():
+    return 30
+
+@torch.no_grad()
+def by_decorated_function():
+    return 40
+
+class Helper:
+    factor = 50
+
+class Scale(Mixin, GraphPass):
+    def __call__(self, graph, is_inference):
+        logger.info("runs")
+        factors = [x for x in (self.factor, by_function(), by_cached_function(), Helper.factor, below(), FACTOR)]
+        print(factors, TABLE, [later for later in (below,)])
+
+def below():
+    print("recursive")
+    return below
+"""
+
+
+def uuid_of(source: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """The uuid of ``Scale()`` in a module of this source."""
+    module = types.ModuleType("user_module")
+    monkeypatch.setitem(sys.modules, "user_module", module)
+    exec(compile(source, "user_module.py", "exec"), vars(module))
+    identity: str | None = module.Scale().uuid()
+    return identity
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("return 10", "return 11"),
+        ("return 20", "return 21"),
+        ("return 30", "return 31"),
+        ("factor = 50", "factor = 51"),
+        ('re.compile("mul")', 're.compile("add")'),
+        ('print("recursive")', 'print("changed")'),
+        ("FACTOR = 10", "FACTOR = 11"),
+        ("aten.mul.Tensor: 2", "aten.mul.Tensor: 3"),
+        ("[later for", "[(later, 1) for"),
+    ],
+)
+def test_uuid_covers_mixins_and_what_the_pass_calls_in_its_module(before, after, monkeypatch):
+    identity = uuid_of(USER_MODULE, monkeypatch)
+    assert identity is not None
+    assert uuid_of(USER_MODULE, monkeypatch) == identity
+    assert before in USER_MODULE
+    assert uuid_of(USER_MODULE.replace(before, after), monkeypatch) != identity
+
+
+def test_uuid_covers_a_function_that_torch_decorates(monkeypatch):
+    source = USER_MODULE.replace("below(), FACTOR", "by_decorated_function(), FACTOR")
+    assert uuid_of(source, monkeypatch) is not None
+    assert uuid_of(source, monkeypatch) != uuid_of(source.replace("return 40", "return 41"), monkeypatch)
+
+
+def test_uuid_is_none_if_the_module_holds_what_cannot_be_described(monkeypatch):
+    assert uuid_of(USER_MODULE.replace("FACTOR = 10", "FACTOR = object()"), monkeypatch) is None
+    assert uuid_of(USER_MODULE.replace("factor = 50", "factor = object()"), monkeypatch) is None
+    assert uuid_of(USER_MODULE.replace("return below", "return missing"), monkeypatch) is None
+
+
+def test_uuid_of_a_recursive_nested_function():
+    def make(factor):
+        def visit(node):
+            return [visit(other) for other in node.users] * factor
+
+        @graph_pass
+        def recursive(graph, is_inference):
+            visit(next(iter(graph.nodes)))
+            print(recursive.name)
+
+        return recursive
+
+    assert make(2).uuid() is not None
+    assert make(2).uuid() == make(2).uuid() != make(3).uuid()
+
+
+def test_uuid_is_none_while_a_closure_cell_is_empty():
+    def make():
+        def nested(graph, is_inference):
+            print(later)
+
+        early = graph_pass(nested)
+        uuids = [early.uuid()]
+        later = 2
+        return [*uuids, early.uuid(), graph_pass(nested).uuid()]
+
+    first, second, complete = make()
+    assert first is None
+    assert second is None  # it is taken once
+    assert complete is not None
+
+
+def test_uuid_of_two_passes_that_refer_to_each_other_is_none():
+    @graph_pass
+    def first(graph, is_inference):
+        second(graph, is_inference)
+
+    @graph_pass
+    def second(graph, is_inference):
+        first(graph, is_inference)
+
+    assert first.uuid() is None
+
+
+COMPILE = """
+import sys
+import torch
+
+sys.path.insert(0, sys.argv[1])
+from user_pass import Scale
+
+options = {"post_grad_custom_post_pass": Scale(), "fallback_by_default": True}  # compiles no C++
+compiled = torch.compile(lambda x: x * 2, options=options)
+print(compiled(torch.ones(1)).item())
+"""
+USER_PASS = """
+import torch
+from compile_callbacks import GraphPass
+
+class Mixin:
+    factor = 10
+
+    def value(self):
+        return self.factor
+
+class Scale(Mixin, GraphPass):
+    def __call__(self, graph, is_inference):
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+            node.args = (node.args[0], self.value())
+"""
+
+
+def test_an_edited_mixin_is_compiled_again_in_the_next_process(tmp_path):
+    printed = []
+    for factor in (10, 100):
+        (tmp_path / "user_pass.py").write_text(USER_PASS.replace("factor = 10", f"factor = {factor}"))
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        printed.append(float(run_in_new_process(COMPILE, tmp_path, environment=environment).split()[-1]))
+    assert printed == [10, 100]

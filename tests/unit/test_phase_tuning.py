@@ -1,0 +1,130 @@
+"""`PhaseTuning` on several ranks, which are threads here; and with steps of simulated length."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from compile_callbacks import Tune
+from compile_callbacks.compiling.switch import PhaseSwitch
+from compile_callbacks.measuring.events import CompileRecorder, Owner
+from compile_callbacks.measuring.timing import StepTimer
+from compile_callbacks.measuring.work import Work
+from compile_callbacks.runtime.model_record import ModelRecord
+from compile_callbacks.tuning.tuning import BLOCK_STEPS, PhaseTuning
+from tests.support.step_times import Fixed
+
+
+class Ranks:
+    """Gathers the values of threads. A call that not all of them make fails after a minute."""
+
+    def __init__(self, size):
+        self.values = [None] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.calls = [0] * size
+
+    def gather(self, rank, value):
+        self.calls[rank] += 1
+        self.values[rank] = value
+        self.barrier.wait()
+        told = list(self.values)
+        self.barrier.wait()
+        return told
+
+
+def tuning_of(phase, tune, recorder, **settings):
+    switch = PhaseSwitch([], {}, recorder=recorder)
+    return PhaseTuning(phase, tune, switch=switch, recorder=recorder, timer=StepTimer(), say=print, **settings)
+
+
+def run(tuning, recorder, ms, *, steps=400, fails=()):
+    """Run steps until there is a winner; returns the candidates that ran."""
+    ran = []
+    for _ in range(steps):
+        if tuning.winner is not None:
+            break
+        tuning.step_begins(measured=True)
+        name = tuning.in_force or "eager"
+        if name != "eager" and name not in ran:
+            owner = Owner("net", tuning.phase, settings=name)
+            what = {"reason": "no compiler"} if name in fails else {"graphs": 1, "seconds": 1.0}
+            recorder.add("fallback" if name in fails else "compile", owner, **what)
+        ran.append(name)
+        tuning._timer.last_step = Fixed(ms[name])
+        tuning.step_ends(Work("w"), measured=True)
+    return ran
+
+
+def test_ranks_run_the_same_candidates_and_choose_by_the_slowest_rank():
+    ranks = Ranks(2)
+    ms = [{"eager": 10, "default": 5, "aten": 6, "lite": 1}, {"eager": 9, "default": 20, "aten": 1, "lite": 1}]
+
+    def rank_of(rank):
+        recorder = CompileRecorder()
+        tune = Tune(["default", "aten", "lite"], steps=10)
+        tuning = tuning_of("train", tune, recorder, gather=lambda value: ranks.gather(rank, value))
+        tuning.begin(torch.device("cpu"))
+        return run(tuning, recorder, ms[rank], fails=["lite"] if rank else ()), tuning.winner
+
+    with ThreadPoolExecutor(2) as threads:
+        (first, winner), second = threads.map(rank_of, (0, 1))
+    assert second == (first, winner)
+    assert winner == "aten"
+    assert first.count("lite") == BLOCK_STEPS  # it failed on rank 1, which took part in the block all the same
+    assert ranks.calls[0] == ranks.calls[1] == len(first) // BLOCK_STEPS + 1
+
+
+def test_ranks_of_inference_take_the_winner_of_rank_zero_at_the_end_of_the_stage(tmp_path):
+    ranks = Ranks(3)
+    ms = [{"eager": 10, "default": 5, "aten": 6}, {"eager": 9, "default": 20, "aten": 1}]
+
+    def rank_of(rank):
+        recorder = CompileRecorder()
+        tuning = tuning_of("infer", Tune(["default", "aten"]), recorder, gather=lambda value: ranks.gather(rank, value))
+        tuning.begin(torch.device("cpu"), record=ModelRecord(tmp_path, "m", read_only=rank > 0))
+        run(tuning, recorder, ms[rank % 2], steps=5 if rank == 2 else 400)  # the third rank has fewer batches
+        before = tuning.winner
+        for _ in range(2):
+            tuning.stage_ends()
+        return before, tuning.winner, tuning.config.describe()
+
+    with ThreadPoolExecutor(3) as threads:
+        told = list(threads.map(rank_of, range(3)))
+    assert [before for before, _, _ in told] == ["default", "aten", None]
+    assert {(winner, config) for _, winner, config in told} == {("default", "default")}
+    assert ranks.calls == [1, 1, 1]
+    assert len(ModelRecord(tmp_path, "m").load()["winners"]) == 1
+
+
+def test_a_run_that_decided_nothing_does_not_count_for_the_next_one():
+    recorder = CompileRecorder()
+    tuning = tuning_of("train", Tune("auto"), recorder)
+    tuning.begin(torch.device("cpu"))
+    tuning.expect(30)
+    run(tuning, recorder, {"eager": 10, "default": 5})
+    assert tuning.winner == "eager"
+    assert "22 steps that remain" in tuning.trials()[1].reason
+    tuning.begin(torch.device("cpu"))
+    tuning.expect(100_000)
+    assert tuning.winner is None
+    ran = run(tuning, recorder, {"eager": 100, "default": 50})
+    assert (tuning.winner, set(ran)) == ("default", {"eager", "default"})
+    assert tuning.trials()[0].median_ms() == 100
+    tuning.begin(torch.device("cpu"))
+    assert tuning.winner == "default"
+
+
+def test_state_of_another_form_is_ignored():
+    tuning = tuning_of("train", Tune(["default"]), recorder := CompileRecorder())
+    for state in (None, [], "default", {"key": 3}, {"key": "k", "config_key": None}, {"key": "k", "more": 1}):
+        tuning.restore(state)
+    tuning.begin(torch.device("cpu"))
+    run(tuning, recorder, {"eager": 10, "default": 5})
+    assert tuning.winner == "default"
+    again = tuning_of("train", Tune(["default"]), recorder)
+    again.restore({**tuning.state(), "of a later version": 1})
+    again.begin(torch.device("cpu"))
+    assert run(again, recorder, {"eager": 10, "default": 50}) == ["eager"] * BLOCK_STEPS
+    assert again.trials()[1].reason == "won in the run that this one resumes"

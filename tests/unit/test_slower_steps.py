@@ -1,0 +1,56 @@
+"""Compiled steps that become slower than eager ones are reported with the cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from compile_callbacks.measuring.events import CompileRecorder, Owner
+from compile_callbacks.measuring.timing import LATEST_SAMPLES
+from compile_callbacks.session.session_warnings import slower_steps
+from tests.support.step_times import TimedSteps
+
+pytestmark = pytest.mark.newest
+
+NET = Owner("net", "train")
+
+
+@pytest.fixture
+def recorder():
+    return CompileRecorder()
+
+
+@pytest.fixture
+def steps():
+    """Has an eager baseline of 10 ms."""
+    steps = TimedSteps()
+    steps.run([10] * 12, compiled=False)
+    return steps
+
+
+def messages(recorder, timer, phase="train"):
+    return [message for _, message in slower_steps(phase, None, recorder, timer)]
+
+
+def test_slower_steps_are_reported_with_the_last_recompile(recorder, steps):
+    steps.run([5] * 100, compiled=True)
+    assert messages(recorder, steps.timer) == []
+    recorder.add("recompile", NET, reason="tensor 'x' size mismatch at index 0: expected 4, actual 5")
+    steps.run([14] * LATEST_SAMPLES, compiled=True)
+    (message,) = messages(recorder, steps.timer)
+    assert "compiled train steps are slower than eager ones (14.00 ms in the last 20, eager 10.00 ms);" in message
+    assert "the last recompile of target 'net': tensor 'x' size mismatch" in message
+    assert "train_mode='eager'" in message
+
+
+def test_steps_of_other_work_and_of_other_phases_are_not_compared(recorder, steps):
+    steps.run([30] * 30, compiled=True, work="larger")
+    assert messages(recorder, steps.timer) == []
+    assert messages(recorder, steps.timer, "infer") == []
+
+
+def test_noise_and_few_samples_are_not_reported(recorder):
+    steps = TimedSteps()
+    steps.run([8, 9, 10, 11, 12] * 4, compiled=False)
+    steps.run([11] * 30, compiled=True)
+    steps.run([90] * 2, compiled=True, work="few")
+    assert messages(recorder, steps.timer) == []

@@ -1,0 +1,275 @@
+"""The decisions of a `Tune`, on simulated step times: no torch, no clock."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from compile_callbacks import InductorConfig, Tune
+from compile_callbacks.measuring.work import Work
+from compile_callbacks.tuning.candidates import auto_candidates, why_not_compiled
+from compile_callbacks.tuning.trial import Block
+from compile_callbacks.tuning.tuner import Tuner
+from compile_callbacks.tuning.tuning import BLOCK_STEPS
+
+
+class Machine:
+    """Simulates steps. The first step of a candidate compiles; it and the two steps after it are no samples.
+
+    Args:
+        mean_ms: The step time of each candidate.
+        noise: The standard deviation of a step time, relative to its mean.
+        compile_seconds: The compile time of each candidate; 2 if it is not named.
+        spikes: How often a step takes ten times as long.
+        drift: The factor of a step time, by the number of steps so far.
+        work: The work of a step, by the number of steps so far.
+        fails: Candidates that fail.
+    """
+
+    def __init__(
+        self,
+        mean_ms,
+        *,
+        noise=0.05,
+        compile_seconds=None,
+        spikes=0.0,
+        drift=lambda n: 1,
+        work=lambda n: Work("train"),
+        fails=(),
+        seed=0,
+    ):
+        self.mean_ms, self.noise, self.spikes, self.drift, self.fails = mean_ms, noise, spikes, drift, fails
+        self.work, self.compile_seconds = work, compile_seconds or {}
+        self.random = random.Random(seed)
+        self.blocks: list[str] = []
+        self.steps = 0
+
+    def step_ms(self, name):
+        ms = self.mean_ms[name] * self.drift(self.steps) * (1 + self.noise * abs(self.random.gauss(0, 1)))
+        return ms * 10 if self.random.random() < self.spikes else ms
+
+    def block(self, name):
+        warmup = 1 if name in self.blocks else 2 if name == "eager" else 3
+        compile_seconds = 0.0 if name == "eager" else self.compile_seconds.get(name, 2.0)
+        seconds = compile_seconds if name not in self.blocks else 0.0
+        times: dict[Work, list[float]] = {}
+        for number in range(BLOCK_STEPS):
+            ms, work = self.step_ms(name), self.work(self.steps)
+            self.steps += 1
+            seconds += ms / 1000
+            if number >= warmup:
+                times.setdefault(work, []).append(ms)
+        self.blocks.append(name)
+        problem = ("failed", "by design") if name in self.fails else None
+        return Block(times, seconds, compile_seconds, problem)
+
+    def run(self, tuner, names=("a", "b", "c"), *, blocks=200):
+        """Run until the tuner has chosen, or for a number of blocks; returns the winner."""
+        for _ in range(blocks):
+            if tuner.winner is not None:
+                break
+            tuner.block_ends(self.block(tuner.candidate))
+            if not tuner.started:
+                tuner.start({name: None for name in names if name in self.mean_ms})
+        return tuner.winner
+
+
+def tuner_of(*names, why_not=lambda *known: None, **settings):
+    return Tuner(Tune(["default"], **settings), why_not)
+
+
+def verdicts(tuner):
+    return {name: trial.verdict for name, trial in tuner.trials.items()}
+
+
+def reason(tuner, name):
+    return tuner.trials[name].reason
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("spikes", [0.0, 0.05])
+def test_tuner_chooses_the_fastest_in_noise(seed, spikes):
+    tuner = tuner_of()
+    machine = Machine({"eager": 18, "a": 22, "b": 4.8, "c": 6}, noise=0.1, spikes=spikes, seed=seed)
+    assert machine.run(tuner) == "b"
+    assert verdicts(tuner) | {"a": "beaten"} == {"eager": "beaten", "a": "beaten", "b": "chosen", "c": "beaten"}
+    assert verdicts(tuner)["a"] in ("beaten", "not faster")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tuner_never_chooses_what_is_slower_than_eager(seed):
+    tuner = tuner_of()
+    assert Machine({"eager": 10, "a": 10.8, "b": 14}, noise=0.03, seed=seed).run(tuner) == "eager"
+    assert verdicts(tuner) == {"eager": "chosen", "a": "not faster", "b": "beaten"}
+    assert "times as fast as eager" in reason(tuner, "a")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_eager_wins_a_tie(seed):
+    assert Machine({"eager": 10, "a": 9.95, "b": 10}, noise=0.2, seed=seed).run(tuner_of()) == "eager"
+
+
+def test_eager_that_wins_within_noise_is_not_kept_for_later_runs():
+    tuner = tuner_of(steps=10)
+    assert Machine({"eager": 10, "a": 8}, noise=0.8).run(tuner) == "eager"
+    assert reason(tuner, "a").endswith("times as fast as eager, which is within noise")
+    assert (tuner.complete, tuner.worth_keeping) == (True, False)
+    clear = tuner_of(steps=10)
+    assert Machine({"eager": 10, "a": 12}).run(clear) == "eager"
+    assert clear.worth_keeping
+
+
+def test_a_candidate_must_be_faster_by_min_speedup():
+    times = {"eager": 10, "a": 8.7}
+    assert Machine(times, noise=0).run(tuner_of(min_speedup=1.2)) == "eager"
+    assert Machine(times, noise=0).run(tuner_of(min_speedup=1.1)) == "a"
+
+
+@pytest.mark.parametrize("drift", [lambda n: 1 + n / 60, lambda n: 2 if n < 20 else 1])
+def test_a_machine_that_changes_its_speed_does_not_change_the_winner(drift):
+    for fast, slow in (("a", "b"), ("b", "a")):
+        machine = Machine({"eager": 20, fast: 10, slow: 11.5}, noise=0.01, drift=drift)
+        assert machine.run(tuner_of()) == fast
+
+
+def test_candidates_run_in_interleaved_blocks():
+    machine = Machine({"eager": 10, "a": 9.9, "b": 9.9}, noise=0.3)
+    machine.run(tuner_of(steps=15))
+    assert machine.blocks[:8] == ["eager", "a", "b", "b", "a", "eager", "eager", "a"]
+
+
+def test_a_candidate_that_fails_is_out_and_the_others_go_on():
+    tuner, machine = tuner_of(), Machine({"eager": 10, "a": 1, "b": 5}, fails=["a"])
+    assert machine.run(tuner) == "b"
+    assert machine.blocks.count("a") == 1
+    assert (verdicts(tuner)["a"], reason(tuner, "a")) == ("failed", "by design")
+    assert tuner.worth_keeping
+    none_left = tuner_of()
+    assert Machine({"eager": 10, "a": 1}, fails=["a"]).run(none_left) == "eager"
+    assert not none_left.worth_keeping  # a later run may have a compiler
+
+
+def test_a_skipped_candidate_is_not_tried():
+    tuner, machine = tuner_of(), Machine({"eager": 10, "a": 1, "b": 5})
+    tuner.block_ends(machine.block("eager"))
+    tuner.start({"a": "no GPU", "b": None})
+    assert machine.run(tuner) == "b"
+    assert (verdicts(tuner)["a"], reason(tuner, "a")) == ("not tried", "no GPU")
+    assert tuner.worth_keeping
+
+
+@pytest.mark.parametrize(("budget", "winner", "ran"), [(15, "a", ["eager", "a"]), (40, "b", ["eager", "a", "b"])])
+def test_a_budget_ends_with_the_best_candidate_so_far(budget, winner, ran):
+    tuner = tuner_of(budget_seconds=budget)
+    machine = Machine({"eager": 1000, "a": 500, "b": 100, "c": 1}, compile_seconds={"a": 5, "b": 100})
+    assert machine.run(tuner) == winner
+    assert machine.blocks == ran
+    assert reason(tuner, winner) == reason(tuner, "c") == f"budget_seconds={budget} was used up"
+    assert not tuner.worth_keeping
+
+
+def test_why_not_is_asked_before_a_candidate_is_compiled():
+    asked = []
+
+    def why_not(name, eager_ms, best_ms, budget_left):
+        asked.append((name, round(eager_ms), round(best_ms)))
+        return "too expensive" if name == "b" else None
+
+    tuner = tuner_of(why_not=why_not)
+    assert Machine({"eager": 10, "a": 5, "b": 1}, noise=0.001).run(tuner) == "a"
+    assert asked == [("a", 10, 10), ("b", 10, 5)]
+    assert (verdicts(tuner)["b"], reason(tuner, "b")) == ("not tried", "too expensive")
+    assert not tuner.worth_keeping  # a longer run may choose it
+
+
+def test_conclude_chooses_what_is_proven_so_far():
+    tuner, machine = tuner_of(), Machine({"eager": 10, "a": 5, "b": 1})
+    tuner.conclude("the run ended")
+    assert tuner.winner is None  # nothing ran
+    machine.run(tuner, blocks=2)
+    tuner.conclude("the run ended")
+    assert (tuner.winner, reason(tuner, "a")) == ("a", "the run ended")
+    assert (verdicts(tuner)["b"], reason(tuner, "b")) == ("not tried", "the run ended")
+
+
+def test_adopted_winner_replaces_the_own_one():
+    tuner = tuner_of()
+    Machine({"eager": 10, "a": 5, "b": 6}).run(tuner)
+    tuner.adopt("b", "rank 0 chose it")
+    assert (tuner.winner, reason(tuner, "b")) == ("b", "rank 0 chose it")
+    assert verdicts(tuner) == {"eager": "beaten", "a": "beaten", "b": "chosen"}
+    tuner.adopt("eager", "rank 0 chose it")
+    assert verdicts(tuner) == {"eager": "chosen", "a": "beaten", "b": "beaten"}
+
+
+def test_steps_of_equal_work_are_compared():
+    class RaggedIsQuick(Machine):
+        def step_ms(self, name):
+            return super().step_ms(name) * (1 if self.steps % 3 else 0.1)
+
+    tuner = tuner_of()
+    full, ragged = Work("train", "", ((32,),)), Work("train", "", ((3,),))
+    machine = RaggedIsQuick({"eager": 10, "a": 5, "b": 20}, noise=0.01, work=lambda n: full if n % 3 else ragged)
+    assert machine.run(tuner) == "a"
+    assert tuner.trials["eager"].median_ms() == pytest.approx(10, rel=0.1)
+
+
+@pytest.mark.parametrize("overhead", [0, 50, 1000])
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_of_varying_shapes_are_pooled(seed, overhead):
+    chance = random.Random(seed)
+    sizes = [chance.randint(1, 100) for _ in range(2000)]
+
+    class BySize(Machine):
+        def step_ms(self, name):
+            return super().step_ms(name) * (overhead + sizes[self.steps])
+
+    work = [Work("train", "", ((size,),)) for size in sizes]
+    tuner, tie = tuner_of(), tuner_of()
+    assert BySize({"eager": 10, "a": 7}, work=lambda n: work[n], spikes=0.05, seed=seed).run(tuner) == "a"
+    assert tuner.trials["a"].samples >= 10
+    assert BySize({"eager": 10, "a": 10}, work=lambda n: work[n], spikes=0.05, seed=seed).run(tie) == "eager"
+
+
+def test_steps_of_other_kinds_are_not_compared():
+    tuner = tuner_of(steps=5)
+    assert Machine({"eager": 10, "a": 1}, work=lambda n: Work("train", str(n))).run(tuner) == "eager"
+    assert (verdicts(tuner)["a"], tuner.worth_keeping) == ("not compared", False)
+
+
+# ------------------------------------------------------------------------------------------ candidates
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DEFAULT, MAX = InductorConfig(), InductorConfig(mode="max-autotune-no-cudagraphs")
+
+
+def test_auto_has_dynamic_candidates_if_shapes_vary():
+    fixed = [config.describe() for config in auto_candidates(CUDA, "train")]
+    assert fixed == ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
+    varying = [config.describe() for config in auto_candidates(CUDA, "train", shapes_vary=True)]
+    assert set(varying) - set(fixed) == {"dynamic=True", "max-autotune-no-cudagraphs, dynamic=True"}
+    assert [config.describe() for config in auto_candidates(CPU, "infer")] == ["freezing=True"]
+    assert len(auto_candidates(CPU, "train", shapes_vary=True)) == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "known", "worth_it"),
+    [
+        (CPU, DEFAULT, {"steps_left": 100}, False),  # at best 0.5 s, and compiling takes 4
+        (CPU, DEFAULT, {"steps_left": 801}, True),
+        (CPU, DEFAULT, {}, True),
+        (CUDA, DEFAULT, {"steps_left": 1100}, False),
+        (CUDA, DEFAULT, {"steps_left": 1300}, True),
+        (CPU, DEFAULT, {"steps_left": 1000, "compiled": {MAX: 8.0}}, True),
+        (CPU, DEFAULT, {"steps_left": 1000, "compiled": {MAX: 800.0}}, False),
+        (CUDA, MAX, {"steps_left": 10_000, "best_ms": 1.0, "compiled": {DEFAULT: 3.0}}, False),  # little left to gain
+        (CUDA, MAX, {"budget_seconds": 12.0, "compiled": {DEFAULT: 3.0}}, False),
+        (CUDA, MAX, {"budget_seconds": 30.0, "compiled": {DEFAULT: 3.0}}, True),
+    ],
+)
+def test_candidate_is_compiled_if_it_may_amortize_its_compile_time(device, config, known, worth_it):
+    why_not = why_not_compiled(config, device, **{"eager_ms": 10.0, "best_ms": 10.0, "compiled": {}, **known})
+    assert (why_not is None) == worth_it
