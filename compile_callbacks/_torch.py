@@ -1054,6 +1054,8 @@ def export_program(
         signature: A signature that names each of the inputs.
     """
     own = vars(module).get("forward")
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks
+    hooks_before = set(hooks)
 
     @functools.wraps(module.forward)
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -1067,6 +1069,10 @@ def export_program(
         vars(module).pop("forward")
         if own is not None:
             vars(module)["forward"] = own
+        # An export that fails leaves torch 2.11's hook on every module of the process, and Dynamo then breaks the
+        # graph wherever a buffer is assigned. Torch 2.15 removes the hook itself; delete this when it is the oldest.
+        for hook in set(hooks) - hooks_before:
+            del hooks[hook]
 
 
 def torch_folder() -> str:

@@ -65,13 +65,21 @@ def _fresh_compiler():
     torch.manual_seed(0)
     inductor, dynamo = torch._inductor.config.get_config_copy(), torch._dynamo.config.get_config_copy()
     environment = dict(os.environ)
+    hooks = _global_hooks()
     yield
+    assert _global_hooks() == hooks
     assert torch._inductor.config.get_config_copy() == inductor
     assert torch._dynamo.config.get_config_copy() == dynamo
     assert callback_handler.start_callbacks == []
     assert callback_handler.end_callbacks == []
     changed = {name for name, value in os.environ.items() if environment.get(name) != value}
     assert not {name for name in changed if not name.startswith(_SET_BY_OTHERS)}
+
+
+def _global_hooks() -> dict[str, list[int]]:
+    """The keys of the hooks that are registered for every module of the process."""
+    hooks = vars(torch.nn.modules.module)
+    return {name: list(keys) for name, keys in hooks.items() if name.startswith("_global_") and isinstance(keys, dict)}
 
 
 @pytest.fixture
