@@ -32,8 +32,8 @@ from tables import Row, parser_for, print_columns, save, say
 from trainer import BlockClock, Classifier, loader, make_trainer
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.bench.measure import summarize
-from compile_callbacks.reporting.report_file import environment
+from compile_callbacks.cli.bench_measure import summarize
+from compile_callbacks.report.file import environment
 
 WAYS = ("eager", "whole", "split")
 COLUMNS = {

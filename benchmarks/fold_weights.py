@@ -25,8 +25,8 @@ from tables import Row, parser_for, print_columns, save, say
 from torch import nn
 
 from compile_callbacks import InductorConfig
-from compile_callbacks.bench.candidate import Candidate, Subject
-from compile_callbacks.bench.measure import alternate, relative_error, summarize
+from compile_callbacks.cli.bench_candidate import Candidate, Subject
+from compile_callbacks.cli.bench_measure import alternate, relative_error, summarize
 
 OPTIONS = {"default": {}, "reduce-overhead": {"triton.cudagraphs": True}}
 BLOCKS, BLOCK_SECONDS = 9, 0.05

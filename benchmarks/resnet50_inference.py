@@ -25,7 +25,7 @@ from tables import Row, parser_for, print_columns, save
 from trainer import Classifier, loader, make_trainer, synchronize
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.bench.measure import relative_error, summarize
+from compile_callbacks.cli.bench_measure import relative_error, summarize
 
 FROZEN = {"triton.cudagraphs": True, "freezing": True}  # the options of "reduce-overhead" and freezing
 COLUMNS = {"part": "{}", "way": "{}", "step_ms": "{:.3f}", "ratio": "{:.3f}", "relative_error": "{:.1e}",

@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from trainer import synchronize
 
 from compile_callbacks import compile_phases, report_of
-from compile_callbacks.bench.measure import summarize
-from compile_callbacks.reporting.report_file import environment
+from compile_callbacks.cli.bench_measure import summarize
+from compile_callbacks.report.file import environment
 
 # The folder of all other caches, that of `cache_dir`, and the targets.
 WAYS = {"cold": ("cold", "kept", None), "warm": ("warm", "kept", None), "regional cold": ("regional", None, "repeated")}

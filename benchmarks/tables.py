@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from conduct import Group, conduct, say
 
-from compile_callbacks.bench.measure import as_result
+from compile_callbacks.cli.bench_measure import as_result
 
 Row = dict[str, Any]
 

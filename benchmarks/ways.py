@@ -24,7 +24,7 @@ from turn import Turn
 
 import compile_callbacks
 from compile_callbacks import InductorBackend, InductorCompile
-from compile_callbacks.reporting.report_file import environment
+from compile_callbacks.report.file import environment
 
 WARM_UP_STEPS = 3  # not timed, before each block: other processes have used the device since the last block
 TIMED_CORES = 4  # for the steps, for backward passes, and two to spare

@@ -20,16 +20,16 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import unknown
-from compile_callbacks.compiling.region import CompiledRegion
-from compile_callbacks.compiling.region_settings import RegionSettings
-from compile_callbacks.compiling.targets import Target
-from compile_callbacks.measuring.events import CompileRecorder
-from compile_callbacks.pass_library.record_graphs import graph_text
+from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.passes import GraphPass, as_passes, pass_hook
 from compile_callbacks.passes.hooks import GraphKind, graph_kind
+from compile_callbacks.passes.library.record_graphs import graph_text
 from compile_callbacks.passes.nodes import count_ops
-from compile_callbacks.phases import PHASES, Phase
-from compile_callbacks.settings.config import InductorConfig
+from compile_callbacks.profiling.compile_events import CompileRecorder
+from compile_callbacks.runtime.compiled_target import CompiledRegion
+from compile_callbacks.runtime.target_settings import RegionSettings
+from compile_callbacks.runtime.targets import Target
 
 __all__ = ["CheckedGraph", "PassCheck", "check_pass"]
 

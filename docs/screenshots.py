@@ -31,9 +31,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.reporting.console import report_table
-from compile_callbacks.reporting.report_file import FILE_NAME, read_records, report_in
-from compile_callbacks.reporting.tensorboard import PLOT_TAG
+from compile_callbacks.report.console import report_table
+from compile_callbacks.report.file import FILE_NAME, read_records, report_in
+from compile_callbacks.report.tensorboard import PLOT_TAG
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"

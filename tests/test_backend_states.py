@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compile_callbacks import InductorBackend
-from compile_callbacks.backend.backend import TRANSITIONS
+from compile_callbacks.inference.backend import TRANSITIONS
 from tests.support.backend_models import SAMPLES, batch, linear
 
 pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.measuring.timing import WARMUP_STEPS
+from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from tests.support.models import Classifier, Manual, loader, seeded, trainer
 
 pytestmark = pytest.mark.gpu

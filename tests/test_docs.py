@@ -13,7 +13,7 @@ import torch._dynamo.config
 import yaml
 from lightning.pytorch import LightningDataModule
 
-from compile_callbacks.command_line import cli
+from compile_callbacks.cli import main as cli
 from compile_callbacks.testing import check_pass
 from tests.support.models import CLASSES, FEATURES, Classifier, loader
 

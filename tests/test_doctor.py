@@ -11,10 +11,10 @@ import sys
 import pytest
 import torch
 
-from compile_callbacks.checks import machine
-from compile_callbacks.checks.machine import check_cpp_compiler
-from compile_callbacks.command_line import doctor_command
-from compile_callbacks.command_line.cli import main
+from compile_callbacks.cli import doctor as doctor_command
+from compile_callbacks.cli import machine_checks as machine
+from compile_callbacks.cli.machine_checks import check_cpp_compiler
+from compile_callbacks.cli.main import main
 
 pytestmark = pytest.mark.newest
 

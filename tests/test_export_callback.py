@@ -16,7 +16,7 @@ from torch import nn
 
 from compile_callbacks import AOTInductorExport, CompileWarning, InductorCompile, export, graph_pass, load_exported
 from compile_callbacks.exporting.call_spec import ExampleCall
-from compile_callbacks.reporting.export_report import ExportReport
+from compile_callbacks.report.export_report import ExportReport
 from tests.support.against_eager import assert_same_module
 from tests.support.export_runs import expected, fit
 from tests.support.models import FEATURES, Classifier, loader, mlp, trainer
@@ -55,7 +55,7 @@ def turns_signs(graph, is_inference):
 def uncompiled(monkeypatch):
     """Have no C++ compiled: the programs of torch.export are what is loaded and compared."""
     program = functools.partial(export, format="export")
-    monkeypatch.setattr("compile_callbacks.export_callback.export", program)
+    monkeypatch.setattr("compile_callbacks.callbacks.aot_export.export", program)
 
 
 # ------------------------------------------------------------------------------------------ with AOTInductor

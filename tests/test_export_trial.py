@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compile_callbacks import ExportError, _torch, export
-from compile_callbacks.exporting.exported import load_after_trial, try_in_new_process
+from compile_callbacks.exporting.loaded_package import load_after_trial, try_in_new_process
 from tests.support.models import mlp
 
 pytestmark = pytest.mark.newest

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from compile_callbacks import _torch
+from compile_callbacks.folding.fold_settings import FoldSettings
 from compile_callbacks.folding.folded import compile_inner, folding
-from compile_callbacks.folding.settings import FoldSettings
 
 pytestmark = pytest.mark.newest
 

@@ -15,11 +15,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_callbacks import CompileWarning, InductorCompile, InductorConfig, graph_pass
-from compile_callbacks.compiling.region import CompiledRegion
-from compile_callbacks.compiling.targets import Target
+from compile_callbacks.folding.fold_settings import FoldSettings
 from compile_callbacks.folding.folded import folding
-from compile_callbacks.folding.settings import FoldSettings
-from compile_callbacks.measuring.events import CompileRecorder
+from compile_callbacks.profiling.compile_events import CompileRecorder
+from compile_callbacks.runtime.compiled_target import CompiledRegion
+from compile_callbacks.runtime.targets import Target
 from tests.support.against_eager import assert_same_values
 from tests.support.convolutional import Convolutional, images
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, seeded, trainer

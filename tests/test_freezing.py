@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from compile_callbacks import CompileWarning, InductorCompile
-from compile_callbacks.compiling.weights import contents
+from compile_callbacks.runtime.freezing import contents
 from tests.support.convolutional import Convolutional, eager, images
 from tests.support.models import trainer
 

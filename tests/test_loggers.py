@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
-from compile_callbacks.loggers import log_scalars, log_summary
+from compile_callbacks.report.loggers import log_scalars, log_summary
 from tests.support.models import Classifier, loader, trainer
 
 pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("no_codegen")]

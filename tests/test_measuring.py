@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.measuring.timing import WARMUP_STEPS
-from compile_callbacks.reporting.report import PhaseReport, break_even_steps
+from compile_callbacks.profiling.step_timer import WARMUP_STEPS
+from compile_callbacks.report.report import PhaseReport, break_even_steps
 from tests.support.models import Classifier, loader, trainer
 from tests.support.step_times import TimedSteps, Times
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compile_callbacks import templates
-from compile_callbacks.command_line.cli import main
+from compile_callbacks.cli.main import main
 
 pytestmark = pytest.mark.newest
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from compile_callbacks import CompileError, InductorCompile
-from compile_callbacks.compiling.region_settings import RETURNING_SHAPE_CALLS
+from compile_callbacks.runtime.target_settings import RETURNING_SHAPE_CALLS
 from tests.support.models import FEATURES, seeded, trainer
 
 pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("no_codegen")]

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile, graph_pass
 from compile_callbacks.passes import HOOK_OPTIONS, pass_options
 from compile_callbacks.passes.hooks import graph_kind
-from compile_callbacks.reporting.table import to_markdown
+from compile_callbacks.report.table import to_markdown
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, trainer
 from tests.support.processes import run_in_new_process
 from tests.support.uncached import Uncached

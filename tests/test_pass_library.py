@@ -8,8 +8,8 @@ from torch import nn
 from torchvision.ops import SqueezeExcitation
 
 from compile_callbacks import TritonMaxPoolBackward, TritonSqueezeExcitation
-from compile_callbacks.pass_library.max_pool_backward import max_pool2d_backward
-from compile_callbacks.pass_library.squeeze_excitation import two_layers
+from compile_callbacks.passes.library.max_pool_backward import max_pool2d_backward
+from compile_callbacks.passes.library.squeeze_excitation import two_layers
 from compile_callbacks.testing import check_pass
 
 pytestmark = pytest.mark.newest

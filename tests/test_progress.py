@@ -9,8 +9,8 @@ import pytest
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from compile_callbacks import GraphPass, InductorCompile
-from compile_callbacks.measuring import progress
-from compile_callbacks.reporting import console
+from compile_callbacks.profiling import progress
+from compile_callbacks.report import console
 from tests.support.models import Classifier, loader, trainer
 
 pytestmark = pytest.mark.newest

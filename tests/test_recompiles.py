@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compile_callbacks.measuring.recompiles import explain_recompile
+from compile_callbacks.profiling.recompiles import explain_recompile
 
 
 @pytest.mark.parametrize(

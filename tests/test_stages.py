@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Timer
 from torch.utils.data import DataLoader, IterableDataset
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.stages import seconds_to_come, steps_to_come
+from compile_callbacks.callbacks.trainer_progress import seconds_to_come, steps_to_come
 from tests.support.models import Classifier, Manual, loader, trainer
 
 pytestmark = pytest.mark.usefixtures("no_codegen")

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from compile_callbacks.compiling.targets import find_targets
+from compile_callbacks.runtime.targets import find_targets
 from tests.support.models import ChildOnly, Classifier
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.measuring.timing import call_times_ms
-from compile_callbacks.settings.options import dtype_name
+from compile_callbacks.config.options import dtype_name
+from compile_callbacks.profiling.step_timer import call_times_ms
 
 _FORMATS = {
     "contiguous": torch.contiguous_format,

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from compile_callbacks import _torch
-from compile_callbacks.folding.settings import FoldSettings
+from compile_callbacks.folding.fold_settings import FoldSettings
 from compile_callbacks.folding.split import Split, split
 
 _settings: contextvars.ContextVar[FoldSettings | None] = contextvars.ContextVar("fold", default=None)

@@ -15,9 +15,9 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.import_ref import class_and_arguments, resolve
 from compile_callbacks._utils.messages import part_of, unknown
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS, is_inference_graph
 from compile_callbacks.passes.identity import DescribedCall, describe_call, identity_of_call
-from compile_callbacks.phases import Phase
 
 _current_phase: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("phase", default=None)
 

@@ -12,9 +12,9 @@ from torch.fx import Graph, Node
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.fingerprints import digest
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.passes.graph_pass import GraphPass, pass_hook, pass_name, running_in
 from compile_callbacks.passes.hooks import HOOK_OPTIONS, GraphKind, graph_kind, is_inference_graph
-from compile_callbacks.phases import Phase
 
 
 class GraphPassError(RuntimeError):

@@ -12,11 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from compile_callbacks.compiling.sharding import MOVING_WEIGHTS
-from compile_callbacks.compiling.switch import PhaseSwitch
-from compile_callbacks.phases import Phase
-from compile_callbacks.settings.config import InductorConfig
-from compile_callbacks.settings.tune import Tune
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.config.tune import Tune
 
 LEAST_COMPILE_SECONDS = {"cuda": 10.0, "cpu": 4.0}  # of a small network and an empty cache, if nothing was compiled yet
 PLAUSIBLE_SPEEDUP = {"cuda": 5.0, "cpu": 2.0}  # the highest over eager that is expected
@@ -25,7 +23,13 @@ AUTOTUNE_COST = 8.0  # how many times longer a compile takes if Inductor benchma
 
 
 def candidates_of(
-    tune: Tune, phase: Phase, device: torch.device, switch: PhaseSwitch, *, shapes_vary: bool
+    tune: Tune,
+    phase: Phase,
+    device: torch.device,
+    *,
+    no_freezing: str | None,
+    no_cudagraphs: str | None,
+    shapes_vary: bool,
 ) -> tuple[dict[str, InductorConfig], dict[str, str | None]]:
     """The configs of the candidates, in order and by name, and by name why a candidate cannot work, or ``None``.
 
@@ -33,22 +37,19 @@ def candidates_of(
         tune: The candidates.
         phase: The phase.
         device: The device of the module.
-        switch: Has the targets.
+        no_freezing: Why the targets cannot be compiled with frozen weights; ``None`` if they can.
+        no_cudagraphs: Why the targets cannot be compiled with CUDA graphs; ``None`` if they can.
         shapes_vary: Whether batches have different shapes.
     """
-    sharded = any(member.sharded for target in switch.targets for member in target.members)
-    freezes = not (sharded or switch.shares_graphs)
-    no_freezing = MOVING_WEIGHTS if sharded else "repeated blocks share a graph without weights"
-    no_cudagraphs = MOVING_WEIGHTS if sharded else "the module is not on a GPU"
     configs: dict[str, InductorConfig] = {}
     skipped: dict[str, str | None] = {}
-    for config in tune.configs or auto_candidates(device, phase, freezes=freezes, shapes_vary=shapes_vary):
+    for config in tune.configs or auto_candidates(device, phase, freezes=no_freezing is None, shapes_vary=shapes_vary):
         same = sum(other.describe() == config.describe() for other in configs.values())  # passes of one class
         name = f"{config.describe()} ({same + 1})" if same else config.describe()
         configs[name], skipped[name] = config, None
-        if config.freezes and phase == "infer" and not freezes:
+        if config.freezes and phase == "infer" and no_freezing:
             skipped[name] = f"it asks for freezing, and {no_freezing}"
-        if config.uses_cudagraphs and (sharded or device.type != "cuda"):
+        if config.uses_cudagraphs and no_cudagraphs:
             skipped[name] = f"it asks for CUDA graphs, and {no_cudagraphs}"
     return configs, skipped
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from compile_callbacks.measuring.step_stats import StepStats
-from compile_callbacks.measuring.work import Work
+from compile_callbacks.profiling.step_stats import StepStats
+from compile_callbacks.profiling.workload import Work
 
 Verdict = Literal["undecided", "chosen", "beaten", "not faster", "not compared", "failed", "wrong", "not tried"]
 """The result of a candidate: none yet; it won; it lost to another one; it is not faster than eager by ``min_speedup``

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from compile_callbacks.settings.mode import EAGER
-from compile_callbacks.settings.tune import LEAST_SAMPLES, Tune
+from compile_callbacks.config.mode import EAGER
+from compile_callbacks.config.tune import LEAST_SAMPLES, Tune
 from compile_callbacks.tuning.trial import Block, Trial, compare
 
 _MOST_ROUNDS = 2  # times those that the samples need: a block may give few of them

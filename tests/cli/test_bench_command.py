@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from compile_callbacks.command_line.cli import main
+from compile_callbacks.cli.main import main
 
 pytestmark = pytest.mark.newest
 

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from compile_callbacks import CompileReport, InductorCompile, PhaseReport
-from compile_callbacks.command_line.cli import main
-from compile_callbacks.reporting.report_file import FILE_NAME, make_record
+from compile_callbacks.cli.main import main
+from compile_callbacks.report.file import FILE_NAME, make_record
 from tests.support.models import Classifier, loader, trainer
 
 pytestmark = pytest.mark.newest

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists a
 @pytest.fixture(autouse=True)
 def _uncompiled(monkeypatch):
     """Have no C++ compiled: the package holds the program of torch.export."""
-    monkeypatch.setattr("compile_callbacks.export_callback.export", functools.partial(export, format="export"))
+    monkeypatch.setattr("compile_callbacks.callbacks.aot_export.export", functools.partial(export, format="export"))
 
 
 class Hyperparameter:

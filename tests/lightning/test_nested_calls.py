@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.reporting.report_file import FILE_NAME
+from compile_callbacks.report.file import FILE_NAME
 from tests.support.models import FEATURES, Classifier, loader, seeded, trainer
 from tests.support.wrong_passes import WrongForward
 

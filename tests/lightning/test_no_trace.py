@@ -16,7 +16,7 @@ from torch._dynamo.callback import callback_handler
 from torch.nn.modules import module as nn_module
 
 from compile_callbacks import AOTInductorExport, InductorBackend, InductorCompile, compile_phases, export, restore
-from compile_callbacks.exporting.exported import ExportError
+from compile_callbacks.exporting.loaded_package import ExportError
 from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
 
 pytestmark = pytest.mark.usefixtures("no_codegen")

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
-from compile_callbacks.reporting.report_file import FILE_NAME, append_record
+from compile_callbacks.report.file import FILE_NAME, append_record
 from tests.support.models import Classifier, loader, trainer
 
 pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("no_codegen")]
@@ -78,7 +78,7 @@ def test_an_exception_is_recorded_and_the_log_folder_is_read_once_in_setup(tmp_p
     monkeypatch.setattr(Trainer, "log_dir", callers)
     with pytest.raises(KeyError):
         fit(tmp_path, module=Failing())
-    assert readers.count("compile_callbacks.loggers") == 1
+    assert readers.count("compile_callbacks.report.loggers") == 1
     assert [record["exception"] for record in read(tmp_path)] == ["KeyError"]
 
 

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile
-from compile_callbacks.measuring.events import CompileRecorder
-from compile_callbacks.session.session import CompileSession
+from compile_callbacks.profiling.compile_events import CompileRecorder
+from compile_callbacks.runtime.session import CompileSession
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 
 

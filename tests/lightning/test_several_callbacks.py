@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune
-from compile_callbacks.compiling.cudagraphs import BackwardInCallingThread
-from compile_callbacks.reporting.report_file import FILE_NAME
+from compile_callbacks.report.file import FILE_NAME
+from compile_callbacks.runtime.cudagraphs import BackwardInCallingThread
 from tests.support.against_eager import assert_same_module, assert_same_values
 from tests.support.models import CLASSES, Classifier, loader, mlp, seeded, trainer
 from tests.support.step_times import Times

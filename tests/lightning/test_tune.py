@@ -13,7 +13,7 @@ from torch._inductor.output_code import OutputCode
 from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileReport, CompileWarning, GraphPass, InductorCompile, InductorConfig, Tune
-from compile_callbacks.reporting.table import to_markdown
+from compile_callbacks.report.table import to_markdown
 from tests.support.against_eager import FLOAT32, assert_same_module, assert_same_values
 from tests.support.models import CLASSES, FEATURES, loader, seeded, trainer
 from tests.support.step_times import Times

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from compile_callbacks.measuring.timing import StepTimer
-from compile_callbacks.measuring.work import Work
+from compile_callbacks.profiling.step_timer import StepTimer
+from compile_callbacks.profiling.workload import Work
 
 
 class Fixed:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from compile_callbacks import CompileReport, PhaseReport
-from compile_callbacks.reporting import console
-from compile_callbacks.reporting.console import make_table, print_report, print_texts, to_text
+from compile_callbacks.report import console
+from compile_callbacks.report.console import make_table, print_report, print_texts, to_text
 
 pytestmark = pytest.mark.newest
 

@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from compile_callbacks.measuring.timing import StepTimer, call_times_ms
-from compile_callbacks.measuring.work import Work
+from compile_callbacks.profiling.step_timer import StepTimer, call_times_ms
+from compile_callbacks.profiling.workload import Work
 
 WORK = Work("train", "", ())
 

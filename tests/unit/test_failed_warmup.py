@@ -9,7 +9,7 @@ import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, CUDAWarmupNode, ExecutionState
 
-from compile_callbacks.compiling.cudagraphs import with_repaired_warmup
+from compile_callbacks.runtime.cudagraphs import with_repaired_warmup
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import importlib.metadata
 import pytest
 import torch
 
-from compile_callbacks.checks import packages
+from compile_callbacks.cli import package_checks as packages
 
 pytestmark = pytest.mark.newest
 

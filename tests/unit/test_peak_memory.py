@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_callbacks.measuring.memory import Peak, PeakMemory
-from compile_callbacks.reporting.report import CompileReport, PhaseReport
+from compile_callbacks.profiling.memory import Peak, PeakMemory
+from compile_callbacks.report.report import CompileReport, PhaseReport
 
 MIB = 2**20
 

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from compile_callbacks import Tune
-from compile_callbacks.compiling.switch import PhaseSwitch
-from compile_callbacks.measuring.events import CompileRecorder, Owner
-from compile_callbacks.measuring.timing import StepTimer
-from compile_callbacks.measuring.work import Work
+from compile_callbacks.profiling.compile_events import CompileRecorder, Owner
+from compile_callbacks.profiling.step_timer import StepTimer
+from compile_callbacks.profiling.workload import Work
+from compile_callbacks.runtime.dispatcher import PhaseSwitch
 from compile_callbacks.runtime.model_record import ModelRecord
-from compile_callbacks.tuning.tuning import BLOCK_STEPS, PhaseTuning
+from compile_callbacks.runtime.phase_tuning import BLOCK_STEPS, PhaseTuning
 from tests.support.step_times import Fixed
 
 

@@ -9,8 +9,8 @@ from collections import UserDict
 import pytest
 import torch
 
-from compile_callbacks.measuring.work import work_of
-from compile_callbacks.signatures import shapes, signature
+from compile_callbacks._utils.signatures import shapes, signature
+from compile_callbacks.profiling.workload import work_of
 
 
 class Graph:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from compile_callbacks.measuring.events import CompileRecorder, Owner
-from compile_callbacks.measuring.timing import LATEST_SAMPLES
-from compile_callbacks.session.session_warnings import slower_steps
+from compile_callbacks.profiling.compile_events import CompileRecorder, Owner
+from compile_callbacks.profiling.step_timer import LATEST_SAMPLES
+from compile_callbacks.runtime.diagnostics import slower_steps
 from tests.support.step_times import TimedSteps
 
 pytestmark = pytest.mark.newest

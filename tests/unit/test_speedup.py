@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.measuring.step_stats import speedup_interval
-from compile_callbacks.measuring.timing import StepTimes
-from compile_callbacks.reporting.report import why_no_speedup
+from compile_callbacks.profiling.step_stats import speedup_interval
+from compile_callbacks.profiling.step_timer import StepTimes
+from compile_callbacks.report.report import why_no_speedup
 from tests.support.models import Classifier, loader, trainer
 from tests.support.step_times import Times
 

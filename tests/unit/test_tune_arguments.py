@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune
-from compile_callbacks.settings.tune import as_settings
+from compile_callbacks.config.tune import as_settings
 
 
 @pytest.mark.parametrize(

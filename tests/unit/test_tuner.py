@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from compile_callbacks import InductorConfig, Tune
-from compile_callbacks.measuring.work import Work
+from compile_callbacks.profiling.workload import Work
+from compile_callbacks.runtime.phase_tuning import BLOCK_STEPS
 from compile_callbacks.tuning.candidates import auto_candidates, why_not_compiled
 from compile_callbacks.tuning.trial import Block
 from compile_callbacks.tuning.tuner import Tuner
-from compile_callbacks.tuning.tuning import BLOCK_STEPS
 
 
 class Machine:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.measuring.work import Work, baseline_from_data, work_of
+from compile_callbacks.profiling.workload import Work, baseline_from_data, work_of
 from tests.support.models import CLASSES, FEATURES, Classifier, seeded, trainer
 from tests.support.step_times import TimedSteps
 

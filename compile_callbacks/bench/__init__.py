@@ -1,1 +1,0 @@
-"""Measures modes of torch.compile side by side on one module."""

@@ -1,0 +1,274 @@
+"""`AOTInductorExport`: a Lightning callback that exports the trained module."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from typing_extensions import override
+
+from compile_callbacks import _torch
+from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.files import atomic_write
+from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
+from compile_callbacks.config.mode import Mode
+from compile_callbacks.exporting.call_spec import ExampleCall
+from compile_callbacks.exporting.loaded_package import ExportError, load_after_trial
+from compile_callbacks.exporting.package import DiffersFromEagerError, as_deployed, check_equal, export
+from compile_callbacks.exporting.package_options import check_path, check_settings, check_writable
+from compile_callbacks.profiling.step_timer import median_ms
+from compile_callbacks.report.console import say
+from compile_callbacks.report.export_report import ExportReport
+from compile_callbacks.report.loggers import log_export
+from compile_callbacks.runtime.accuracy import Comparison
+
+Weights = Literal["best", "last"]
+"""Which weights are exported."""
+
+
+class AOTInductorExport(Callback):
+    """Export the module to a ``.pt2`` package at the end of a fit, compare it with eager, and time it.
+
+    The callback exports a copy of the module, so that the module, its weights and the random number generators are as
+    without the callback. The inputs come from the first of these that exists: ``inputs`` applied to the first
+    validation batch; ``example_input_array``, if the LightningModule is exported; the first validation batch; the first
+    training batch. From a batch, ``forward`` gets
+
+    - a tensor as it is;
+    - the first element of a tuple or list;
+    - the entries of a mapping that are parameters of ``forward``, by name; or the mapping itself if there are none.
+
+    The package computes in the trainer's precision. A package that differs
+    from eager by more than rounding explains (docs/correctness.md) does not replace an older one. A failure is a
+    warning and is in ``report``, never an error of the run. With several processes, rank zero exports while the others
+    continue.
+
+    Args:
+        path: The package, ending in ``.pt2``. The callback checks at the start of the fit that it can be written.
+        weights: ``"best"``: the weights of the best checkpoint of the first ``ModelCheckpoint``, or the last weights
+            with a warning if there is none; ``"last"``: the weights at the end of the fit. If only a resumed checkpoint
+            names the best one, it is loaded with ``torch.load(weights_only=True)``, because loading it otherwise can
+            run code; if torch refuses it, the last weights are exported with a warning.
+        target: The dotted name of the submodule to export; ``None``: the LightningModule.
+        inputs: A function of a batch that returns the inputs of the exported module: a tuple of positional inputs, a
+            mapping of inputs by name, or a single input.
+        config: The settings of the package, as `export` takes them.
+        dynamic_batch: Whether the batch size may change from call to call, as `export` takes it.
+        verify: Whether to compare the package with eager.
+
+    Raises:
+        ValueError: An unknown choice, or a path that does not end in ``.pt2``.
+        TypeError: A value of the wrong type.
+
+    Example::
+
+        >>> callback = AOTInductorExport("model.pt2", weights="last", config="freezing")
+        >>> callback.report.path is None
+        True
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weights: Weights = "best",
+        target: str | None = None,
+        inputs: Callable[[Any], Any] | None = None,
+        config: Mode = None,
+        dynamic_batch: bool = True,
+        verify: bool = True,
+    ) -> None:
+        self.path = check_path(path)
+        check_choice("weights", weights, get_args(Weights))
+        if target is not None and not isinstance(target, str):
+            raise TypeError(f"target={target!r} must be the dotted name of a submodule, or None")
+        if target == "":
+            raise ValueError("target='' names no submodule; None exports the LightningModule")
+        if inputs is not None and not callable(inputs):
+            raise TypeError(f"inputs={inputs!r} must be a function of a batch, or None")
+        self._settings = check_settings(config, dynamic_batch)
+        if not isinstance(verify, bool):
+            raise TypeError(f"verify={verify!r} must be True or False")
+        self.weights: Weights = weights
+        self.target = target
+        self.inputs = inputs
+        self.config = config
+        self.dynamic_batch = dynamic_batch
+        self.verify = verify
+        self.report = ExportReport()
+        self._batches: dict[str, Any] = {}
+        self._named_at_start: set[str] = set()
+        self._written_here: set[str] = set()
+
+    # ------------------------------------------------------------------------------------------ hooks
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self.report, self._batches = ExportReport(), {}
+        if trainer.is_global_zero:
+            check_writable(self.path)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._find_target(pl_module)  # not in setup: configure_model, which comes later, may create the submodule
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A resumed checkpoint is loaded by now. It names files that this process did not write.
+        checkpoints = trainer.checkpoint_callback
+        best, others = getattr(checkpoints, "best_model_path", ""), getattr(checkpoints, "best_k_models", ())
+        self._named_at_start = {str(path) for path in (best, *others)}
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._keep(trainer, "train", batch)
+
+    @override
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if trainer.state.fn == "fit":
+            self._keep(trainer, "validate", batch)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Up to on_train_end, other callbacks average weights and write checkpoints.
+        if not trainer.is_global_zero:
+            return
+        try:
+            self.report = self._export(trainer, pl_module)
+            say(trainer, f"AOTInductorExport: {self.report.describe()}")
+        except Exception as error:
+            reason = in_one_line(str(error) if isinstance(error, ExportError) else describe_failure(error), 600)
+            compared = error.compared if isinstance(error, DiffersFromEagerError) else None
+            self.report = ExportReport(error=reason, **_verdict(compared))
+            message = f"AOTInductorExport: {self.path} was not made: {reason}"
+            rank_zero_warn(message, category=CompileWarning)
+        self._batches = {}
+        log_export(trainer.loggers, self.report, trainer.global_step)
+
+    # ------------------------------------------------------------------------------------------ what hooks call
+
+    def _export(self, trainer: Trainer, pl_module: LightningModule) -> ExportReport:
+        if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
+            raise ExportError(
+                f"{type(trainer.strategy).__name__} shards the weights, and export needs unsharded weights"
+            )
+        started = time.perf_counter()
+        device = trainer.strategy.root_device
+        call = self._example(pl_module).on(device)
+        whole = copy.deepcopy(pl_module)  # a copy is not compiled
+        checkpoint = self._load_best(trainer, whole)
+        module = self._find_target(whole.to(device))
+        with atomic_write(self.path) as temporary:
+            with as_deployed(module), trainer.precision_plugin.forward_context():
+                export(
+                    module,
+                    call.args,
+                    temporary,
+                    example_kwargs=call.kwargs,
+                    config=self.config,
+                    dynamic_batch=self.dynamic_batch,
+                    verify=False,  # compared below, for the report
+                )
+                package = load_after_trial(temporary, call.args, call.kwargs, device)
+                compared = check_equal(module, package, call.args, call.kwargs) if self.verify else None
+                seconds = time.perf_counter() - started
+                eager_ms = call.times_ms(module, device)
+                package_ms = call.times_ms(package, device)
+            size_mb = temporary.stat().st_size / 2**20
+        if compared is not None and compared.verdict == "not compared":
+            message = f"{self.path} is not compared with eager: {compared.reason}"
+            rank_zero_warn(message, category=CompileWarning)
+        return ExportReport(
+            path=str(self.path),
+            weights="last" if checkpoint is None else "best",
+            checkpoint=checkpoint,
+            size_mb=size_mb,
+            export_seconds=seconds,
+            eager_ms=median_ms(eager_ms),
+            package_ms=median_ms(package_ms),
+            samples=min(len(eager_ms), len(package_ms)),
+            **_verdict(compared),
+        )
+
+    def _load_best(self, trainer: Trainer, module: LightningModule) -> str | None:
+        """Load the best checkpoint; returns its path, or ``None`` if the module keeps the last weights."""
+        if self.weights == "last":
+            return None
+        path = str(getattr(trainer.checkpoint_callback, "best_model_path", ""))
+        if not path:
+            message = (
+                f"{self.path} gets the last weights: there is no best checkpoint "
+                "(weights='best' takes that of a ModelCheckpoint; weights='last' asks for the last ones)"
+            )
+            rank_zero_warn(message, category=CompileWarning)
+            return None
+        if path in self._named_at_start - self._written_here:
+            try:
+                with get_filesystem(path).open(path, "rb") as file:
+                    checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:
+                reason = describe_failure(error).rpartition("WeightsUnpickler error: ")[2]  # after torch's advice
+                message = (
+                    f"{self.path} gets the last weights: {path}, which the resumed checkpoint names as the best one, "
+                    f"cannot be loaded with weights_only=True: {in_one_line(reason)}"
+                )
+                rank_zero_warn(message, category=CompileWarning)
+                return None
+        else:
+            self._written_here.add(path)
+            load = trainer.strategy.checkpoint_io.load_checkpoint
+            # This process wrote the file: hyperparameters of any class may be in it.
+            trusting = {"weights_only": False} if "weights_only" in inspect.signature(load).parameters else {}
+            checkpoint = load(path, **trusting)
+        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+        return path
+
+    def _find_target(self, pl_module: LightningModule) -> nn.Module:
+        if self.target is None:
+            return pl_module
+        try:
+            return pl_module.get_submodule(self.target)
+        except AttributeError as error:
+            raise ValueError(f"target={self.target!r} is no submodule: {error}") from None
+
+    def _keep(self, trainer: Trainer, stage: str, batch: Any) -> None:
+        """Keep the first batch of a stage, before a step changes it in place."""
+        if stage not in self._batches and trainer.is_global_zero:
+            self._batches[stage] = _torch.tree_map_tensors(lambda t: t.detach().to("cpu", copy=True), batch)
+
+    def _example(self, pl_module: LightningModule) -> ExampleCall:
+        """The inputs of the exported module."""
+        example = pl_module.example_input_array if self.target is None else None
+        if example is not None and self.inputs is None:
+            return ExampleCall.of(example)
+        if not self._batches:
+            raise ExportError("no batch was seen, and example_input_array is not set")
+        batch = self._batches.get("validate", self._batches.get("train"))
+        if self.inputs is not None:
+            return ExampleCall.of(self.inputs(batch))
+        return ExampleCall.of_batch(batch, self._find_target(pl_module))
+
+
+def _verdict(compared: Comparison | None) -> dict[str, Any]:
+    if compared is None:
+        return {}
+    return {"verified": compared.verdict, "max_abs_error": compared.max_abs_error}

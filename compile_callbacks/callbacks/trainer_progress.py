@@ -1,0 +1,83 @@
+"""How many steps a trainer has before it, by phase, and how much time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from compile_callbacks._utils.phases import Phase
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import Timer
+
+
+def steps_to_come(trainer: Trainer) -> Mapping[Phase, float]:
+    """Batches that remain of the run in each phase; ``math.inf`` where that is not known.
+
+    To be asked when training, a validation, a test or a prediction starts: its loaders are there, and a run that is
+    resumed knows how far it is. Before that, asking for the loaders would have them made from where no run is yet.
+    """
+    if trainer.state.fn == "fit":
+        train_batches = _train_batches(trainer)
+        return {"train": train_batches, "infer": _validation_batches(trainer, train_batches)}
+    batches: Mapping[str | None, Sequence[float]] = {
+        "validate": trainer.num_val_batches,
+        "test": trainer.num_test_batches,
+        "predict": trainer.num_predict_batches,
+    }
+    return {"infer": float(sum(batches.get(trainer.state.fn, ())))}
+
+
+def seconds_to_come(trainer: Trainer, timers: Sequence[Timer]) -> float:
+    """When a fit ends by the clock, ``max_time`` or a `Timer` of the user's; ``math.inf`` where it does not.
+
+    Args:
+        trainer: The trainer.
+        timers: Those among its callbacks.
+    """
+    left = [timer.time_remaining() for timer in timers if trainer.state.fn == "fit"]
+    return max(0.0, min((seconds for seconds in left if seconds is not None), default=math.inf))
+
+
+def _train_batches(trainer: Trainer) -> float:
+    epochs = math.inf if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
+    batches = trainer.num_training_batches
+    left = epochs * batches - _batches_done(trainer, batches) if epochs else 0
+    if trainer.max_steps >= 0:
+        # By hand, as in a GAN, each optimizer is taken to step in each batch; the trainer counts all of their steps.
+        by_hand = not trainer.lightning_module.automatic_optimization
+        steps_a_batch = max(1, len(trainer.optimizers)) if by_hand else 1
+        steps = (trainer.max_steps - trainer.global_step) // steps_a_batch
+        left = min(left, steps * trainer.accumulate_grad_batches)
+    return max(0.0, float(left))
+
+
+def _batches_done(trainer: Trainer, batches: float) -> float:
+    """Those of all epochs, as if all had as many as this one: a run may be resumed with other batches."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    done = float(progress.total.ready)
+    if math.isinf(batches) or trainer.current_epoch * batches <= done <= (trainer.current_epoch + 1) * batches:
+        return done
+    of_epoch = float(progress.current.ready)
+    if of_epoch >= batches:  # of an epoch that is over, at whose end a validation may be
+        of_epoch = batches if trainer.validating else 0.0
+    return trainer.current_epoch * batches + of_epoch
+
+
+def _validation_batches(trainer: Trainer, train_batches: float) -> float:
+    """Those of a fit, the validation that is under way included."""
+    if not trainer.enable_validation:
+        return 0.0
+    batches = float(sum(trainer.num_val_batches))  # none where the loaders are not made yet
+    between = trainer.val_check_batch  # infinite: once an epoch, of a length that is not known; None: by the clock
+    if batches == 0 or between is None:
+        return math.inf
+    if math.isinf(between):
+        between = trainer.num_training_batches
+    between *= trainer.check_val_every_n_epoch or 1
+    if math.isinf(between) or math.isinf(train_batches):
+        return math.inf
+    validations = train_batches // between + (1 if trainer.validating else 0)
+    return validations * batches if validations else 0.0

@@ -1,1 +1,0 @@
-"""Checks of what torch.compile needs: what the machine has, what will not work, and how to fix it."""

@@ -1,0 +1,125 @@
+"""``compile-callbacks report``: print the reports that runs left in their log directories."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.config.mode import EAGER, USER
+from compile_callbacks.report.console import make_table, print_report, print_table, print_texts
+from compile_callbacks.report.file import FILE_NAME, read_records, report_in
+from compile_callbacks.report.report import CompileReport
+from compile_callbacks.report.table import labels_and_cells, sections
+
+_DESCRIPTION = f"""\
+Print what compiling cost and gained, from the {FILE_NAME} files that InductorCompile writes into the log directory at
+the end of each trainer call. PATH is such a file, or a folder, which is searched with all folders below it.
+"""
+_COLUMN_WIDTH = 28
+
+
+class _Call(NamedTuple):
+    """A trainer call."""
+
+    path: Path
+    record: dict[str, Any]
+    report: CompileReport
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "report", help="print the reports of earlier runs", description=_DESCRIPTION
+    )
+    parser.add_argument("path", nargs="+", type=Path, metavar="PATH", help=f"a log directory, or a {FILE_NAME}")
+    parser.add_argument(
+        "--compare", action="store_true", help="print the last call of each run in one table, side by side"
+    )
+    parser.add_argument("--json", action="store_true", help="print the records as JSON")
+    parser.set_defaults(command=report)
+
+
+def report(args: argparse.Namespace) -> int:
+    """Print the reports.
+
+    Returns:
+        The exit status: 2 if a path has no report, or a file or record is damaged. The others are printed.
+    """
+    errors: list[str] = []
+    calls = [call for path in args.path for call in _calls(path, errors)]
+    if args.json:
+        data = [{"file": str(call.path), **call.record} for call in calls]
+        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+    elif args.compare and calls:
+        last = {(call.path, call.record.get("name")): call for call in calls}
+        _print_side_by_side(list(last.values()))
+    else:
+        for call in calls:
+            _print_in_full(call)
+    sys.stdout.flush()
+    sys.stderr.writelines(f"compile-callbacks report: {error}\n" for error in errors)
+    return 2 if errors else 0
+
+
+def _calls(path: Path, errors: list[str]) -> list[_Call]:
+    """The trainer calls in the files of a path; what is damaged is left out and described in ``errors``."""
+    if not path.exists():
+        errors.append(f"{path} does not exist")
+        return []
+    files = sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]
+    if not files:
+        errors.append(f"{path} contains no {FILE_NAME}; a run with InductorCompile writes one when it ends")
+    found = []
+    for file in files:
+        try:
+            records = read_records(file)
+        except (OSError, ValueError) as error:
+            errors.append(f"{file} is damaged: {error}")
+            continue
+        for number, record in enumerate(records, 1):
+            try:
+                call = _Call(file, record, report_in(record))
+                call.report.notes(), sections(call.report), _columns(call)  # what will be printed must be readable
+            except Exception as error:
+                errors.append(f"{file}, record {number} is damaged: {type(error).__name__}: {error}")
+            else:
+                found.append(call)
+    return found
+
+
+def _columns(call: _Call) -> tuple[list[Phase], list[tuple[str, ...]]]:
+    phases = [phase for phase in PHASES if call.report.phase(phase).mode not in (EAGER, USER)]
+    return phases, labels_and_cells([call.report.phase(phase) for phase in phases])
+
+
+def _print_in_full(call: _Call) -> None:
+    said = [str(call.path), *(f"{name} {call.record.get(name, 'unknown')}" for name in ("call", "time", "global_step"))]
+    if name := call.record.get("name"):
+        said.append(f"targets {name}")
+    if exception := call.record.get("exception"):
+        said.append(f"ended by {exception}")
+    sys.stdout.write(", ".join(said) + "\n")
+    print_report(call.report)
+    for section in sections(call.report):
+        print_texts(section.head, section.rows, title=section.title)
+        sys.stdout.write("\n")
+    environment = call.record.get("environment")
+    if isinstance(environment, dict):
+        sys.stdout.write(", ".join(f"{name} {value}" for name, value in environment.items()) + "\n\n")
+
+
+def _run_name(call: _Call) -> str:
+    return f"{call.path.parent.name} {call.record.get('name') or ''}".rstrip()
+
+
+def _print_side_by_side(calls: Sequence[_Call]) -> None:
+    """Print a column for each compiled phase of each call, headed by the name of the log directory."""
+    columns = [(call, phase) for call in calls for phase in _columns(call)[0]]
+    head = ["", *(f"{_run_name(call)}\n{phase}" for call, phase in columns)]
+    rows = labels_and_cells([call.report.phase(phase) for call, phase in columns])
+    print_table(make_table(head, rows, width=_COLUMN_WIDTH))

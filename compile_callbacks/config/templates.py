@@ -1,0 +1,176 @@
+"""Named sets of Inductor options: what each is for, what it sets, what it needs, and what it falls back to.
+
+Example::
+
+    >>> get("max_autotune").mode
+    'max-autotune'
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from compile_callbacks import _torch
+from compile_callbacks._utils.messages import unknown
+from compile_callbacks.config.options import as_options
+
+
+def _nothing_is_missing(device: torch.device) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """A named set of Inductor options. If the installed torch lacks one of the options, the others remain.
+
+    Attributes:
+        name: The name that ``train_mode`` and ``infer_mode`` take.
+        description: The purpose, in a sentence.
+        mode: The mode of ``torch.compile`` that the template implies; ``None`` for the default mode.
+        options: Inductor options on top of the mode, by name.
+        missing: Given a device, returns what a module on it lacks for this template; ``None`` if it lacks nothing.
+        fallback: What is used if something is missing: the mode, without ``options``. In a few words.
+        left_out: The options, with values, that the installed torch does not accept.
+    """
+
+    name: str
+    description: str
+    mode: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    missing: Callable[[torch.device], str | None] = _nothing_is_missing
+    fallback: str = ""
+    left_out: tuple[str, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        options: dict[str, Any] = {}
+        left_out = []
+        for name, value in self.options.items():
+            try:
+                options |= as_options({name: value})
+            except (ValueError, TypeError):
+                left_out.append(f"{name}={value!r}")
+        object.__setattr__(self, "options", options)
+        object.__setattr__(self, "left_out", tuple(left_out))
+
+    def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
+        """Every Inductor option that the template and its mode set.
+
+        Args:
+            device: The module's device; ``options`` are left out if it lacks something. ``None``: nothing is missing.
+        """
+        lacks = device is not None and self.missing(device) is not None
+        return {**_torch.resolve_options(self.mode, {}, None), **({} if lacks else self.options)}
+
+    def falls_back(self, device: torch.device) -> str | None:
+        """What is missing on this device and what is used instead, in a sentence; ``None`` if nothing is missing."""
+        needs, fallback = self.missing(device), self.fallback
+        if needs is None and self.left_out:
+            needs = f"Inductor's {' and '.join(self.left_out)}, which torch {torch.__version__} does not take"
+            fallback = "its other options" if self.options else f"mode {self.mode or 'default'!r} as it is"
+        return None if needs is None else f"template {self.name!r} needs {needs}; it falls back to {fallback}"
+
+
+def names() -> list[str]:
+    """The names of all templates."""
+    return list(_templates())
+
+
+def get(name: str) -> Template:
+    """The template of this name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name not in _templates():
+        raise ValueError(unknown("template", name, _templates()))
+    return _templates()[name]
+
+
+def _without_triton(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return "a GPU, and the module is on a CPU"
+    return None if _torch.has_triton() else "Triton, which is not installed or does not know this GPU"
+
+
+def _without_cutlass(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "an NVIDIA GPU"
+    if _torch.has_cutlass():
+        return None
+    return "the CUTLASS library (pip install nvidia-cutlass, or option cutlass.cutlass_dir)"
+
+
+def _without_tma(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "an NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:  # the Tensor Memory Accelerator came with Hopper, compute capability 9.0
+        return f"a GPU of compute capability 9.0 or higher, and this is {major}.{minor}"
+    return None if _torch.has_triton_tma() else "a Triton that knows the Tensor Memory Accelerator"
+
+
+@functools.cache
+def _templates() -> dict[str, Template]:
+    # Created at the first use, because checking option names takes longer than importing this library may.
+    templates = [
+        Template(
+            name="triton",
+            description="Matrix products and convolutions as Triton kernels, chosen by measuring; ATen if none fits",
+            mode="max-autotune-no-cudagraphs",
+            options={
+                "max_autotune_gemm_backends": "TRITON",
+                # Triton has a choice for two- and three-dimensional convolutions only: without ATen, others fail.
+                "max_autotune_conv_backends": "TRITON,ATEN",
+                "autotune_fallback_to_aten": True,
+            },
+            missing=_without_triton,
+            fallback="max-autotune-no-cudagraphs as it is on this device",
+        ),
+        Template(
+            name="cpp_wrapper",
+            description="C++ in place of Python between kernels: less work for the CPU, longer to compile",
+            options={"cpp_wrapper": True},
+        ),
+        Template(
+            name="cutlass",
+            description="Matrix products from CUTLASS and ATen, chosen by measuring",
+            mode="max-autotune-no-cudagraphs",
+            options={"max_autotune_gemm_backends": "CUTLASS,ATEN"},
+            missing=_without_cutlass,
+            fallback="max-autotune-no-cudagraphs, which chooses among Triton's and ATen's",
+        ),
+        Template(
+            name="aten",
+            description="Matrix products and convolutions from ATen only; Inductor generates fused operators",
+            options={"max_autotune_gemm_backends": "ATEN", "max_autotune_conv_backends": "ATEN"},
+        ),
+        Template(
+            name="cudagraphs",
+            description="CUDA graphs: a step is one launch, for CPU-bound models on a GPU",
+            mode="reduce-overhead",
+        ),
+        Template(
+            name="max_autotune",
+            description="Kernels chosen by measuring, and CUDA graphs: the fastest steps, the longest compile",
+            mode="max-autotune",
+        ),
+        Template(
+            name="freezing",
+            description="Weights frozen into the code while they are constant (test, predict); no effect in training",
+            options={"freezing": True},
+        ),
+        Template(
+            name="tma",
+            description="Matrix products as persistent Triton kernels that load through the Tensor Memory Accelerator",
+            mode="max-autotune-no-cudagraphs",
+            options={"triton.enable_persistent_tma_matmul": True, "triton.enable_template_tma_store": True},
+            missing=_without_tma,
+            fallback="max-autotune-no-cudagraphs as it is on this device",
+        ),
+    ]
+    return {template.name: template for template in templates}

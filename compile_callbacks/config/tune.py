@@ -1,0 +1,158 @@
+"""`Tune`: candidates for the settings of a phase, among which measured step times choose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any
+
+from compile_callbacks._utils.fingerprints import digest
+from compile_callbacks._utils.import_ref import class_and_arguments
+from compile_callbacks._utils.messages import check_fields, part_of
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.config.mode import Mode as OneMode
+from compile_callbacks.config.mode import as_config
+
+LEAST_SAMPLES = 5
+"""A median of fewer step times proves nothing."""
+
+AUTO = "auto"
+"""The mode string, and the value of ``candidates``, for candidates that suit the device, the phase and the run."""
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Candidates for the settings of a phase. The run tries them on its own steps and keeps the fastest.
+
+    Every step trains or validates as usual, whichever candidate it runs with. Eager is always a candidate. It is
+    chosen unless another candidate has a lower median step time, beyond measurement noise. docs/tune.md describes the
+    procedure.
+
+    Args:
+        candidates: Modes, templates, `InductorConfig` objects or mappings of their fields, the cheapest to compile
+            first. Equal candidates count once. ``"auto"`` chooses candidates for the device and the phase, and skips
+            those that cannot amortize their compile time in the rest of the run.
+        steps: Number of steps of each candidate that are timed if the comparison is close, 5 or more. A clear
+            comparison ends earlier.
+        budget_seconds: Time that the steps may take while candidates are tried, compile time included. When it is
+            used up, the best candidate so far is chosen. A compile that has started is not interrupted. ``None``: no
+            limit.
+        min_speedup: Speedup over eager that a candidate needs, 1 or more.
+
+    Raises:
+        ValueError: There is no candidate except eager, a mode is unknown, or a number is out of range.
+        TypeError: An argument has the wrong type.
+
+    Example::
+
+        >>> Tune(["default", "reduce-overhead"], budget_seconds=60).describe()
+        'tune(default | reduce-overhead, budget_seconds=60)'
+    """
+
+    candidates: str | Sequence[OneMode]
+    _: KW_ONLY
+    steps: int = 20
+    budget_seconds: float | None = None
+    min_speedup: float = 1.01
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "candidates", _checked(self.candidates))
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int):
+            raise TypeError(f"steps={self.steps!r} must be an integer, {LEAST_SAMPLES} or more")
+        if self.steps < LEAST_SAMPLES:
+            raise ValueError(f"steps={self.steps!r} must be {LEAST_SAMPLES} or more: fewer samples prove nothing")
+        for name, value in (("budget_seconds", self.budget_seconds), ("min_speedup", self.min_speedup)):
+            if value is None and name == "budget_seconds":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+        if self.budget_seconds is not None and not 0 < self.budget_seconds < math.inf:
+            raise ValueError(f"budget_seconds={self.budget_seconds!r} must be positive and finite, or None")
+        if not 1 <= self.min_speedup < math.inf:
+            raise ValueError(f"min_speedup={self.min_speedup!r} must be finite and 1 or more: eager wins otherwise")
+
+    @property
+    def configs(self) -> tuple[InductorConfig, ...]:
+        """The candidates in order, without eager; empty for ``"auto"``, which depends on the device."""
+        return () if isinstance(self.candidates, str) else tuple(self.candidates)  # type: ignore[arg-type]
+
+    @property
+    def freezes(self) -> bool:
+        """Whether a candidate asks for freezing."""
+        return any(config.freezes for config in self.configs)
+
+    @property
+    def passes(self) -> tuple[Any, ...]:
+        """The graph passes of all candidates."""
+        return tuple(graph_pass for config in self.configs for graph_pass in config.passes)
+
+    def check_beside(self, passes: Sequence[Any]) -> None:
+        """Refuse passes at a hook point that the options or the template of a candidate set.
+
+        Raises:
+            ValueError: A candidate sets the hook point of a pass.
+        """
+        for config in self.configs:
+            config.check_beside(passes)
+
+    def describe(self) -> str:
+        """The candidates, and the arguments that differ from their defaults, in one line."""
+        names = " | ".join(config.describe() for config in self.configs) or AUTO
+        others = [f"{name}={value}" for name, value in self._set_fields().items() if name != "candidates"]
+        return AUTO if names == AUTO and not others else f"tune({', '.join([names, *others])})"
+
+    def key(self) -> str:
+        """A hash of the candidates and the other arguments; equal for equal ones, also in another process."""
+        return digest(self._set_fields() | {"candidates": [config.key() for config in self.configs] or AUTO})
+
+    def _set_fields(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+
+Mode = str | Mapping[str, Any] | InductorConfig | Tune | None
+"""The type of ``train_mode`` and ``infer_mode``. The mapping comes before the classes, see `config.Mode`."""
+
+Settings = InductorConfig | Tune | None
+"""The settings that a `Mode` stands for; ``None``: not compiled."""
+
+
+def as_settings(value: object, argument: str) -> Settings:
+    """The settings that a ``train_mode`` or ``infer_mode`` stands for; ``None`` if the phase is not compiled.
+
+    Raises:
+        ValueError: A mode or field is unknown.
+        TypeError: The value is not a mode, a mapping, a config or a `Tune`.
+    """
+    if isinstance(value, Tune):
+        return value
+    if value == AUTO:
+        return Tune(AUTO)
+    kind: type = Tune if isinstance(value, Mapping) and "candidates" in value else InductorConfig
+    data: Any = value
+    if isinstance(value, Mapping) and "class_path" in value:
+        kind, data = class_and_arguments(value, argument, (InductorConfig, Tune))
+    if issubclass(kind, Tune):
+        with part_of(argument):
+            check_fields(data, Tune)
+            return Tune(**data)
+    return as_config(value, argument, also=(AUTO,))
+
+
+def phases_left_alone(train_mode: object, infer_mode: object) -> frozenset[Phase]:
+    """The phases whose mode is ``None``: a target that the user compiled in place runs as the user compiled it."""
+    modes: dict[Phase, object] = {"train": train_mode, "infer": infer_mode}
+    return frozenset(phase for phase, mode in modes.items() if mode is None)
+
+
+def _checked(candidates: object) -> object:
+    if candidates == AUTO:
+        return AUTO
+    if isinstance(candidates, (str, Mapping, InductorConfig)) or not isinstance(candidates, Sequence):
+        raise TypeError(f"candidates={candidates!r} must be a list of modes or configs, or 'auto'")
+    configs = [as_config(candidate, f"candidates[{i}]") for i, candidate in enumerate(candidates)]
+    distinct = {config.key(): config for config in configs if config is not None}
+    if not distinct:
+        raise ValueError(f"candidates={candidates!r} names nothing to try except eager, which is always a candidate")
+    return tuple(distinct.values())

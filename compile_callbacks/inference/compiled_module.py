@@ -1,0 +1,175 @@
+"""A module that is compiled in place for inference: moved, warmed up on samples, called, and restored."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_callbacks import _torch
+from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.inference.saved_state import Sample, on_device
+from compile_callbacks.report.report import CompileReport
+from compile_callbacks.runtime.session import CompileSession
+from compile_callbacks.runtime.snapshot import Snapshot
+from compile_callbacks.runtime.target_settings import RegionSettings
+from compile_callbacks.runtime.targets import Target
+
+
+class Placement:
+    """The device of a module, and the training flags of its submodules, saved to be restored.
+
+    Args:
+        module: The module. All of its weights are on one device.
+
+    Raises:
+        ValueError: The weights are on several devices, or on ``"meta"``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._training = [(part, part.training) for part in module.modules()]
+        found = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
+        if len(found) > 1:
+            raise ValueError(f"module has weights on several devices, {', '.join(found)}; move it to one of them first")
+        if found == ["meta"]:
+            raise ValueError("module has weights on the device 'meta', without values; load them first")
+        self.device = torch.device(found[0]) if found else None
+        """The device, or ``None`` if the module has no weights."""
+
+    @property
+    def training(self) -> bool:
+        """Whether a submodule is in training mode now."""
+        return any(part.training for part, _ in self._training)
+
+    def restore(self) -> None:
+        """Move the module back, and reset the training flags."""
+        if self.device is not None:
+            self._module.to(self.device)
+        for part, training in self._training:
+            part.training = training
+
+
+class CompiledInference:
+    """A module in evaluation mode on a device, compiled with one config; a failure restores the module.
+
+    The module is compiled while this object lives, or until `end`.
+
+    Args:
+        module: The module.
+        samples: The samples to compile on; each runs once.
+        device: The device to run on.
+        config: The settings.
+        settings: What failures and new shapes do.
+
+    Raises:
+        ValueError: The module's weights are on several devices.
+        Exception: Moving or calling the module failed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        samples: Sequence[Sample],
+        device: torch.device,
+        config: InductorConfig,
+        settings: RegionSettings,
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._placement = Placement(module)
+        self._session = CompileSession(
+            module, [Target("forward", module)], {"train": None, "infer": config}, settings=settings
+        )
+        try:
+            module.to(device).eval()
+            self._session.begin_by_grad_mode(weights_stand_still=True, found_from_module=False)
+            self._warm_up(samples)
+        except BaseException:
+            _end(self._session)
+            self._placement.restore()
+            raise
+        self._end_session = weakref.finalize(self, _end, self._session)
+        self._end_session.atexit = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, compiled, with tensors moved to its device."""
+        if self._placement.training:
+            self._module.eval()
+        with _no_autograd():
+            return self._module(
+                *[self._as_argument(value) for value in args],
+                **{name: self._as_argument(value) for name, value in kwargs.items()},
+            )
+
+    def report(self) -> CompileReport:
+        """The report so far; warns once about targets that ran and were not compiled."""
+        self._session.leave("infer")
+        return self._session.report()
+
+    def end(self) -> None:
+        """Restore the module, uncompiled, and free the memory of compiled code."""
+        self._end_session()
+        self._placement.restore()
+
+    def _warm_up(self, samples: Sequence[Sample]) -> None:
+        before = Snapshot(self._module)
+        try:
+            for sample in samples:
+                args, kwargs = on_device(sample, self._device)
+                self._session.admit_shapes(args, kwargs)
+                with _no_autograd():
+                    self._module(*args, **kwargs)
+        finally:
+            before.restore()
+        self._session.leave("infer")
+
+    def _as_argument(self, value: Any) -> Any:
+        """An argument with `_as_input` applied to its tensors; a single tensor avoids the overhead of a tree."""
+        if isinstance(value, torch.Tensor):
+            return self._as_input(value)
+        return _torch.tree_map_tensors(self._as_input, value)
+
+    def _as_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same kind as those of the samples, with the same memory if possible."""
+        if tensor.device != self._device:
+            tensor = tensor.to(self._device)
+        if tensor.is_inference():
+            tensor = _outside_inference_mode(tensor)
+        return tensor.detach() if tensor.requires_grad else tensor
+
+
+def free_memory() -> None:
+    """Free unreferenced memory, also for other processes on the GPU."""
+    gc.collect()  # compiled code refers to itself
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _no_autograd() -> contextlib.AbstractContextManager[None]:
+    # Inductor would recompile for the caller's inference mode, and inference tensors cannot be used elsewhere.
+    return _no_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
+@contextlib.contextmanager
+def _no_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _outside_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
+    """A normal tensor that shares the memory of an inference tensor, if the memory fully describes the tensor."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    memory = tensor.untyped_storage()
+    return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _end(session: CompileSession) -> None:
+    session.end()
+    session.free_compiled()

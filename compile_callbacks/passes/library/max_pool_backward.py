@@ -1,0 +1,150 @@
+"""Training only: the gradient of a max pooling in a Triton kernel that reads less memory than Inductor's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Graph, Node
+
+from compile_callbacks import _torch
+from compile_callbacks.passes import GraphPass, call_before, find_nodes
+from compile_callbacks.passes.library.operators import define, is_channels_last
+
+_aten = torch.ops.aten
+_SAME = (_aten.clone.default, _aten.reshape.default, torch.ops.prims.convert_element_type.default)
+
+
+class TritonMaxPoolBackward(GraphPass):
+    """Computes the gradient of ``max_pool2d`` in a Triton kernel.
+
+    Inductor saves the position of each window's maximum as an 8-bit offset. In backward, it converts the offsets to
+    64-bit indices and compares each index with each position. The kernel compares the offsets, and reads a gradient
+    only if its offset matches. In the backward graph of training, with windows of 3 x 3::
+
+        offsets: int8[N, C, H/2, W/2] = input
+        indices: int64[N, C, H/2, W/2] = prims._low_memory_max_pool_offsets_to_indices.default(offsets, [3, 3], ...)
+        grad: bfloat16[N, C, H, W] = aten.max_pool2d_with_indices_backward.default(grad_output, x, ..., indices)
+
+    or, in newer versions of torch, an ``aten.scatter_add`` into zeros, becomes::
+
+        grad: bfloat16[N, C, H, W] = compile_callbacks.max_pool2d_backward.default(grad_output, offsets, ...)
+
+    The pass changes no inference graph. Numerics: gradients of overlapping windows are added in float32 and rounded
+    once, as in Inductor's code, in another order.
+
+    The pass replaces two-dimensional poolings in channels last, without dilation.
+
+    Attributes:
+        devices: Device types on which the pass acts. Tests add ``"cpu"``, where the operator is its reference.
+
+    Example::
+
+        >>> TritonMaxPoolBackward().hook
+        'post_grad_post'
+    """
+
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+
+    def __call__(self, graph: Graph, is_inference: bool) -> None:
+        """Replace each gradient of a max pooling."""
+        if is_inference:
+            return
+        for indices in find_nodes(graph, _torch.pool_offsets_to_indices()):
+            offsets, kernel, size, stride, padding, dilation = indices.args
+            if any(step != 1 for step in dilation):  # type: ignore[union-attr]
+                continue
+            pooling = _one_operator(indices) or _scattered(indices)
+            if pooling is not None and self._takes(*pooling, offsets):
+                gradient, grad_output = pooling
+                args = (grad_output, offsets, size, kernel, stride, padding)
+                gradient.replace_all_uses_with(call_before(gradient, max_pool2d_backward, *args))
+        graph.eliminate_dead_code()
+
+    def _takes(self, gradient: Node, grad_output: Node, offsets: Any) -> bool:
+        value = grad_output.meta["val"]
+        return (
+            value.device.type in self.devices
+            and is_channels_last(value)
+            and is_channels_last(offsets.meta["val"])
+            and gradient.meta["val"].dtype == value.dtype
+        )
+
+
+def _one_operator(indices: Node) -> tuple[Node, Node] | None:
+    """The gradients of input and output, if one operator computes the gradient, as in torch 2.11."""
+    for user in indices.users:
+        if user.target is _aten.max_pool2d_with_indices_backward.default:
+            return user, user.args[0]  # type: ignore[return-value]
+    return None
+
+
+def _scattered(indices: Node) -> tuple[Node, Node] | None:
+    """The same if torch scatters the gradients into zeros, ``[N * C, H * W]``, as in torch 2.15."""
+    *_, places = _readers(indices)
+    scatter = next(iter(places.users))
+    if scatter.target is not _aten.scatter_add.default or scatter.args[2] is not places:
+        return None
+    zeros, dim, _, source = scatter.args
+    if zeros.args[1] != 0 or dim != 1:  # type: ignore[union-attr]
+        return None
+    shape, size = indices.meta["val"].shape, indices.args[2]
+    for grad_output in _sources(source):
+        if grad_output.meta["val"].shape == shape and is_channels_last(grad_output.meta["val"]):
+            for gradient in _readers(scatter):
+                value = gradient.meta["val"]
+                if value.shape == (*shape[:2], *size) and value.dtype == grad_output.meta["val"].dtype:  # type: ignore[misc]
+                    return gradient, grad_output
+    return None
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """A value, and its copies and casts, while each has a single user."""
+    yield node
+    while len(node.users) == 1 and (reader := next(iter(node.users))).target in _SAME:
+        yield (node := reader)
+
+
+def _sources(node: Any) -> Iterator[Node]:
+    """A value, and the values that it is a copy or cast of."""
+    yield node
+    while node.target in _SAME:
+        yield (node := node.args[0])
+
+
+# ------------------------------------------------------------------------------------------ the operator
+
+
+def _reference(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: Any, padding: Any) -> Any:
+    indices = _torch.pool_offsets_to_indices()(offsets, kernel, size, stride, padding, [1, 1])
+    grad = grad_output.new_zeros((*grad_output.shape[:2], size[0] * size[1]), dtype=torch.float32)
+    grad.scatter_add_(2, indices.flatten(2), grad_output.float().flatten(2))
+    grad = grad.reshape(*grad_output.shape[:2], *size).to(grad_output.dtype)
+    return grad.contiguous(memory_format=torch.channels_last)
+
+
+def _triton(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: Any, padding: Any) -> Any:
+    from compile_callbacks.passes.library.max_pool_backward_kernel import launch
+
+    grad = _fake(grad_output, offsets, size, kernel, stride, padding)
+    launch(grad_output, offsets, grad, kernel, stride, padding)
+    return grad
+
+
+def _fake(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: Any, padding: Any) -> Any:
+    return torch.empty(
+        (*grad_output.shape[:2], *size),
+        dtype=grad_output.dtype,
+        device=grad_output.device,
+        memory_format=torch.channels_last,
+    )
+
+
+max_pool2d_backward = define(
+    "max_pool2d_backward(Tensor grad_output, Tensor offsets, SymInt[] size, SymInt[] kernel, SymInt[] stride, "
+    "SymInt[] padding) -> Tensor",
+    reference=_reference,
+    cuda=_triton,
+    fake=_fake,
+)

@@ -1,0 +1,296 @@
+"""What torch compiled, when, for which target and phase: gathered from torch's own signals."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from compile_callbacks import _torch
+from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.profiling.recompiles import explain_recompile
+
+EventKind = Literal[
+    "compile",
+    "cache",
+    "graph_break",
+    "recompile",
+    "fallback",
+    "cudagraph_skip",
+    "verify",
+    "fold",
+    "pass_skipped",
+    "template",
+]
+
+Verdict = Literal["equal", "outputs only", "differs", "not compared"]
+"""The result of comparing a graph with eager. ``"outputs only"``: they are equal, gradients were not compared."""
+
+CompilePart = Literal["graph", "backward", "cudagraph"]
+
+
+class Owner(NamedTuple):
+    """The target and phase that a compile is for, whether weights are baked in, and the settings if they are tried."""
+
+    target: str
+    phase: Phase
+    frozen: bool = False
+    settings: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileEvent:
+    """One thing that happened while compiling.
+
+    Attributes:
+        kind: What happened.
+        part: What was compiled (kind ``"compile"``): ``"graph"``, forward and backward; ``"backward"``, a backward
+            that torch put off; ``"cudagraph"``, a recording.
+        target: Name of the target.
+        phase: The phase it was compiled for.
+        settings: The candidate of a `Tune` that it happened to, in a line; ``None`` where nothing is tuned.
+        seconds: How long it took (kind ``"compile"``).
+        backward_seconds: How much of it went into the backward graph.
+        graphs: How many graphs were compiled (kind ``"compile"``).
+        verdict: The result of comparing a graph with eager (kind ``"verify"``).
+        max_abs_error: Largest absolute error of its outputs; ``None`` if it was not compared.
+        folded_mb: Memory that folded weights take, in MiB (kind ``"fold"``; ``None`` where nothing is folded).
+        cache_hits: Graphs that came from torch's cache (kind ``"cache"``).
+        cache_misses: And those that did not.
+        reason: Torch's reason.
+        file: The user's file, where torch names one.
+        line: The line in it.
+    """
+
+    kind: EventKind
+    target: str
+    phase: Phase
+    part: CompilePart | None = None
+    settings: str | None = None
+    seconds: float | None = None
+    backward_seconds: float | None = None
+    graphs: int = 0
+    verdict: Verdict | None = None
+    max_abs_error: float | None = None
+    folded_mb: float | None = None
+    cache_hits: int = 0
+    cache_misses: int = 0
+    reason: str | None = None
+    file: str | None = None
+    line: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The event as JSON-ready data, without what it has no value for."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, 0)}
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Calling(threading.local):
+    """The call of a target that is running in a thread: compiles announce themselves in the thread that compiles."""
+
+    owner: Owner | None = None
+    on_trace: Callable[[], None] = staticmethod(_nothing)
+
+
+class CompileRecorder:
+    """Listens while compiled targets run, and keeps a list of `CompileEvent`.
+
+    A compile is ours where one of our targets is being called (``owner``), or where it goes on with one that
+    was (a CUDA graph that is recorded in backward). Compiles of the user's other code are not recorded.
+
+    Args:
+        clock: Seconds, rising.
+        on_start: Called with the owner when a compile of ours begins.
+        on_end: Called when it ends.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        on_start: Callable[[Owner], None] = lambda owner: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._calling = _Calling()
+        self.events: list[CompileEvent] = []
+        self.compiles_seen = 0
+        """Compiles in this process so far, the user's own too: a step in which this changes is no sample."""
+        self.traces_seen = 0
+        """Those of them that are not recordings of a CUDA graph."""
+        self.limits_hit: dict[Owner, str] = {}
+        """Targets and phases that torch compiles for no further inputs, and what it compiled anew for last."""
+        self.pass_runs: list[tuple[Owner, dict[str, Any]]] = []
+        """What each custom graph pass did to each graph, in order."""
+        self.weight_refreshes: dict[Phase, int] = dict.fromkeys(PHASES, 0)
+        """Times that folded weights were computed anew."""
+        self.broken: set[Owner] = set()
+        """Targets and phases that have a graph break."""
+        self.on_reset: Callable[[], None] = _nothing
+        """Called after ``torch.compiler.reset()`` has removed all listeners, and this one listens again."""
+        self._clock = clock
+        self._on_start = on_start
+        self._on_end = on_end
+        self._backward_seconds = 0.0
+        self._owners: dict[str, Owner] = {}
+        self._running: tuple[Owner | None, float] | None = None
+        self._listening = False
+        self._graphs = 0
+        self._part: CompilePart = "graph"
+        self._breaks_seen = 0
+        self._reset_since: set[Owner] = set()  # whose graphs torch.compiler.reset() discarded
+        self._breaks: set[tuple[Owner, _torch.GraphBreak]] = set()
+        self._records_seen: set[int] = set()
+
+    @property
+    def owner(self) -> Owner | None:
+        """The target and phase that this thread is calling; ``None`` outside of our calls."""
+        return self._calling.owner
+
+    @owner.setter
+    def owner(self, owner: Owner | None) -> None:
+        self._calling.owner = owner
+
+    @property
+    def on_trace(self) -> Callable[[], None]:
+        """Called when Dynamo begins to trace for the owner."""
+        return self._calling.on_trace
+
+    @on_trace.setter
+    def on_trace(self, on_trace: Callable[[], None]) -> None:
+        self._calling.on_trace = on_trace
+
+    def listen(self) -> None:
+        """Begin to hear of compiles; called again, it notices if ``torch.compiler.reset()`` ended that."""
+        if self._start in _torch.callback_handler.start_callbacks:
+            self._listening = True
+            return
+        if self._listening:
+            self._reset_since = {owner for owner in self._owners.values() if owner is not None}
+            self._owners.clear()  # compile ids begin again
+        self._listening = True
+        _, self._breaks_seen = _torch.graph_breaks(0)
+        for _ in _torch.compilation_records(self._records_seen):
+            pass
+        _torch.callback_handler.register_start_callback(self._start)
+        _torch.callback_handler.register_end_callback(self._end)
+
+    def listen_again(self) -> None:
+        """Continue to hear of compiles after ``torch.compiler.reset()`` within a step; takes 0.2 µs."""
+        if self._listening and self._start not in _torch.callback_handler.start_callbacks:
+            self.listen()
+            self.on_reset()
+
+    def stop(self) -> None:
+        """Hear no more, and leave nothing behind in torch."""
+        self.collect()
+        self._listening = False
+        _torch.unregister(self._start, self._end)
+
+    def graph_compiled(self) -> None:
+        """Called by a target's backend for each graph that it is given."""
+        self._graphs += 1
+
+    def graph_lowered(self, seconds: float, *, is_backward: bool) -> None:
+        """Called when Inductor has compiled the forward or the backward half of a graph."""
+        if is_backward:
+            self._backward_seconds += seconds
+
+    def pass_ran(self, owner: Owner, run: dict[str, Any]) -> None:
+        """Called for each custom graph pass that ran on a graph."""
+        self.pass_runs.append((owner, run))
+
+    def weights_refreshed(self, owner: Owner) -> None:
+        """Called when folded weights were computed anew."""
+        self.weight_refreshes[owner.phase] += 1
+
+    def add(self, kind: EventKind, owner: Owner, **what: Any) -> CompileEvent:
+        """Record something that happened to a target."""
+        event = CompileEvent(kind=kind, target=owner.target, phase=owner.phase, settings=owner.settings, **what)
+        self.events.append(event)
+        return event
+
+    def of(self, phase: Phase, kind: EventKind) -> list[CompileEvent]:
+        """The events of one kind and phase so far."""
+        return [event for event in self.events if event.phase == phase and event.kind == kind]
+
+    def collect(self) -> None:
+        """Read what torch has written down since the last call: it does so after a compile's end is announced."""
+        if not self._listening:  # what compiles now is not ours, and after torch._dynamo.reset() ids begin anew
+            return
+        for record in _torch.compilation_records(self._records_seen):
+            owner = self._owners.get(record.compile_id)
+            if owner is None:
+                self._look_for_limit(record)
+                continue
+            if record.cache_hits or record.cache_misses:
+                self.add("cache", owner, cache_hits=record.cache_hits, cache_misses=record.cache_misses)
+            if record.recompile_reason:
+                self.add("recompile", owner, reason=explain_recompile(record.recompile_reason))
+            if record.cudagraph_skip_reason:
+                self.add("cudagraph_skip", owner, reason=record.cudagraph_skip_reason)
+
+    def _look_for_limit(self, record: _torch.CompilationRecord) -> None:
+        """Torch gives up on a frame at its recompile limit without announcing a compile."""
+        if not record.hit_recompile_limit:
+            return
+        frame = _torch.frame_of(record.compile_id)
+        owner = next((owner for known, owner in self._owners.items() if _torch.frame_of(known) == frame), None)
+        if owner is not None and owner not in self.limits_hit:
+            last = explain_recompile(record.recompile_reason) if record.recompile_reason else "torch gives no reason"
+            self.limits_hit[owner] = last
+            self.add("fallback", owner, reason=f"torch's recompile limit is reached; the last reason: {last}")
+
+    def _start(self, args: Any) -> None:
+        self.collect()
+        self.compiles_seen += 1
+        owner = self.owner
+        if owner is not None:
+            self._owners[args.compile_id] = owner
+        elif args.callback_trigger is _torch.DYNAMO_TRIGGER:
+            self._owners.pop(args.compile_id, None)  # after torch._dynamo.reset() ids begin anew
+        else:
+            owner = self._owners.get(args.compile_id)
+        self._graphs, self._backward_seconds = 0, 0.0
+        self._part = _PARTS.get(args.callback_trigger.name, "graph")
+        self.traces_seen += self._part != "cudagraph"
+        self._running = owner, self._clock()
+        if owner is not None:
+            if self._part == "graph":
+                self.on_trace()
+            self._on_start(owner)
+
+    def _end(self, args: Any) -> None:
+        if self._running is None:
+            return
+        owner, started = self._running
+        self._running = None
+        breaks, self._breaks_seen = _torch.graph_breaks(self._breaks_seen)
+        if owner is None:
+            return
+        self._on_end()
+        self.add(
+            "compile",
+            owner,
+            part=self._part,
+            seconds=self._clock() - started,
+            backward_seconds=self._backward_seconds or None,
+            graphs=self._graphs,
+        )
+        if owner in self._reset_since:
+            self._reset_since.discard(owner)
+            self.add("recompile", owner, reason="torch.compiler.reset() discarded the compiled graphs")
+        for found in breaks:
+            self.broken.add(owner)
+            # One place breaks the graph of each frame that is traced through it, and again when recompiled.
+            if (owner, found) in self._breaks:
+                continue
+            self._breaks.add((owner, found))
+            self.add("graph_break", owner, reason=found.reason, file=found.file, line=found.line)
+
+
+_PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}

@@ -1,0 +1,325 @@
+"""How long steps take: clocks for CPU and GPU, and which steps are samples."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.profiling.step_series import Span, StepSeries
+from compile_callbacks.profiling.workload import Work
+
+WARMUP_STEPS = 2
+"""Steps left out after the way of running changes or anything compiles: allocators, cuDNN and CUDA graphs settle
+in them (a CUDA graph is warmed up in its first call and recorded in its second)."""
+
+KEPT_SAMPLES = 1000
+"""Samples kept of each kind of work, the latest ones: a month of training must not fill the memory."""
+
+_KEPT_WORKS = 500  # the kinds of work of which samples are kept, the latest ones: nor must shapes that never return
+
+_KEPT_SHAPES = 100_000  # that were seen, as hashes
+
+LATEST_SAMPLES = 20
+"""The latest compiled samples, in which a slowdown shows."""
+
+STEADY_STEPS = 100
+"""Steps on a GPU that ran in the same way with nothing compiled: of those after them one in `TIMED_OF_STEADY` is timed,
+as two CUDA events take the host 50 µs to 250 µs, which small steps wait for."""
+
+TIMED_OF_STEADY = 8
+
+_UNREAD_SPANS = 64  # so many CUDA events are left unread before those that the GPU has passed are read
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Step times of equal work, eager against compiled.
+
+    Attributes:
+        eager_ms: Eager samples, in milliseconds.
+        compiled_ms: Compiled samples, in milliseconds.
+        restored: Whether the eager samples are those of an earlier run.
+        work: The work; ``None`` where there are no samples.
+    """
+
+    eager_ms: tuple[float, ...] = ()
+    compiled_ms: tuple[float, ...] = ()
+    restored: bool = False
+    work: Work | None = None
+
+
+StepKind = Literal["eager", "compiled", "compiling"]
+"""How a step ran; ``"compiling"``: something was compiled in it, for these or other settings."""
+
+_Way = tuple[Phase, bool, str | None]  # a phase, whether it is compiled, and with which of several settings
+
+
+class _Span:
+    """The time between two points of a step; on a GPU known when the GPU has passed both.
+
+    Args:
+        device: The GPU, of CUDA, ROCm, XPU or MPS for example; ``None`` to measure with the clock.
+        clock: Seconds, rising.
+    """
+
+    def __init__(self, device: torch.device | None, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # The module of each accelerator with streams has them: torch.cuda.Event, torch.xpu.Event, torch.mps.Event.
+        self._event = None if device is None else getattr(getattr(torch, device.type, None), "Event", None)
+        self._start = self._mark()
+        self._end: Any = None
+
+    def stop(self) -> None:
+        self._end = self._mark()
+
+    def passed(self) -> bool:
+        return self._event is None or bool(self._end.query())
+
+    def milliseconds(self) -> float:
+        """The time; waits for the GPU to have passed the end."""
+        if self._event is None:
+            return float((self._end - self._start) * 1000)
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end))
+
+    def _mark(self) -> Any:
+        if self._event is None:
+            return self._clock()
+        event = self._event(enable_timing=True)
+        event.record()
+        return event
+
+
+class _Samples:
+    """Samples of one kind of work: those read, and the spans that are not yet."""
+
+    def __init__(self) -> None:
+        self._milliseconds: deque[float] = deque(maxlen=KEPT_SAMPLES)
+        self._unread: deque[_Span] = deque()
+
+    def add(self, span: _Span) -> None:
+        self._unread.append(span)
+        while len(self._unread) > _UNREAD_SPANS and self._unread[0].passed():
+            self._milliseconds.append(self._unread.popleft().milliseconds())
+
+    def read(self) -> tuple[float, ...]:
+        while self._unread:
+            self._milliseconds.append(self._unread.popleft().milliseconds())
+        return tuple(self._milliseconds)
+
+
+class StepTimer:
+    """Times steps and keeps those that are samples.
+
+    On a GPU a step is timed by events, which are read when the GPU has passed them or somebody asks: steady training is
+    not synchronized. Where it has been steady for `STEADY_STEPS`, not every step is timed. A step is no
+    sample while anything compiles in it, nor are the `WARMUP_STEPS` after that or after a change between eager and
+    compiled, nor the first step with new shapes. Samples are compared only with samples of equal work.
+
+    Args:
+        clock: Seconds, rising; for steps on a CPU.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.last_step: Span | None = None
+        """The time of the last step; ``None`` if something compiled in it, or if it was a warm-up step."""
+        self._clock = clock
+        self._steps: Counter[_Way] = Counter()
+        self._steps_of: Counter[Phase] = Counter()
+        self._samples: dict[_Way, dict[Work, _Samples]] = defaultdict(dict)
+        self._seen_shapes: dict[_Way, set[int]] = defaultdict(set)
+        self._settled: Counter[_Way] = Counter()
+        self._restored: dict[Phase, dict[Work, tuple[float, ...]]] = {}
+        self._series: dict[Phase, dict[tuple[StepKind, str | None], StepSeries]] = defaultdict(dict)
+        self._running: _Span | None = None
+        self._timed = True
+        self._steady: tuple[_Way | None, int] = None, 0  # the way of the last steps, and how many there were of it
+        self._chance = random.Random(0)  # not every eighth: every second or fourth step may be one of its own kind
+
+    def start(self, device: torch.device | None = None, *, wanted: bool = True) -> None:
+        """A step begins.
+
+        Args:
+            device: The device that it runs on; ``None`` or a CPU to measure with the clock.
+            wanted: Whether it is to be timed in any case.
+        """
+        on_gpu = device is not None and device.type != "cpu"
+        _, steady_steps = self._steady
+        unsteady = steady_steps < STEADY_STEPS
+        self._timed = wanted or not on_gpu or unsteady or self._chance.randrange(TIMED_OF_STEADY) == 0
+        # The CPU's clock costs nothing, and is good enough for a step that turns out to compile.
+        self._running = _Span(device if on_gpu and self._timed else None, self._clock)
+
+    def takes_turn(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> None:
+        """The next step runs otherwise than the one before it: where that had settled before, it is no sample."""
+        way = phase, compiled, settings
+        self._settled[way] = min(self._settled[way], WARMUP_STEPS - 1)
+
+    def stop(self, phase: Phase, *, compiled: bool, work: Work, disturbed: bool, settings: str | None = None) -> bool:
+        """A step ends.
+
+        Args:
+            phase: The phase it belongs to.
+            compiled: Whether it ran with the compiled targets.
+            work: What was to be done.
+            disturbed: Whether anything compiled meanwhile.
+            settings: The settings that it was compiled with, where the phase has had several.
+
+        Returns:
+            Whether the step is a sample, which one that was not timed is not.
+        """
+        span, self._running, self.last_step = self._running, None, None
+        if span is None:
+            return False
+        span.stop()
+        key = phase, compiled, settings
+        new_shapes = self._is_new(key, work)
+        self._steps[key] += 1
+        self._steps_of[phase] += 1
+        last, steady_steps = self._steady
+        self._steady = key, 0 if disturbed or key != last else steady_steps + 1
+        if not (self._timed or disturbed):
+            return False
+        self._keep_order(phase, "compiling" if disturbed else "compiled" if compiled else "eager", settings, span)
+        if disturbed:
+            self._settled[key] = 0
+            return False
+        self._settled[key] += 1
+        if self._settled[key] <= WARMUP_STEPS:
+            return False
+        self.last_step = span
+        # Libraries choose kernels for new shapes, which may take longer than the step (attention on a GPU does).
+        if new_shapes:
+            return False
+        of_way = self._samples[key]
+        of_work = of_way[work] if work in of_way else _Samples()
+        of_way.pop(work, None)
+        of_way[work] = of_work  # the latest is the last
+        of_work.add(span)
+        if len(of_way) > _KEPT_WORKS:
+            del of_way[next(iter(of_way))]
+        return True
+
+    def abandon(self) -> None:
+        """Forget the step that is running."""
+        self._running = None
+
+    def compiled_steps(self, phase: Phase, settings: str | None = None) -> int:
+        """All compiled steps of a phase, samples or not."""
+        return self._steps[phase, True, settings]
+
+    def series(self, phase: Phase) -> tuple[dict[str, Any], ...]:
+        """The steps of a phase in order, a mapping for each way in which they ran; waits for the GPU.
+
+        Each has ``kind`` (see `StepKind`), ``settings`` (the candidate, where the phase has had several), ``steps``
+        (their numbers in the phase, from 1) and ``ms``; of many timed steps an even choice, see `StepSeries`.
+        """
+        found = []
+        for (kind, settings), series in self._series[phase].items():
+            steps, milliseconds = zip(*series.read(), strict=True)
+            found.append({"kind": kind, "settings": settings, "steps": list(steps), "ms": list(milliseconds)})
+        return tuple(found)
+
+    def times(self, phase: Phase, settings: str | None = None) -> StepTimes:
+        """The samples of a phase for its current work: what most compiled steps did, of several the latest.
+
+        Eager samples of other work are not compared. If no eager step of this run did the current work, the samples of
+        an earlier run are used, or the eager side stays empty.
+        """
+        eager, compiled = self.samples(phase, compiled=False), self.samples(phase, compiled=True, settings=settings)
+        earlier = self._restored.get(phase, {})
+        if work := _most_frequent(compiled):
+            restored = work not in eager and work in earlier
+            return StepTimes(
+                (earlier if restored else eager).get(work, ()), compiled[work], restored=restored, work=work
+            )
+        if work := _most_frequent(eager):
+            return StepTimes(eager[work], (), work=work)
+        if work := _most_frequent(earlier):
+            return StepTimes(earlier[work], (), restored=True, work=work)
+        return StepTimes()
+
+    def _is_new(self, way: _Way, work: Work) -> bool:
+        """Whether no step before it that ran in the same way had these shapes."""
+        seen, shapes = self._seen_shapes[way], hash(work.shapes)
+        if not work.shapes or shapes in seen:
+            return False
+        if len(seen) < _KEPT_SHAPES:
+            seen.add(shapes)
+        return True
+
+    def _keep_order(self, phase: Phase, kind: StepKind, settings: str | None, span: _Span) -> None:
+        series = self._series[phase]
+        if (kind, settings) not in series:
+            series[kind, settings] = StepSeries()
+        series[kind, settings].add(self._steps_of[phase], span)
+
+    def baseline(self, phase: Phase) -> dict[Work, tuple[float, ...]]:
+        """The eager samples of a phase by their work, those of an earlier run among them."""
+        return {**self._restored.get(phase, {}), **self.samples(phase, compiled=False)}
+
+    def restore(self, phase: Phase, baseline: Mapping[Work, Sequence[float]]) -> None:
+        """Take the eager samples of an earlier run, as `baseline` gave them."""
+        self._restored[phase] = {work: tuple(samples) for work, samples in baseline.items() if samples}
+
+    def samples(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> dict[Work, tuple[float, ...]]:
+        """The samples in milliseconds by their work, the latest last; waits for the GPU."""
+        return {work: samples.read() for work, samples in self._samples[phase, compiled, settings].items()}
+
+
+def call_times_ms(
+    call: Callable[[], object], *, device: torch.device, samples: int = 50, seconds: float = 10
+) -> tuple[float, ...]:
+    """Time calls one by one, with a synchronization after each; the first `WARMUP_STEPS` are left out.
+
+    Args:
+        call: What is timed.
+        device: The device that it computes on.
+        samples: How many calls to time.
+        seconds: When to stop before that; one call is timed in any case.
+
+    Returns:
+        Milliseconds of each call.
+    """
+    found: list[float] = []
+    deadline = time.perf_counter() + seconds
+    synchronize = getattr(getattr(torch, device.type, None), "synchronize", lambda: None)
+    for done in range(WARMUP_STEPS + samples):
+        if device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        end = time.perf_counter()
+        if done >= WARMUP_STEPS:
+            found.append((end - start) * 1000)
+        if found and end > deadline:
+            break
+    return tuple(found)
+
+
+def median_ms(samples: tuple[float, ...]) -> float | None:
+    """The median, or ``None`` of nothing."""
+    return statistics.median(samples) if samples else None
+
+
+def spread_ms(samples: tuple[float, ...]) -> float | None:
+    """The interquartile range: half of the samples lie within so many milliseconds; ``None`` of fewer than four."""
+    if len(samples) < 4:
+        return None
+    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return third - first
+
+
+def _most_frequent(samples: Mapping[Work, tuple[float, ...]]) -> Work | None:
+    """The work that most samples are of; of several the one that was done last."""
+    return max(reversed(list(samples)), key=lambda work: len(samples[work]), default=None)

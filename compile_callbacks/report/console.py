@@ -1,0 +1,114 @@
+"""Terminal output: tables, rendered by rich, and lines that leave a progress bar intact."""
+
+from __future__ import annotations
+
+import io
+import logging
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from compile_callbacks._utils.phases import PHASES
+from compile_callbacks.report.table import labels_and_cells
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from rich.table import Table
+
+    from compile_callbacks.report.report import CompileReport
+
+_UNLIMITED = 10_000  # characters in a line
+_PLAIN_TEXT_WIDTH = 120
+_CELL_WIDTH = 60
+_log = logging.getLogger("lightning.pytorch")  # users silence it together with Lightning's messages
+
+
+def make_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str = "",
+    numbers: bool = True,
+    width: int = _CELL_WIDTH,
+) -> Table:
+    """Make a rich table.
+
+    Args:
+        head: The column titles.
+        rows: One row of cells for each line; cells are text, not markup.
+        title: The line above the table.
+        numbers: Align all columns except the first to the right.
+        width: Characters at which a cell of such a column wraps.
+    """
+    from rich.box import Box  # here, because a process that prints no table does not need rich
+    from rich.table import Table
+    from rich.text import Text
+
+    line = "    \n"
+    ascii_rule_below_the_head = Box(line * 2 + " -- \n" + line * 5, ascii=True)
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        box=ascii_rule_below_the_head,
+        show_edge=False,
+        pad_edge=False,
+    )
+    for index, name in enumerate(head):
+        right = numbers and index > 0
+        table.add_column(
+            Text(name), justify="right" if right else "left", max_width=width if numbers else None, overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def to_text(table: Table, width: int = _UNLIMITED) -> str:
+    """Render a table as plain text, without colors and trailing spaces."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def print_table(table: Table, plain_width: int = _UNLIMITED) -> None:
+    """Print a table: as wide as the terminal, or as plain text if stdout is not a terminal."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(table)
+    else:
+        sys.stdout.write(to_text(table, plain_width) + "\n")
+
+
+def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """Print a table of texts, which wrap at the width of the terminal."""
+    width = shutil.get_terminal_size((_PLAIN_TEXT_WIDTH, 0)).columns
+    print_table(make_table(head, rows, title=title, numbers=False), width)
+
+
+def report_table(report: CompileReport, title: str = "") -> Table:
+    """The table of a report, with a row for each figure and a column for each phase."""
+    return make_table(("", *PHASES), labels_and_cells([report.phase(phase) for phase in PHASES]), title=title)
+
+
+def print_report(report: CompileReport, name: str = "") -> None:
+    """Print the table of a report and the notes below it, with the name of a callback that is not the first one."""
+    sys.stdout.write("\n")
+    print_table(report_table(report, title=f"torch.compile report {name}".rstrip()))
+    sys.stdout.write("".join(f"{note}\n" for note in report.notes()) + "\n")
+    sys.stdout.flush()
+
+
+def say(trainer: Trainer, line: str) -> None:
+    """Print a line on rank zero: above an active progress bar, else as a log message."""
+    if not trainer.is_global_zero:
+        return
+    bar = trainer.progress_bar_callback
+    if bar is not None and getattr(bar, "is_enabled", False) and sys.stdout.isatty():
+        bar.print(line)
+    else:
+        _log.info(line)

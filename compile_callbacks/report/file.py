@@ -1,0 +1,113 @@
+"""``compile_report.json`` in the log directory: a JSON list with one record for each callback and trainer call."""
+
+from __future__ import annotations
+
+import json
+import platform
+import warnings
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.fingerprints import installed_version
+from compile_callbacks.report.report import CompileReport
+
+FILE_NAME = "compile_report.json"
+VERSION = 1
+_MOST_RECORDS = 100  # each call rewrites the file, and a notebook may call validate a thousand times
+
+
+def make_record(
+    report: CompileReport, call: str, *, step: int, exception: BaseException | None, name: str = ""
+) -> dict[str, Any]:
+    """The record of a trainer call, as JSON-ready data; ``name`` is that of a callback that is not the first one."""
+    return {
+        "version": VERSION,
+        "call": call,
+        "name": name,
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "global_step": step,
+        "exception": type(exception).__name__ if exception is not None else None,
+        "environment": environment(),
+        "report": report.to_dict(),
+    }
+
+
+def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> None:
+    """Append a record to the file in a folder, and create the folder if needed. A damaged file is replaced.
+
+    Args:
+        filesystem: The fsspec file system of the folder.
+        folder: A path or URL.
+        record: See `make_record`.
+    """
+    path = f"{folder.rstrip('/')}/{FILE_NAME}"
+    records: list[Any] = []
+    try:
+        records = [found for found in _parse(filesystem.cat_file(path)) if isinstance(found, dict)]
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        warnings.warn(f"{path} is damaged and will be replaced: {error}", CompileWarning, stacklevel=2)
+    filesystem.makedirs(folder, exist_ok=True)
+    # A process that is killed while it writes must not leave half of a file.
+    filesystem.pipe_file(f"{path}.tmp", json.dumps([*records, record][-_MOST_RECORDS:]).encode())
+    filesystem.mv(f"{path}.tmp", path)
+
+
+def read_records(path: Path) -> list[Any]:
+    """The records of a file, in order; each may be damaged.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is not a JSON list.
+    """
+    return _parse(path.read_bytes())
+
+
+def _parse(content: bytes) -> list[Any]:
+    try:
+        records = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(records, list):
+        raise ValueError("not a list of records")
+    return records
+
+
+def report_in(record: object) -> CompileReport:
+    """The report in a record; a figure that is missing or has a wrong type gets its default.
+
+    Raises:
+        ValueError: The record has another version, or contains no report.
+    """
+    if not isinstance(record, dict) or record.get("version") != VERSION:
+        raise ValueError(f"not a record of version {VERSION}")
+    if not isinstance(record.get("report"), dict):
+        raise ValueError("contains no report")
+    return CompileReport.from_dict(record["report"])
+
+
+_PACKAGES = ("torch", "triton", "lightning", "compile-callbacks")
+
+
+def environment() -> dict[str, str]:
+    """Versions and device by name, for a person to read; what is not installed is left out."""
+    installed = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
+    return {"python": platform.python_version(), **installed, "device": _device()}
+
+
+def _device() -> str:
+    # A GPU that nothing has touched did not run the steps.
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        count = torch.cuda.device_count()
+        return torch.cuda.get_device_name() + (f" (1 of {count})" if count > 1 else "")
+    threads = torch.get_num_threads()
+    return (
+        f"CPU: {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, "
+        f"{threads} thread{'s' if threads > 1 else ''}"
+    )

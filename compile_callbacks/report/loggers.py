@@ -1,0 +1,183 @@
+"""What Lightning's loggers and the log directory get: settings, scalars and the report.
+
+Call these functions on every rank; only rank zero writes. A logger or directory that fails costs a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.config.mode import EAGER
+from compile_callbacks.config.tune import Settings
+from compile_callbacks.passes.library.record_graphs import RecordedGraph
+from compile_callbacks.report import file as report_file
+from compile_callbacks.report import tensorboard
+from compile_callbacks.report.export_report import ExportReport
+from compile_callbacks.report.file import environment
+from compile_callbacks.report.report import CompileReport
+from compile_callbacks.report.table import labels_and_cells, to_markdown
+
+_done: WeakValueDictionary[tuple[str, int], Logger] = WeakValueDictionary()  # a logger need not be hashable
+
+
+def _first_time(what: str, logger: Logger) -> bool:
+    if _done.get((what, id(logger))) is logger:
+        return False
+    _done[what, id(logger)] = logger
+    return True
+
+
+def report_folder(trainer: Trainer) -> str | None:
+    """The folder that `write_report` writes to; ``None`` in a ``fast_dev_run``. A collective, as ``log_dir`` is."""
+    if getattr(trainer, "fast_dev_run", False):
+        return None
+    return trainer.log_dir or trainer.default_root_dir
+
+
+@rank_zero_only
+def write_report(
+    folder: str | None, trainer: Trainer, report: CompileReport, exception: BaseException | None, name: str = ""
+) -> None:
+    """Append a record of the trainer call that ends to ``compile_report.json``, if anything was compiled.
+
+    Args:
+        folder: What `report_folder` returned.
+        trainer: The trainer.
+        report: The report.
+        exception: The exception that ended the call.
+        name: The name of the callback, for all but the first one of the trainer.
+    """
+    if folder is None or not report.has_figures:
+        return
+    try:
+        call = str(trainer.state.fn.value) if trainer.state.fn is not None else "unknown"
+        record = report_file.make_record(report, call, step=trainer.global_step, exception=exception, name=name)
+        report_file.append_record(get_filesystem(folder), folder, record)
+    except Exception as error:
+        message = f"the compile report was not written to {folder}: {type(error).__name__}: {error}"
+        warnings.warn(message, CompileWarning, stacklevel=3)
+
+
+def settings_to_log(
+    configs: Mapping[Phase, Settings], targets: Sequence[str] | str | None, name: str = ""
+) -> dict[str, str]:
+    """Modes and targets as hyperparameters; none if no phase is compiled.
+
+    Args:
+        configs: The settings by phase.
+        targets: The names of the targets.
+        name: The name of the callback, for all but the first one of a trainer.
+    """
+    if not any(configs.values()):
+        return {}
+    compile_ = f"compile/{name}" if name else "compile"
+    modes = {f"{compile_}/{phase}_mode": config.describe() if config else EAGER for phase, config in configs.items()}
+    return {**modes, f"{compile_}/targets": targets if isinstance(targets, str) else ", ".join(targets or ["auto"])}
+
+
+@rank_zero_only
+def log_settings(trainer: Trainer, module: LightningModule, settings: Mapping[str, str]) -> None:
+    """Log `settings_to_log` as hyperparameters, once for each logger; to be called in ``setup``.
+
+    TensorBoard shows only the first hyperparameters of a run. Lightning logs those of the module and the datamodule
+    after ``setup``, so for TensorBoard they are logged here together with ours. If they have none, the user may
+    still log some by hand, so ours wait for `log_summary`.
+    """
+    logs_users = getattr(trainer, "enable_autolog_hparams", True)  # an argument of the Trainer since Lightning 2.6
+    candidates: list[Any] = [module, getattr(trainer, "datamodule", None)] if logs_users else []
+    sources = [source for source in candidates if getattr(source, "_log_hyperparams", False)]
+    for logger in trainer.loggers if settings else ():
+        if isinstance(logger, TensorBoardLogger) and (logger.hparams or not sources):
+            continue
+        if _first_time("settings", logger):
+            with _warn_if_it_fails(logger):
+                users: dict[str, Any] = {}
+                for source in sources if isinstance(logger, TensorBoardLogger) else ():
+                    users |= source.hparams_initial
+                users.pop("_class_path", None)  # LightningCLI's, which Lightning leaves out too
+                logger.log_hyperparams({**users, **settings})
+
+
+@rank_zero_only
+def log_scalars(loggers: Sequence[Logger], scalars: Mapping[str, float], step: int) -> None:
+    """Log scalars, and with TensorBoard a layout of charts for them, unless the run has a layout."""
+    for logger in loggers if scalars else ():
+        with _warn_if_it_fails(logger):
+            logger.log_metrics(metrics=dict(scalars), step=step)
+            if isinstance(logger, TensorBoardLogger) and _first_time("layout", logger):
+                tensorboard.add_layout_if_none(logger.experiment)
+
+
+@rank_zero_only
+def log_summary(
+    loggers: Sequence[Logger],
+    report: CompileReport,
+    step: int,
+    graphs: Sequence[RecordedGraph] = (),
+    settings: Mapping[str, str] | None = None,
+    name: str = "",
+) -> None:
+    """Log the whole report: text and images with TensorBoard, a table, file or text with other loggers that take one.
+
+    Args:
+        loggers: The trainer's loggers.
+        report: The report.
+        step: The trainer's global step.
+        graphs: Graphs that were recorded in the run, for TensorBoard's text tab.
+        settings: See `settings_to_log`; for TensorBoard's hparams tab, if nobody logged hyperparameters.
+        name: The name of the callback, for all but the first one of a trainer.
+    """
+    tag = f"compile_report/{name}" if name else "compile_report"
+    for logger in loggers if report.has_figures else ():
+        with _warn_if_it_fails(logger):
+            experiment = getattr(logger, "experiment", None)
+            if isinstance(logger, TensorBoardLogger):
+                tensorboard.add_report(logger.experiment, report, step, tag)
+                tensorboard.add_plot(logger.experiment, report, step)
+                tensorboard.add_graphs(logger.experiment, graphs, step)
+                if settings and not logger.hparams and _first_time("settings", logger):
+                    figures = {name: value for name, value in report.scalars().items() if name.startswith("step/")}
+                    logger.log_hyperparams(dict(settings), figures, step)
+            elif callable(log_table := getattr(logger, "log_table", None)):  # WandbLogger
+                rows = labels_and_cells([report.phase(phase) for phase in PHASES])
+                log_table(tag, columns=["figure", *PHASES], data=[list(row) for row in rows], step=step)
+            elif callable(log_text := getattr(experiment, "log_text", None)):
+                text = to_markdown(report, environment())
+                if hasattr(logger, "run_id"):  # MLFlowLogger
+                    log_text(logger.run_id, text, f"{tag}.md")
+                else:  # CometLogger
+                    log_text(text, step=step)
+
+
+@rank_zero_only
+def log_export(loggers: Sequence[Logger], report: ExportReport, step: int) -> None:
+    """Log the figures of an export, and with TensorBoard its table."""
+    for logger in loggers:
+        with _warn_if_it_fails(logger):
+            if scalars := report.scalars():
+                logger.log_metrics(metrics=scalars, step=step)
+            if isinstance(logger, TensorBoardLogger):
+                text = "\n".join(f"    {line}" for line in str(report).splitlines())
+                logger.experiment.add_text("export_report", text, step)
+
+
+@contextlib.contextmanager
+def _warn_if_it_fails(logger: Logger) -> Iterator[None]:
+    """Turn the exceptions of a logger into one warning."""
+    try:
+        yield
+    except Exception as error:
+        if _first_time("failed", logger):
+            message = f"{type(logger).__name__} did not take the compile report: {type(error).__name__}: {error}"
+            warnings.warn(message, CompileWarning, stacklevel=4)

@@ -1,0 +1,192 @@
+"""The rows of a report's tables as text, for the terminal and loggers, and the report as Markdown."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from compile_callbacks._utils.phases import PHASES, Phase
+
+if TYPE_CHECKING:
+    from compile_callbacks.report.report import CompileReport, PhaseReport
+
+_NOTHING = "-"
+
+
+def labels_and_cells(reports: Sequence[PhaseReport]) -> list[tuple[str, ...]]:
+    """The main table: a row for each figure, with its label and a cell for each report.
+
+    Rows without a figure in any report are left out, except those that a reader looks for.
+    """
+    rows = [(label, *(show(report) for report in reports)) for label, show in _ROWS]
+    shown = [row for row in rows if row[0] in _ALWAYS or any(cell != _NOTHING for cell in row[1:])]
+    candidates = dict.fromkeys(trial["candidate"] for report in reports for trial in report.trials)
+    return shown + [(f"candidate {name}", *(_trial(report, name) for report in reports)) for name in candidates]
+
+
+class Section(NamedTuple):
+    """A table with details of a report."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def sections(report: CompileReport) -> list[Section]:
+    """Tables of the reasons behind the counts, of graph passes and of candidates; those without rows are left out."""
+    reasons: dict[str, Counter[tuple[str, ...]]] = {kind: Counter() for kind in _TITLES}
+    for phase in PHASES:
+        for event in report.phase(phase).events:
+            if reason := event.get("reason"):
+                where = f"{event['file']}:{event.get('line', '?')}" if event.get("file") else _NOTHING
+                kind = event["kind"]
+                reasons.setdefault(kind, Counter())[phase, event["target"], where, reason] += 1
+    found = [
+        Section(
+            _TITLES.get(kind, kind.replace("_", " ").capitalize()),
+            ("phase", "target", "times", "where", "reason"),
+            [(phase, target, str(times), *rest) for (phase, target, *rest), times in counts.items()],
+        )
+        for kind, counts in reasons.items()
+    ]
+    passes = [_pass_row(phase, run) for phase in PHASES for run in report.phase(phase).passes]
+    found.append(Section("Graph passes", ("phase", "target", "pass", "hook point", "graph", "nodes", "ms"), passes))
+    trials = [_trial_row(phase, trial) for phase in PHASES for trial in report.phase(phase).trials]
+    head = ("phase", "candidate", "median ms", "95% ms", "samples", "compile s", "verdict", "reason")
+    found.append(Section("Candidates", head, trials))
+    return [section for section in found if section.rows]
+
+
+_TITLES = {
+    "graph_break": "Graph breaks",
+    "recompile": "Recompiles",
+    "fallback": "Fallbacks to eager",
+    "cudagraph_skip": "CUDA graphs not used",
+    "pass_skipped": "Graph passes skipped",
+    "fold": "Weights not folded",
+    "template": "Templates that fell back",
+}
+
+
+def _pass_row(phase: Phase, run: Mapping[str, Any]) -> tuple[str, ...]:
+    if run.get("from_cache"):
+        graph, nodes, ms = _NOTHING, "did not run: the graph came from torch's cache, with the pass applied", _NOTHING
+    else:
+        counts = f"{run['nodes_before']} to {run['nodes_after']}"
+        graph, ms = run["graph"], f"{run['seconds'] * 1000:.1f}"
+        nodes = counts if run["changed"] else f"{run['nodes_before']}, changed nothing"
+    return phase, run["target"], run["name"], run["hook"], graph, nodes, ms
+
+
+def _trial_row(phase: Phase, trial: Mapping[str, Any]) -> tuple[str, ...]:
+    forms = {"median_ms": ".2f", "high_ms": ".2f", "samples": "d", "compile_seconds": ".1f"}
+    cells = [_number(trial[name], form) for name, form in forms.items()]
+    return phase, trial["candidate"], *cells, trial["verdict"], trial["reason"] or _NOTHING
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names in a line; consecutive numbers are joined: ``layers.0..23``."""
+    runs: list[tuple[str, int, int]] = []
+    for name in names:
+        stem, _, number = name.rpartition(".")
+        if not number.isdecimal():
+            runs.append((name, 0, -1))
+        elif runs and runs[-1][0] == stem and runs[-1][2] + 1 == int(number):
+            runs[-1] = stem, runs[-1][1], int(number)
+        else:
+            runs.append((stem, int(number), int(number)))
+    return ", ".join(
+        stem if last < 0 else f"{stem}.{first}" + (f"..{last}" if last > first else "") for stem, first, last in runs
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    if value is None:
+        return _NOTHING
+    text = format(value, form)
+    return text if float(text) else text.lstrip("-")
+
+
+def _peak(mib: float | None, at_most_mib: float | None) -> str:
+    return _number(mib, ".0f") if at_most_mib is None else f"at most {at_most_mib:.0f}"
+
+
+def _step(median: float | None, spread: float | None) -> str:
+    return _number(median, ".2f") + ("" if spread is None else f" ± {spread / 2:.2f}")
+
+
+def _speedup(report: PhaseReport) -> str:
+    return report.no_speedup or _NOTHING if report.speedup is None else f"{report.speedup:.2f}x"
+
+
+def _break_even(report: PhaseReport) -> str:
+    return "never" if report.break_even_steps == math.inf else _number(report.break_even_steps, ".0f")
+
+
+def _trial(report: PhaseReport, candidate: str) -> str:
+    """The median and the verdict of a candidate: ``4.77 ms, chosen``."""
+    found = next((trial for trial in report.trials if trial["candidate"] == candidate), None)
+    if found is None:
+        return _NOTHING
+    return ("" if found["median_ms"] is None else f"{found['median_ms']:.2f} ms, ") + str(found["verdict"])
+
+
+_ROWS: tuple[tuple[str, Callable[[PhaseReport], str]], ...] = (
+    ("mode", lambda p: p.mode),
+    ("targets", lambda p: _listed(p.targets) or _NOTHING),
+    ("compile seconds", lambda p: _number(p.compile_seconds, ".1f")),
+    ("graphs", lambda p: str(p.graphs)),
+    ("graph breaks", lambda p: str(p.graph_breaks)),
+    ("recompiles", lambda p: str(p.recompiles)),
+    ("cache hits / misses", lambda p: f"{p.cache_hits} / {p.cache_misses}"),
+    ("eager step ms", lambda p: _step(p.eager_step_ms, p.eager_spread_ms)),
+    ("compiled step ms", lambda p: _step(p.compiled_step_ms, p.compiled_spread_ms)),
+    ("speedup", _speedup),
+    ("samples", lambda p: _number(p.samples, "d")),
+    ("break-even steps", _break_even),
+    ("seconds saved so far", lambda p: _number(p.seconds_saved, ".1f")),
+    ("eager peak memory MiB", lambda p: _peak(p.eager_peak_memory_mib, p.eager_peak_memory_at_most_mib)),
+    ("compiled peak memory MiB", lambda p: _peak(p.peak_memory_mib, p.peak_memory_at_most_mib)),
+    ("folded weights MB", lambda p: _number(p.folded_mb, ".1f")),
+    ("weight refreshes", lambda p: _number(p.weight_refreshes, "d")),
+    ("equal to eager", lambda p: p.describe_comparisons() or _NOTHING),
+    ("max abs error", lambda p: _number(p.max_abs_error, ".1e")),
+    ("fallbacks", lambda p: str(p.fallbacks)),
+    ("skipped passes", lambda p: str(p.skipped_passes) if p.skipped_passes else _NOTHING),
+)
+
+_ALWAYS = {"mode", "targets", "compile seconds", "eager step ms", "compiled step ms", "speedup", "samples"}
+
+_SPECIAL = re.compile(r"([\\`*_\[\]|#])")
+
+
+def to_markdown(report: CompileReport, environment: Mapping[str, str]) -> str:
+    """Render a report as Markdown tables.
+
+    Args:
+        report: The report.
+        environment: Versions and device by name.
+    """
+    parts = [
+        "## Compile report",
+        _markdown_table(("", *PHASES), labels_and_cells([report.phase(phase) for phase in PHASES])),
+        *(f"### {section.title}\n\n{_markdown_table(section.head, section.rows)}" for section in sections(report)),
+        "### Environment",
+        _markdown_table(("", "version or name"), environment.items()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *(tuple(map(_escaped, row)) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    """Escape a text for a table cell: torch's reasons contain line ends, pipes and names like ``__call__``."""
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    escaped = (_SPECIAL.sub(r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;")) for line in lines if line)
+    return "<br>".join(escaped)

@@ -1,0 +1,259 @@
+"""Decides whether compiled code computes what eager code does, within the rounding errors of the dtypes in use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from compile_callbacks import _torch
+from compile_callbacks._utils.messages import describe_failure
+from compile_callbacks.profiling.compile_events import Verdict
+
+_TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
+_CLEAR_FACTOR = 10.0  # a difference of so many tolerances is not rounding, except in a gradient that cancels out
+_MAX_GRADIENT_TOLERANCE = 1 / 64  # values that cross a ReLU's zero moved float32 gradients of ResNets by up to 8e-3
+_DIRECTION_FACTOR = 8  # how much more two gradients of equal norms may differ before the float64 run is made
+_CHUNK = 2**22  # elements that are compared at a time, which bounds the memory that it takes
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of comparing compiled code with eager code.
+
+    Attributes:
+        verdict: The result.
+        reason: What differs, or why nothing was compared: a word or two, and the details after a colon.
+        max_abs_error: The largest absolute error of an output's element; ``None`` if nothing was compared.
+    """
+
+    verdict: Verdict
+    reason: str | None = None
+    max_abs_error: float | None = None
+
+
+@dataclass
+class Results:
+    """The results of one run, by name.
+
+    Attributes:
+        tensors: Outputs, and inputs that were written to.
+        sketches: The `sketches` of all gradients, because two sets of gradients would take too much memory.
+        gradients: The gradients that are needed themselves.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    sketches: dict[str, list[float]] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+Rerun = Callable[[Literal["eager", "compiled", "float64"], Collection[str]], Results]
+"""Repeats a run and keeps the named gradients; or makes the eager run in float64."""
+
+
+def compare_results(expected: Results, actual: Results, allowed: float, rerun: Rerun) -> Comparison:
+    """Compare the results of a compiled run with those of an eager one.
+
+    A difference beyond the tolerance counts if the compiled result is also further from a float64 run than the eager
+    one is, as in torch's own accuracy checks. The gradient of a bias before a batch norm, for example, is a sum that
+    cancels out: eager code computes rounding errors, compiled code computes others.
+
+    Args:
+        expected: The eager run.
+        actual: The compiled run.
+        allowed: The `tolerance`.
+        rerun: Makes further runs. They are necessary only if there is a difference.
+    """
+    for name, tensor in expected.tensors.items():
+        other = actual.tensors.get(name)
+        if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
+            reason = f"{name} is {_described(other)}, and {_described(tensor)} in eager execution"
+            return Comparison("differs", reason, math.inf)
+    floors = _floors(expected, allowed)
+    errors = {name: _errors(tensor, actual.tensors[name], floors[name]) for name, tensor in expected.tensors.items()}
+    max_abs_error = max((largest for largest, _ in errors.values()), default=0.0)
+    tolerances = dict.fromkeys(errors, allowed) | dict.fromkeys(expected.sketches, gradient_tolerance(allowed))
+    relative = {name: error for name, (_, error) in errors.items()}
+    for name, numbers in expected.sketches.items():
+        relative[name] = _sketch_error(numbers, actual.sketches[name], floors[name])
+    suspects = [name for name, error in relative.items() if not error <= tolerances[name]]
+    if not suspects:
+        return Comparison("equal", max_abs_error=max_abs_error)
+    keep = [name for name in suspects if name in expected.sketches]
+    try:
+        reference = rerun("float64", keep)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return _without_reference(relative, tolerances, suspects, max_abs_error, describe_failure(error))
+    if keep:
+        expected.tensors |= rerun("eager", keep).gradients
+        actual.tensors |= rerun("compiled", keep).gradients
+        reference.tensors |= reference.gradients
+    differences: list[tuple[float, str]] = []
+    for name in suspects:
+        tensors = expected.tensors[name], actual.tensors[name], reference.tensors[name]
+        floor = floors[name] / (math.sqrt(max(1, tensors[0].numel())) if name in keep else 1)
+        confirmed = _confirmed_error(*tensors, floor=floor, allowed=tolerances[name], lenient=allowed < 1e-3)
+        if confirmed is not None:
+            differences.append((confirmed, name))
+    if not differences:
+        return Comparison("equal", max_abs_error=max_abs_error)
+    # Wrong outputs have wrong gradients: the cause is named.
+    largest, name = max([found for found in differences if found[1] not in keep] or differences)
+    reason = f"{name} has a relative error of {largest:.2g} (tolerance {tolerances[name]:.2g})"
+    return Comparison("differs", reason, max_abs_error)
+
+
+def _without_reference(
+    relative: Mapping[str, float],
+    tolerances: Mapping[str, float],
+    suspects: Sequence[str],
+    max_abs_error: float,
+    problem: str,
+) -> Comparison:
+    """The result if no float64 reference can confirm a difference: only a large one, of an output, is reported."""
+    errors = {name: relative[name] for name in suspects if not name.startswith("the gradient of")}
+    name = max(errors, key=errors.__getitem__, default="")
+    if not name or errors[name] <= _CLEAR_FACTOR * tolerances[name]:
+        return Comparison("not compared", f"no float64 reference: {problem}")
+    reason = f"{name} has a relative error of {errors[name]:.2g} (tolerance {tolerances[name]:.2g})"
+    return Comparison("differs", f"{reason}; no float64 reference: {problem}", max_abs_error)
+
+
+def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = ()) -> float:
+    """The relative error that rounding may cause: the square root of the coarsest epsilon in use.
+
+    That is half of the digits: 3.5e-4 in float32, 0.03 in float16 and TF32, 0.09 in bfloat16. Compiled code adds up in
+    another order and keeps intermediate results in float32 for longer, so the last digits differ.
+
+    Args:
+        tensors: Inputs and weights.
+        dtypes: Other dtypes in use, next to that of the autocast that is in effect.
+    """
+    tensors = list(tensors)
+    found = {tensor.dtype for tensor in tensors} | set(dtypes)
+    cuda = any(tensor.is_cuda for tensor in tensors)
+    device = "cuda" if cuda else "cpu"
+    if torch.is_autocast_enabled(device):
+        found.add(torch.get_autocast_dtype(device))
+    coarsest = max((torch.finfo(dtype).eps for dtype in found if dtype.is_floating_point), default=0.0)
+    allows_tf32 = torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
+    if cuda and torch.float32 in found and allows_tf32:
+        coarsest = max(coarsest, _TF32_EPS)
+    return math.sqrt(coarsest)
+
+
+def gradient_tolerance(allowed: float) -> float:
+    """The relative error that rounding may cause in a gradient: a quarter of the digits, up to 1/64."""
+    return max(allowed, min(math.sqrt(allowed), _MAX_GRADIENT_TOLERANCE))
+
+
+def random_tensor(shape: Sequence[int], device: torch.device, seed: int) -> torch.Tensor:
+    """Normally distributed numbers that depend on the seed alone; no generator of the user's is used."""
+    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
+
+
+def sketches(gradients: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+    """For each gradient its norm, and its products with two random tensors, which depend on its direction."""
+    made: dict[str, list[float]] = {}
+    size = min(_CHUNK, max((gradient.numel() for gradient in gradients.values()), default=0))
+    directions: dict[torch.device, torch.Tensor] = {}
+    for name, gradient in gradients.items():
+        device, dtype = gradient.device, torch.promote_types(gradient.dtype, torch.float32).to_real()
+        if device not in directions:
+            directions[device] = random_tensor((2, 2 * size), device, seed=0)  # complex numbers are two
+        total = torch.zeros(3, dtype=torch.float64, device=device)
+        for part in _flat(gradient).to(dtype).split(_CHUNK):
+            products = directions[device][:, : len(part)].to(dtype) @ part
+            total += torch.cat([torch.linalg.vector_norm(part).square()[None], products])
+        square, *products_in_all = total.tolist()
+        made[name] = [math.sqrt(square), *products_in_all]
+    return made
+
+
+def _sketch_error(expected: Sequence[float], actual: Sequence[float], floor: float) -> float:
+    """The relative error of a norm, or what the products say of the direction, if that is more."""
+    if not math.isfinite(expected[0]):
+        return 0.0  # eager code has nothing to compare with
+    of_norm, *of_products = (abs(a - e) / max(expected[0], floor, 1e-30) for e, a in zip(expected, actual, strict=True))
+    return max(of_norm, math.hypot(*of_products) / math.sqrt(2) / _DIRECTION_FACTOR)
+
+
+def _floors(expected: Results, allowed: float) -> dict[str, float]:
+    """The magnitude, by name, below which a tensor is mostly rounding errors of larger ones.
+
+    It is a root mean square for tensors, and a norm for gradients.
+    """
+    magnitudes = [_rms(tensor) for tensor in expected.tensors.values()]
+    norms = [norm for norm, *_ in expected.sketches.values() if math.isfinite(norm)]
+    of_tensors = dict.fromkeys(expected.tensors, allowed * min(1.0, max(magnitudes, default=0.0)))
+    return of_tensors | dict.fromkeys(expected.sketches, allowed * max(norms, default=0.0))
+
+
+def _errors(expected: torch.Tensor, actual: torch.Tensor, floor: float) -> tuple[float, float]:
+    """The largest absolute error and the relative error. NaN and infinity are equal to themselves."""
+    exact = not (expected.is_floating_point() or expected.is_complex())
+    largest = apart = norm = torch.zeros((), dtype=torch.float64, device=expected.device)
+    for e, a in _chunks(expected, actual):
+        error = torch.where((e == a) | (e.isnan() & a.isnan()), 0.0, (a - e).abs())
+        largest = torch.maximum(largest, error.max())
+        apart = apart + (error.bool().sum() if exact else error.square().sum())
+        norm = norm + torch.where(e.isfinite(), e, 0.0).square().sum()
+    if exact:
+        return float(largest), float(apart) / max(1, expected.numel())
+    scale = max(float(norm.sqrt()), floor * math.sqrt(expected.numel()), 1e-30)
+    return float(largest), float(apart.sqrt()) / scale
+
+
+def _confirmed_error(
+    expected: torch.Tensor,
+    actual: torch.Tensor,
+    reference: torch.Tensor,
+    *,
+    floor: float,
+    allowed: float,
+    lenient: bool,
+) -> float | None:
+    """The relative error of a tensor that is less accurate than its eager counterpart; ``None`` if it is not."""
+    exact = not (expected.is_floating_point() or expected.is_complex())
+    e, a, r = (_flat(tensor).to(reference.device, torch.float64) for tensor in (expected, actual, reference))
+    if exact:  # such as the indices of the largest values, which change if two values are nearly the same
+        wrong, usual = float((a != r).double().mean()), float((e != r).double().mean())
+        return wrong if wrong > 3 * usual + 1 / 8 else None
+    finite = e.isfinite() & r.isfinite()
+    e, a, r = e[finite], a[finite], r[finite]
+    scale = max(_rms(r), floor, 1e-30)
+    if not bool(a.isfinite().all()):
+        return math.inf
+    if _rms(a - r) / scale <= allowed:
+        return None
+    if _torch.is_as_accurate(e / scale, a / scale, r / scale, tolerance=allowed, lenient=lenient):
+        return None
+    return _rms(a - e) / scale
+
+
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Corresponding parts of tensors, in float64."""
+    parts = zip(*(_flat(tensor).split(_CHUNK) for tensor in tensors), strict=True)
+    return (tuple(part.double() for part in of_all) for of_all in parts if of_all[0].numel())
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.flatten()
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    squares = [float(torch.where(part.isfinite(), part, 0.0).square().sum()) for (part,) in _chunks(tensor)]
+    return math.sqrt(math.fsum(squares) / max(1, tensor.numel()))
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    return "no tensor" if tensor is None else f"of shape {tuple(tensor.shape)} and {tensor.dtype}"

@@ -1,0 +1,115 @@
+"""Which parts of a module are repeated: blocks of one structure, as a transformer's layers are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from compile_callbacks.runtime.fsdp import without_wrappers
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_SHOWN = 3  # more places than this are no help in a name
+
+
+def find_repetitions(root: nn.Module) -> list[dict[str, nn.Module]]:
+    """The repeated blocks of a module, the outermost where they contain one another.
+
+    A block is a member of a ``Sequential``, ``ModuleList`` or ``ModuleDict``, has parameters, and is more than a single
+    layer of ``torch.nn``. Blocks are alike that have the same classes throughout, and parameters and buffers of the
+    same names, shapes and dtypes, wherever in the root they stand.
+
+    Args:
+        root: The module to look in; it is no block itself.
+
+    Returns:
+        Blocks that are alike, by their dotted names in the root module. A block that stands in several places is there
+        under each.
+    """
+    alone: set[Any] = set()
+    while True:  # what stands alone is looked into, where it may hold what is repeated
+        alike: dict[Any, dict[str, nn.Module]] = {}
+        for path, block in _blocks(root, "", alone):
+            alike.setdefault(structure_of(block), {})[path] = block
+        if not (single := {structure for structure, blocks in alike.items() if len(blocks) < 2}):
+            return list(alike.values())
+        alone |= single
+
+
+def _blocks(parent: nn.Module, prefix: str, alone: set[Any]) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in parent._modules.items():  # not named_children(), which names a child once
+        if child is None:
+            continue
+        path = f"{prefix}{name}"
+        if isinstance(parent, _CONTAINERS) and _is_block(child) and structure_of(child) not in alone:
+            yield path, child
+        else:
+            yield from _blocks(child, f"{path}.", alone)
+
+
+def _is_block(module: nn.Module) -> bool:
+    has_forward = type(module).forward is not nn.Module.forward
+    is_layer = not module._modules and type(module).__module__.startswith("torch.nn.")
+    return has_forward and not is_layer and next(module.parameters(), None) is not None
+
+
+def structure_of(module: nn.Module) -> Any:
+    """What modules have in common that are alike: classes, names, shapes and dtypes; hashable."""
+    parts = tuple((name, type(part)) for name, part in module.named_modules(remove_duplicate=False))
+    weights = tuple(
+        (name, None if is_lazy(tensor) else tuple(tensor.shape), tensor.dtype)
+        for named in (module.named_parameters, module.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+    )
+    return parts, weights
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+
+def name_of(root: nn.Module, paths: Sequence[str]) -> str:
+    """What to call parts of a module that are alike.
+
+    Returns:
+        One glob for all, ``"encoder.layers.*"``, where it means no other part with parameters; else their places.
+    """
+    split = [path.split(".") for path in paths]
+    if len({len(names) for names in split}) == 1:
+        glob = [names[0] if len(set(names)) == 1 else "*" for names in zip(*split, strict=True)]
+        named = root.named_modules(remove_duplicate=False)
+        others = {without_wrappers(path) for path, part in named if path and _has_parameters(part)}
+        if sum(_means(glob, path.split(".")) for path in others) == len(paths):
+            return ".".join(glob)
+    by_parent = groupby(sorted(paths, key=_parent), key=_parent)
+    places = [".".join(filter(None, (parent, _listed(of_parent)))) for parent, of_parent in by_parent]
+    return " + ".join(places[:_SHOWN]) + (f" + {len(places) - _SHOWN} more" if len(places) > _SHOWN else "")
+
+
+def _listed(paths: Iterable[str]) -> str:
+    """The last parts of names in braces, numbers that follow one another as a range: ``{1-3}``."""
+    names = [path.rpartition(".")[2] for path in paths]
+    if not all(name.isdigit() for name in names):
+        return names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
+    ranges: list[list[int]] = []
+    for number in sorted(map(int, names)):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    listed = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
+    return names[0] if len(names) == 1 else "{" + listed + "}"
+
+
+def _means(glob: list[str], names: list[str]) -> bool:
+    return len(glob) == len(names) and all(a in ("*", b) for a, b in zip(glob, names, strict=True))
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -1,0 +1,533 @@
+"""`CompileSession`: what the callback's hooks, a loop without a Trainer and `InductorBackend` act on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_callbacks import _torch
+from compile_callbacks._utils.device import device_name, device_of
+from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks._utils.fingerprints import architecture_fingerprint, code_fingerprint, digest
+from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.config.tune import Settings, Tune
+from compile_callbacks.profiling.baseline import Baseline
+from compile_callbacks.profiling.compile_events import CompileRecorder
+from compile_callbacks.profiling.memory import PeakMemory
+from compile_callbacks.profiling.progress import CompileProgress
+from compile_callbacks.profiling.step_timer import StepTimer
+from compile_callbacks.profiling.workload import Work, baseline_from_data
+from compile_callbacks.report.report import CompileReport, build_phase_report
+from compile_callbacks.runtime.cache_dir import CompileCache
+from compile_callbacks.runtime.called_targets import CalledTargets
+from compile_callbacks.runtime.cudagraphs import BackwardInCallingThread, LastingGradients, drop_overwritten_gradients
+from compile_callbacks.runtime.diagnostics import SessionWarnings
+from compile_callbacks.runtime.dispatcher import PhaseSwitch
+from compile_callbacks.runtime.distributed import Ranks
+from compile_callbacks.runtime.fsdp import is_sharded
+from compile_callbacks.runtime.model_record import ModelRecord, conditions
+from compile_callbacks.runtime.phase_tuning import PhaseTuning
+from compile_callbacks.runtime.target_settings import RegionSettings
+from compile_callbacks.runtime.targets import Compiled, Target, group_targets, overlap
+
+STATE_VERSION = 1
+"""The version of `CompileSession.state_dict`."""
+
+
+class CompileSession:
+    """Compiles the targets of one module and measures both phases, over as many trainer runs as there are.
+
+    Args:
+        module: The root module.
+        targets: What is compiled of it.
+        configs: The settings by phase, or candidates for them; ``None`` leaves a phase eager.
+        left_alone: Phases in which targets run as the user compiled them, see `PhaseSwitch`.
+        finds_targets: Whether the modules and methods that the first steps call become targets, too.
+        others: Targets of other callbacks, which these steps do not make targets.
+        taken: Targets of other callbacks, which do not become targets here.
+        passes: Graph passes for both phases.
+        baseline_steps: Eager samples wanted in each phase.
+        settings: What to do on failures, differences from eager and new shapes.
+        cache_dir: A folder in which compiled code, and what a `Tune` chose, are kept across runs.
+        say: Takes a line of text while something compiles.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        targets: Sequence[Compiled],
+        configs: Mapping[Phase, Settings],
+        *,
+        left_alone: frozenset[Phase] = frozenset(),
+        finds_targets: bool = False,
+        others: Sequence[Target] = (),
+        taken: Sequence[Target] = (),
+        passes: Sequence[Any] = (),
+        baseline_steps: int = 0,
+        settings: RegionSettings | None = None,
+        cache_dir: Path | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.module = module
+        self._settings = dict(configs)
+        self._left_alone = left_alone
+        self._called = CalledTargets(module, others) if finds_targets and any(configs.values()) else None
+        self._taken = tuple(taken)
+        self._stages: set[str] = set()
+        self._ranks = Ranks()
+        warn = WarnOnce()
+        caches = cache_dir is not None and any(configs.values())
+        self._cache = CompileCache(cache_dir, functools.partial(warn, "cache_dir")) if cache_dir and caches else None
+        tunes = {phase: given for phase, given in configs.items() if isinstance(given, Tune)}
+        self._configs: dict[Phase, InductorConfig | None] = {
+            phase: given if isinstance(given, InductorConfig) else None for phase, given in configs.items()
+        }
+        self._progress = CompileProgress(say)
+        # Torch knows the recorder as long as it listens, which is not to keep the session and its module.
+        self._recorder = CompileRecorder(on_start=self._progress.compile_begins, on_end=self._progress.compile_ends)
+        self._timer = StepTimer()
+        self._memory = PeakMemory()
+        self._switch = PhaseSwitch(
+            targets,
+            self._configs,
+            left_alone=left_alone,
+            passes=passes,
+            recorder=self._recorder,
+            settings=settings,
+            warn=warn,
+        )
+        # A phase that is tuned measures eager steps among those of its candidates.
+        self._baselines = {phase: Baseline(baseline_steps if config else 0) for phase, config in self._configs.items()}
+        self._tunings = {
+            phase: PhaseTuning(
+                phase,
+                tune,
+                switch=self._switch,
+                recorder=self._recorder,
+                timer=self._timer,
+                say=say,
+                gather=self._ranks.gather,
+            )
+            for phase, tune in tunes.items()
+        }
+        self._cache_dir = cache_dir
+        self._passes = tuple(passes)
+        self._lasting_gradients = LastingGradients()
+        self._backward_thread = BackwardInCallingThread()
+        self._shared: Mapping[Phase, Baseline] = {}
+        self._running = False
+        self._phase: Phase = "train"
+        self._compiled = False
+        self._frozen = False
+        self._device = torch.device("cpu")
+        self._cuda = self._several_devices = False
+        self._seen_before_step = (0, 0)
+        self._measured = self._first = self._left_garbage = False
+        self._trained: int | None = None
+        self._before: CompileReport | None = None  # the report of the run that this one resumes
+        self._precision = ""
+        self._warnings = SessionWarnings(
+            warn,
+            switch=self._switch,
+            recorder=self._recorder,
+            timer=self._timer,
+            tunings=self._tunings,
+            finds_targets=finds_targets,
+        )
+
+    # ------------------------------------------------------------------------------------------ a trainer run
+
+    @property
+    def running(self) -> bool:
+        """Whether a trainer run is under way."""
+        return self._running
+
+    def begin(
+        self, *, precision: str = "", together: bool = False, shared: Mapping[Phase, Baseline] | None = None
+    ) -> None:
+        """A trainer run begins: compile in place.
+
+        Args:
+            precision: The trainer's precision.
+            together: Whether all processes of the process group, if there is one, begin the same run here.
+            shared: By phase, the baseline of another session of the run, which measures that phase's steps instead.
+        """
+        self._running = True
+        self._shared = shared or {}
+        self._device = device_of(self.module)
+        self._cuda = self._device.type == "cuda"
+        self._several_devices = len({weight.device for weight in self.module.parameters()}) > 1
+        self._ranks.join(together=together and any(self._settings.values()), decides=bool(self._tunings))
+        if self._ranks.is_global_zero:
+            self._warnings.of_settings(self._configs, sharded=is_sharded(self.module), cuda=self._cuda)
+        if any(self._settings.values()):
+            _torch.import_inductor()
+        if self._cache is not None:
+            self._cache.begin(clean=self._ranks.is_global_zero)
+        self._recorder.listen()
+        self._switch.install()
+        self._precision = precision
+        if self._tunings:
+            self._begin_tunings(precision)
+
+    def end(self, *, keep_compiled: bool = False) -> None:
+        """The trainer run is over: the module is an ordinary one again, unless it is to stay compiled."""
+        self._running = False
+        parts = (
+            self._stop_recording,
+            self._backward_thread.end,  # an exception ends a run within a step
+            self._drop_gradients,
+            self._ranks.leave,
+            self._recorder.stop,
+            self._timer.abandon,
+            self._end_cache,
+            self._stay_compiled if keep_compiled else self._switch.remove,
+        )
+        with contextlib.ExitStack() as remaining:  # an exception in one part does not prevent the others
+            for part in reversed(parts):
+                remaining.callback(part)
+
+    def interrupt(self) -> Callable[[], None]:
+        """Another trainer call begins within this run; returns the function that continues the run afterwards."""
+        phase, frozen, compiled = self._phase, self._frozen, self._compiled
+
+        def go_on() -> None:
+            self._phase, self._frozen = phase, frozen
+            self._timer.abandon()  # the step around the call, if it began in one, is no sample
+            self._measured = False
+            self._select(compiled=compiled)
+
+        return go_on
+
+    def begin_by_grad_mode(self, *, weights_stand_still: bool = False, found_from_module: bool = True) -> None:
+        """Compile in place for a loop without a trainer: each call tells its phase by the grad mode.
+
+        Args:
+            weights_stand_still: Whether nobody trains meanwhile, so that weights may be baked in.
+            found_from_module: Whether `report_of` and `restore` are to find this session.
+        """
+        self.begin()
+        if found_from_module:
+            self._switch.belongs_to(self)
+        self._switch.select_by_grad_mode(frozen=weights_stand_still)
+
+    def admit_shapes(self, args: Any, kwargs: Any) -> None:
+        """Have inference with inputs of these shapes compile, whatever new shapes do."""
+        for region in self._switch.regions("infer"):
+            region.admit_shapes(args, kwargs)
+
+    def free_compiled(self) -> None:
+        """Give back the memory that compiled code takes; what is called again is compiled again."""
+        self._switch.free_compiled()
+
+    def listeners_end(self) -> Callable[[], None]:
+        """What ends listening to torch once the module is gone, or the process; it does not keep the module."""
+        recorder, trace_settings, cache = self._recorder, self._switch.trace_settings, self._cache
+        compilers = [region.compiler for phase in PHASES for region in self._switch.regions(phase)]
+
+        def end() -> None:
+            for compiler in compilers:
+                compiler.free_folded()
+            recorder.stop()
+            if cache is not None:
+                cache.end()
+            trace_settings.remove()
+
+        return end
+
+    # ------------------------------------------------------------------------------------------ stages and steps
+
+    def enter(self, phase: Phase, *, weights_stand_still: bool = False) -> None:
+        """A stage of this phase begins or goes on; it runs compiled until a step says otherwise.
+
+        Args:
+            phase: The phase.
+            weights_stand_still: Whether nobody trains meanwhile, so that weights may be baked in.
+        """
+        self._phase = phase
+        self._frozen = weights_stand_still
+        self._select(compiled=True)
+
+    def expect(self, steps: Mapping[Phase, float], seconds: float = math.inf) -> None:
+        """Plan the baselines and what is tried out, by the steps to come; what is planned already stays.
+
+        Args:
+            steps: Steps to come by phase, ``math.inf`` where that is not known.
+            seconds: When the run ends by the clock.
+        """
+        of_ranks = self._ranks.gather((dict(steps), seconds))
+        for phase in steps:
+            least = min(of_rank[phase] for of_rank, _ in of_ranks)
+            if phase not in self._shared:
+                self._baselines[phase].plan(least)
+            if (tuning := self._tunings.get(phase)) is not None:
+                tuning.expect(least, min(seconds for _, seconds in of_ranks))
+                self._configs[phase] = tuning.config
+
+    def step_begins(
+        self, stage: str, *, first: bool = False, sanity: bool = False, nested: bool = False, turn: bool = True
+    ) -> None:
+        """A batch begins.
+
+        Args:
+            stage: The trainer's stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            first: Whether it is the first batch of its stage: the weights may have been swapped for the stage.
+            sanity: Whether the sanity check runs it: it is eager, and its time is no sample.
+            nested: Whether a trainer call within another one runs it: it is compiled, and its time is no sample.
+            turn: Whether this session measures the step, if the run has several.
+        """
+        if self._left_garbage and gc.isenabled():
+            gc.collect()  # a compile leaves so many objects that an automatic collection takes longer than most steps
+        self._left_garbage = False
+        if first:
+            self._switch.suspect_weights()
+        self._listen()
+        finds_targets = self._called is not None and not nested and stage not in self._stages
+        if not nested:
+            self._stages.add(stage)
+        in_baseline = not (sanity or nested) and self.baseline(self._phase).running
+        measured = turn and not (sanity or nested)
+        self._measured, self._first = measured and not finds_targets, first
+        if (tuning := self._tunings.get(self._phase)) is not None:
+            self._configs[self._phase] = tuning.step_begins(measured=self._measured)
+        self._select(compiled=not (sanity or finds_targets or in_baseline))
+        self._seen_before_step = self._recorder.compiles_seen, self._recorder.traces_seen
+        if self._cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+            if self._compiled and self._phase == "train" and not self._several_devices:
+                self._backward_thread.begin()
+            if measured:
+                self._memory.start(self._phase, compiled=self._compiled, settings=self._candidate)
+        if measured:
+            self._timer.start(self._device, wanted=self.compares)
+        if self._called is not None and finds_targets:
+            self._called.start()
+
+    def gradients_ready(self, *, kept: bool) -> None:
+        """A backward pass is done.
+
+        Args:
+            kept: Whether the gradients may outlive the step, as in an accumulation.
+        """
+        config = self._configs["train"]
+        if kept and self._compiled and config is not None and config.uses_cudagraphs:
+            self._lasting_gradients.keep(self.module.parameters())
+
+    def step_ends(self, work: Work) -> None:
+        """A batch ends.
+
+        Args:
+            work: What was to be done in it.
+        """
+        self._backward_thread.end()
+        if self._called is not None:
+            self._switch.add(self._new_targets(self._called.stop()))
+        compiles_before, traces_before = self._seen_before_step
+        disturbed = self._recorder.compiles_seen != compiles_before
+        tuning = self._tunings.get(self._phase)
+        work = work.where(precision=self._precision)
+        if self._phase == "train":
+            work = self._with_trained_weights(work, look=self._first or disturbed)
+        if tuning is not None:
+            # The first batch of a stage folds weights again, and with frozen weights other code runs.
+            work = work.where(first=self._first, frozen=self._frozen)
+        sample = self._timer.stop(
+            self._phase,
+            compiled=self._compiled,
+            work=work,
+            disturbed=disturbed,
+            settings=self._candidate,
+        )
+        if self._cuda and self._measured:
+            self._memory.stop(traced=self._recorder.traces_seen != traces_before)
+        baseline = self._baselines[self._phase]
+        if self.measures and baseline.running and not self._compiled:
+            baseline.step(sample=sample)
+        if tuning is not None:
+            config = self._configs[self._phase]
+            if tuning.winner is None and config is not None and config.uses_cudagraphs:
+                # Torch frees the memory of CUDA graphs with the last of them, tensors that are still in it or not.
+                self._lasting_gradients.keep(self.module.parameters())
+            tuning.step_ends(work, measured=self._measured)
+            self._configs[self._phase] = tuning.config
+        self._left_garbage = self._recorder.traces_seen != traces_before
+        self._select(compiled=True)
+
+    def leave(self, phase: Phase) -> None:
+        """A stage of this phase ends: say what ran and was not compiled, unless that has been said."""
+        self._recorder.collect()
+        if (tuning := self._tunings.get(phase)) is not None:
+            tuning.stage_ends()
+            self._configs[phase] = tuning.config
+        self._warnings.of_stage(phase, self._configs[phase])
+        self._warnings.of_steps([phase])
+
+    # ------------------------------------------------------------------------------------------ several sessions
+
+    def baseline(self, phase: Phase) -> Baseline:
+        """The baseline of a phase, which all sessions of a run share: its steps are eager in all of them."""
+        return self._shared.get(phase, self._baselines[phase])
+
+    @property
+    def measures(self) -> bool:
+        """Whether this session measures the steps of the active phase. One session of a run does."""
+        return self._phase not in self._shared
+
+    @property
+    def compares(self) -> bool:
+        """Whether this session still compares step times in the active phase, and so needs a sample of each step."""
+        tuning = self._tunings.get(self._phase)
+        return (self.measures and self._baselines[self._phase].running) or (tuning is not None and not tuning.winner)
+
+    # ------------------------------------------------------------------------------------------ what was measured
+
+    def report(self) -> CompileReport:
+        """What this process measured so far."""
+        self._recorder.collect()
+        phases = {
+            phase: build_phase_report(
+                phase,
+                settings,
+                self._targets_of(phase),
+                self._recorder,
+                self._timer if phase not in self._shared else StepTimer(),
+                self._memory,
+                left_alone=phase in self._left_alone,
+                trials=self._tunings[phase].trials() if phase in self._tunings else (),
+            )
+            for phase, settings in self._settings.items()
+        }
+        return CompileReport(train=phases["train"], infer=phases["infer"], before=self._before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to know, as plain data: the report, the baseline's samples, and what was chosen."""
+        baselines = {phase: [[list(w), list(ms)] for w, ms in self._timer.baseline(phase).items()] for phase in PHASES}
+        return {
+            "version": STATE_VERSION,
+            "report": self.report().to_dict(),
+            "baselines": baselines,
+            "device": self._device_name(),
+            "winners": {phase: winner for phase, tuning in self._tunings.items() if (winner := tuning.state())},
+        }
+
+    def resume(self, state: object) -> None:
+        """Continue from the `state_dict` of an earlier run. On the same device, its baseline is not measured again.
+
+        A part that is missing, unknown or of a wrong type is ignored, and so is a state of another version.
+        """
+        data = state if isinstance(state, Mapping) and state.get("version") == STATE_VERSION else {}
+        report, winners, baselines = (_mapping(data.get(name)) for name in ("report", "winners", "baselines"))
+        if report:
+            self._before = CompileReport.from_dict({**report, "before": None})
+        device = data.get("device")
+        if not all(self._ranks.gather(isinstance(device, str) and device == self._device_name())):
+            return
+        for phase, tuning in self._tunings.items():
+            tuning.restore(winners.get(phase))
+        for phase in PHASES:
+            baseline = baseline_from_data(baselines.get(phase))
+            self._timer.restore(phase, baseline)
+            if baseline:
+                self._baselines[phase].skip()
+
+    def judge(self) -> None:
+        """Warn where compiled steps turn out slower than eager ones, and of the cause."""
+        self._warnings.of_steps(PHASES)
+        if self._called is None and "train" in self._stages:
+            self._warnings.of_run()
+
+    # ------------------------------------------------------------------------------------------ what these call
+
+    def _stop_recording(self) -> None:
+        if self._called is not None:
+            self._called.stop()
+
+    def _drop_gradients(self) -> None:
+        if self._cuda:
+            drop_overwritten_gradients(self.module.parameters())
+
+    def _end_cache(self) -> None:
+        if self._cache is None:
+            return
+        try:
+            if self._cache.active:
+                self._warnings.of_cache_dir()
+        finally:
+            self._cache.end()
+
+    def _stay_compiled(self) -> None:
+        for tuning in self._tunings.values():
+            tuning.settle("the run ended before all steps were taken")
+        self._switch.select_by_grad_mode()
+
+    def _listen(self) -> None:
+        """Hear of compiles, also after the user called ``torch.compiler.reset()``, which ends that."""
+        self._recorder.listen()
+        if self._switch.installed:
+            self._switch.trace_settings.install()
+
+    def _new_targets(self, called: Sequence[Target]) -> Sequence[Compiled]:
+        """The called modules and methods that are no targets yet; those that look alike share a graph."""
+        known = {(id(member.module), member.method) for target in self._switch.targets for member in target.members}
+        new = [one for one in called if (id(one.module), one.method) not in known]
+        return group_targets(self.module, [one for one in new if not any(overlap(one, other) for other in self._taken)])
+
+    def _targets_of(self, phase: Phase) -> Sequence[Compiled]:
+        """The targets for the report of a phase: the named ones, or those that compiled steps called."""
+        called = {region.owner.target for region in self._switch.regions(phase) if region.called}
+        return [target for target in self._switch.targets if self._called is None or target.name in called]
+
+    def _with_trained_weights(self, work: Work, *, look: bool) -> Work:
+        """The work of a train step with which weights it trains: below a frozen backbone there is less to do."""
+        if look or self._trained is None:
+            self._trained = zlib.crc32(bytes(weight.requires_grad for weight in self.module.parameters()))
+        return work.where(trained=self._trained)
+
+    def _select(self, *, compiled: bool) -> None:
+        self._compiled = compiled and self._configs[self._phase] is not None
+        self._switch.select(self._phase, compiled=compiled, frozen=self._frozen)
+
+    @property
+    def _candidate(self) -> str | None:
+        """The candidate that the step runs with, where the phase is tuned."""
+        tuning = self._tunings.get(self._phase)
+        return tuning.in_force if tuning is not None else None
+
+    def _begin_tunings(self, precision: str) -> None:
+        device, record = device_of(self.module), None
+        model = digest([architecture_fingerprint(self.module), code_fingerprint(self.module)])
+        if self._cache_dir is not None:
+            record = ModelRecord(self._cache_dir, model, read_only=not self._ranks.is_global_zero)
+        made_for = conditions(
+            model=model,
+            targets=[target.name for target in self._switch.targets],
+            passes=self._passes,
+            precision=precision,
+            device=device,
+            ranks=self._ranks.size,
+        )
+        for phase, tuning in self._tunings.items():
+            tuning.begin(device, record=record, conditions=made_for)
+            self._configs[phase] = tuning.config
+
+    def _device_name(self) -> str:
+        """What step times are compared on."""
+        device = device_of(self.module)
+        name = device_name(device)
+        if device.type == "cpu":
+            name += f", {torch.get_num_threads()} threads"
+        return name if self._ranks.size == 1 else f"{self._ranks.size} x {name}"
+
+
+def _mapping(value: object) -> Mapping[Any, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,91 @@
+"""The arguments of a compiled target that are not compiler settings, and the policy for new input shapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from compile_callbacks import _torch
+from compile_callbacks._utils.messages import check_choice
+from compile_callbacks._utils.signatures import signature
+
+OnError = Literal["eager", "raise"]
+"""After a failure of the compiler: run eagerly, or raise."""
+
+NewShapes = Literal["recompile", "eager", "raise"]
+"""For an input of a new shape: recompile, run eagerly, or raise."""
+
+RETURNING_SHAPE_CALLS = 8
+"""With ``new_shapes="eager"``, the call of this number with one shape compiles: the shape keeps coming back.
+
+torch's default ``recompile_limit`` is the same number.
+"""
+
+Verify = Literal["off", "warn", "eager", "raise"]
+"""After a difference from eager: compare nothing, warn, run eagerly, or raise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionSettings:
+    """The arguments of a compiled target that are not compiler settings.
+
+    Attributes:
+        on_error: The reaction to a failure of the compiler.
+        verify: The reaction to a difference from eager at a graph's first call.
+        new_shapes: The reaction to an input of a new shape.
+        on_trial: Whether the settings are candidates of a `Tune`. A candidate that fails or differs runs eagerly
+            whatever the other arguments are, and the `Tune` drops it. Its warnings are issued if it is chosen.
+
+    Raises:
+        ValueError: A value is not one of the choices.
+    """
+
+    on_error: OnError = "eager"
+    verify: Verify = "off"
+    new_shapes: NewShapes = "recompile"
+    on_trial: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("on_error", self.on_error, get_args(OnError))
+        check_choice("verify", self.verify, get_args(Verify))
+        check_choice("new_shapes", self.new_shapes, get_args(NewShapes))
+
+    def for_trial(self) -> RegionSettings:
+        """Return these settings for candidates of a `Tune`."""
+        return replace(self, on_error="eager", verify="off" if self.verify == "off" else "eager", on_trial=True)
+
+
+class ShapePolicy:
+    """Decides whether a call may compile, by whether an earlier call had inputs of the same shapes.
+
+    Args:
+        new_shapes: The reaction to an input of a new shape.
+    """
+
+    def __init__(self, new_shapes: NewShapes) -> None:
+        self._new_shapes = new_shapes
+        self._known: set[Any] = set()
+        self._calls: Counter[Any] = Counter()
+
+    def admit(self, args: Any, kwargs: Any) -> None:
+        """Let calls with these shapes compile."""
+        self._known.add(signature(args, kwargs))
+
+    def stance(self, args: Any, kwargs: Any) -> str | None:
+        """Return the stance for a call, see ``torch.compiler.set_stance``; ``None`` if the call may compile.
+
+        Under the stance, torch still uses a compiled graph that accepts the shapes, such as a dynamic one.
+        """
+        if self._new_shapes == "recompile":
+            return None
+        found = signature(args, kwargs)
+        if found in self._known:
+            return None
+        self._calls[found] += 1
+        returning = self._new_shapes == "eager" and self._calls[found] >= RETURNING_SHAPE_CALLS
+        # The recomputation of an activation checkpoint must not run compiled if its forward pass was eager.
+        if not self._known or (returning and not _torch.saves_through_hooks()):
+            self._known.add(found)
+            return None
+        return "eager_on_recompile" if self._new_shapes == "eager" else "fail_on_recompile"

@@ -1,0 +1,413 @@
+"""Compares each captured graph with its eager execution, at the graph's first call.
+
+This compares the graph that Dynamo captured, and never calls the user's code. The graph runs on aliases of its inputs,
+and on clones of the inputs that it writes to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from compile_callbacks import _torch
+from compile_callbacks._utils.errors import CompileError
+from compile_callbacks._utils.messages import describe_failure
+from compile_callbacks.profiling.compile_events import CompileRecorder, Owner
+from compile_callbacks.runtime.accuracy import (
+    Comparison,
+    Results,
+    compare_results,
+    random_tensor,
+    sketches,
+    tolerance,
+)
+from compile_callbacks.runtime.fallback import Fallback, describe
+from compile_callbacks.runtime.snapshot import RandomState
+from compile_callbacks.runtime.targets import Target
+
+
+class Verification:
+    """Compares the graphs of one target, and acts on differences.
+
+    Args:
+        owner: The target and the phase that the graphs are compiled for.
+        members: The modules that the graphs serve.
+        recorder: Receives an event for each graph.
+        fallback: Runs the target eagerly; its settings say what a difference does.
+    """
+
+    def __init__(
+        self, owner: Owner, members: Iterable[Target], *, recorder: CompileRecorder, fallback: Fallback
+    ) -> None:
+        self._owner = owner
+        # Torch keeps what it compiled, and so this object, for as long as the process lives: not the modules.
+        self._modules = [weakref.ref(member.module) for member in members]
+        self._recorder = recorder
+        self._fallback = fallback
+
+    def at_first_call(
+        self,
+        compiled: Callable[..., Any],
+        eager: torch.fx.GraphModule,
+        *,
+        collective: bool,
+        uses_cudagraphs: bool,
+        draws_as_eager: bool,
+    ) -> Callable[..., Any]:
+        """``compiled``, compared with ``eager`` at its first call.
+
+        Args:
+            compiled: The compiled graph.
+            eager: The captured graph.
+            collective: Whether the graph communicates with other processes. It is not compared then: processes compile
+                at different times, so an additional collective would wait forever.
+            uses_cudagraphs: Whether the compiled graph records CUDA graphs. Gradients are not compared then: torch
+                records CUDA graphs in the order of calls, and the end of a backward frees the memory of all of them.
+            draws_as_eager: Whether the compiled graph draws the same random numbers as the eager one.
+        """
+        if self._fallback.settings.verify == "off":
+            return compiled
+        pending: _FirstCall | None = _FirstCall(
+            compiled,
+            eager,
+            collective=collective,
+            uses_cudagraphs=uses_cudagraphs,
+            draws_as_eager=draws_as_eager,
+            names=self._names,
+        )
+        run = compiled
+
+        def call(*inputs: Any) -> Any:
+            nonlocal pending, run
+            if pending is None:
+                return run(*inputs)
+            first, pending = pending, None
+            run, outputs = self._call_first(first, inputs)
+            return outputs
+
+        return call
+
+    def _call_first(self, first: _FirstCall, inputs: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
+        """The function for later calls, and the outputs of this one."""
+        try:
+            accepted = self._accepts(first.compare(inputs))
+        except _CompiledGraphFailedError as failure:
+            if self._fallback.settings.on_error == "raise":
+                target, phase = self._owner[:2]
+                message = f"compiling target {target!r} for the {phase} phase failed: {describe(failure.error)}"
+                raise CompileError(message) from failure.error
+            self._fallback.gave_up = True
+            self._fallback.report(failure.error, what="its compiled code raised what eager does not")
+            accepted = False
+        if accepted:
+            return first.compiled, first.compiled(*inputs) if first.outputs is None else first.outputs
+        first.undo()
+        return first.eager.forward, first.eager.forward(*inputs)
+
+    def _accepts(self, comparison: Comparison) -> bool:
+        """Report a comparison, and decide whether the compiled graph is used."""
+        settings, (target, phase) = self._fallback.settings, self._owner[:2]
+        self._recorder.add("verify", self._owner, **vars(comparison))
+        if comparison.verdict != "differs":
+            return True
+        if settings.on_trial:
+            self._fallback.give_up_on_difference()
+            return False
+        message = f"target {target!r} differs from eager in the {phase} phase: {comparison.reason}"
+        if settings.verify == "raise":
+            raise CompileError(f"{message} (verify='raise')")
+        if settings.verify == "eager":
+            self._recorder.add("fallback", self._owner, reason=comparison.reason)
+            self._fallback.give_up_on_difference()
+            message += "; it runs eagerly from here on (verify='eager')"
+        self._fallback.say_later(message, subject="difference")
+        return settings.verify != "eager"
+
+    def _names(self, inputs: Sequence[Any]) -> list[str]:
+        """The names of a graph's inputs: those of parameters and buffers, or positions."""
+        names: dict[int, str] = {}
+        for module in filter(None, (reference() for reference in self._modules)):
+            names |= {id(buffer): f"buffer {name!r}" for name, buffer in module.named_buffers()}
+            names |= {id(parameter): f"parameter {name!r}" for name, parameter in module.named_parameters()}
+        return [names.get(id(value), f"input {position}") for position, value in enumerate(inputs)]
+
+
+class _CompiledGraphFailedError(Exception):
+    """A compiled graph raised ``error``, and its eager execution raised nothing."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _FirstCall:
+    """The first call of a graph.
+
+    If gradients are compared, the compiled graph runs on aliases of the inputs. Otherwise that run is the user's own
+    call.
+
+    Attributes:
+        compiled: The compiled graph.
+        eager: The captured graph.
+        outputs: The outputs of the user's call, if it was made.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        eager: torch.fx.GraphModule,
+        *,
+        collective: bool,
+        uses_cudagraphs: bool,
+        draws_as_eager: bool,
+        names: Callable[[Sequence[Any]], list[str]],
+    ) -> None:
+        self.compiled = compiled
+        self.eager = eager
+        self.outputs: Any = None
+        self._collective = collective
+        self._uses_cudagraphs = uses_cudagraphs
+        self._draws_as_eager = draws_as_eager
+        self._names = names
+        self._undo: list[Callable[[], None]] = []
+
+    def compare(self, inputs: Sequence[Any]) -> Comparison:
+        """Compare the eager run with the compiled one.
+
+        Raises:
+            _CompiledGraphFailedError: The compiled graph raises where the eager one does not.
+        """
+        if self._collective:
+            return Comparison("not compared", "collective")
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        random_state = RandomState(inputs)
+        try:
+            with _unnoticed(random_state):
+                aliases = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
+                facts = _torch.examine_graph(self.eager, aliases)
+                in_users_call = self._uses_cudagraphs or facts.has_subclasses or _holds_tensors(self.eager)
+                with_gradients = trains and not in_users_call
+                runs = _Runs(inputs, self._names(inputs), facts.written, with_gradients=with_gradients)
+                expected = runs.run(self._eager_function())
+                drew = random_state.drawn()
+        except Exception as error:
+            return _not_compared(error)
+        if drew and not self._draws_as_eager:
+            return Comparison("not compared", _kind_of_randomness(self.eager))
+        try:
+            if with_gradients:
+                with _unnoticed(random_state):
+                    actual = runs.run(self.compiled, expected)
+            else:
+                self._undo = [random_state.restore, runs.restore]
+                self.outputs = self.compiled(*inputs)
+                actual = runs.results(self.outputs, inputs)
+        except torch.OutOfMemoryError as error:
+            if not with_gradients:
+                raise  # from the user's own call
+            return _not_compared(error)
+        except Exception as error:
+            raise _CompiledGraphFailedError(error) from error
+
+        def rerun(which: str, keep: Collection[str]) -> Results:
+            if drew:
+                raise ValueError("it would draw other random numbers")
+            if which == "float64":
+                return runs.run(self._function_in_double(), expected, keep=keep, double=True)
+            return runs.run(self._eager_function() if which == "eager" else self.compiled, expected, keep=keep)
+
+        try:
+            with _unnoticed(None):
+                found = compare_results(expected, actual, tolerance(tensors, facts.dtypes), rerun)
+        except Exception as error:
+            return _not_compared(error)
+        if found.verdict == "equal" and trains and not with_gradients:
+            return Comparison("outputs only", max_abs_error=found.max_abs_error)
+        return found
+
+    def undo(self) -> None:
+        """Set inputs and random generators back to what they were before the user's call, if it was made."""
+        for step in self._undo:
+            step()
+
+    def _eager_function(self) -> Callable[..., Any]:
+        if not _holds_tensors(self.eager):
+            return self.eager.forward
+        # Frozen weights are attributes of the graph. So are buffers then, which the graph may write to.
+        buffers = {name: buffer.clone() for name, buffer in self.eager.named_buffers()}
+        return lambda *inputs: torch.func.functional_call(self.eager, buffers, inputs)
+
+    def _function_in_double(self) -> Callable[..., Any]:
+        return copy.deepcopy(self.eager).double().forward if _holds_tensors(self.eager) else self.eager.forward
+
+
+class _Runs:
+    """Runs a graph several times on the same inputs.
+
+    Args:
+        inputs: The user's inputs.
+        names: Their names.
+        written: Positions of the inputs that the graph writes to, and of those that share memory with them.
+        with_gradients: Whether to compute gradients, for random values at the outputs.
+    """
+
+    def __init__(
+        self, inputs: Sequence[Any], names: Sequence[str], written: Collection[int], *, with_gradients: bool
+    ) -> None:
+        self._inputs = inputs
+        self._names = names
+        self._written = sorted(written)
+        self._written_names = [names[position] for position in self._written]
+        self._with_gradients = with_gradients
+        self._saved = {_address(inputs[position]): inputs[position].untyped_storage().clone() for position in written}
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        like: Results | None = None,
+        *,
+        keep: Collection[str] = (),
+        double: bool = False,
+    ) -> Results:
+        """Run a function on aliases of the inputs.
+
+        Args:
+            function: The function.
+            like: The results of the first run, for the dtypes of the outputs.
+            keep: The gradients that are kept, in place of sketches of all.
+            double: Whether to compute in float64.
+        """
+        arguments, leaves = self._arguments(double)
+        with torch.set_grad_enabled(self._with_gradients), _torch.computing_in_double(double):
+            results = self.results(function(*arguments), arguments)
+            # Copied here: the backward of an activation checkpoint writes to them once more.
+            written = {name: results.tensors[name].detach().clone() for name in self._written_names}
+            gradients = _gradients(results.tensors, (like or results).tensors, leaves)
+        results.tensors = {name: tensor.detach() for name, tensor in results.tensors.items()} | written
+        if keep:
+            results.gradients = {name: gradients.get(name, torch.zeros_like(leaves[name])).cpu() for name in keep}
+        else:
+            results.sketches = dict.fromkeys(leaves, [0.0] * 3) | sketches(gradients)
+        return results
+
+    def results(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Results:
+        """The outputs of a call, and the inputs that it wrote to."""
+        tensors = {f"output {i}": output for i, output in enumerate(outputs) if isinstance(output, torch.Tensor)}
+        return Results(tensors | {self._names[position]: inputs[position] for position in self._written})
+
+    def restore(self) -> None:
+        """Set the user's inputs back that a call has written to."""
+        for value in (self._inputs[position] for position in self._written):
+            with torch.inference_mode(value.is_inference()):
+                value.detach().copy_(_tensor_over(self._saved[_address(value)], value))
+
+    def _arguments(self, double: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """Aliases of the inputs, clones of those that are written to, and by name the leaves of autograd's graph."""
+        arguments, leaves = list(self._inputs), dict[str, torch.Tensor]()
+        clones = {address: storage.clone() for address, storage in self._saved.items()}
+        in_double: dict[tuple[int, torch.dtype], torch.UntypedStorage] = {}
+        bases: dict[int, torch.Tensor] = {}
+        for position, value in enumerate(self._inputs):
+            if not isinstance(value, torch.Tensor):
+                continue
+            dtype = _torch.DOUBLE_OF.get(value.dtype, value.dtype) if double else value.dtype
+            if position not in self._written:
+                argument = value.detach().to(dtype)
+            elif dtype == value.dtype:
+                # Of inputs that share memory, AOTAutograd looks at the base, so a clone of a view is a view of a clone.
+                base = value if value._base is None else value._base
+                if id(base) not in bases:
+                    bases[id(base)] = _tensor_over(clones[_address(value)], base)
+                argument = bases[id(base)]
+                if value is not base:
+                    argument = argument.as_strided(value.size(), value.stride(), value.storage_offset())
+            else:
+                key = _address(value), value.dtype
+                if key not in in_double:
+                    all_of_it = value.detach().new_empty(0).set_(clones[key[0]])
+                    in_double[key] = all_of_it.to(dtype).untyped_storage()
+                argument = _tensor_over(in_double[key], value, dtype)
+            if self._with_gradients and value.requires_grad:
+                leaves[f"the gradient of {self._names[position]}"] = argument.requires_grad_()
+                argument = _NoLeaf.apply(argument) if position in self._written else argument
+            arguments[position] = argument
+        return arguments, leaves
+
+
+class _NoLeaf(torch.autograd.Function):
+    """An input that a graph writes to: autograd forbids that for the leaves of its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return _tensor_over(tensor.untyped_storage(), tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _gradients(
+    tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The gradients of leaves for random values at the tensors, the same in each run."""
+    outputs, cotangents = [], []
+    for seed, (name, tensor) in enumerate(tensors.items()):
+        if leaves and tensor.requires_grad:
+            outputs.append(tensor)
+            # In the float64 run the values are rounded too. Ones would have no gradient through a softmax.
+            random = random_tensor(tensor.shape, tensor.device, seed).to(like[name].dtype)
+            cotangents.append(random.to(tensor.dtype))
+    if not outputs:
+        return {}
+    found = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
+    return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+
+@contextlib.contextmanager
+def _unnoticed(random_state: RandomState | None) -> Iterator[None]:
+    """A context for code of which the user's program must notice nothing.
+
+    Args:
+        random_state: What the random generators are set back to.
+    """
+    try:
+        with warnings.catch_warnings(), _torch.beside_activation_checkpoints():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if random_state is not None:
+            random_state.restore()
+
+
+def _tensor_over(storage: torch.UntypedStorage, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor in some memory, with the layout of another one."""
+    if type(like) not in (torch.Tensor, torch.nn.Parameter) or like.layout is not torch.strided or like.is_conj():
+        raise TypeError(f"the graph writes to a {type(like).__name__}")
+    empty = torch.empty(0, dtype=dtype or like.dtype, device=like.device)
+    return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
+
+
+def _address(value: torch.Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def _holds_tensors(graph: torch.fx.GraphModule) -> bool:
+    return next(itertools.chain(graph.parameters(), graph.buffers()), None) is not None
+
+
+def _kind_of_randomness(graph: torch.fx.GraphModule) -> str:
+    named = any("dropout" in f"{node.target} {node.kwargs}" for node in graph.graph.nodes)
+    return "dropout" if named else "random numbers"
+
+
+def _not_compared(error: Exception) -> Comparison:
+    out_of_memory = isinstance(error, torch.OutOfMemoryError)
+    return Comparison("not compared", f"{'no memory' if out_of_memory else 'error'}: {describe_failure(error)}")
