@@ -61,8 +61,8 @@ class Turn:
 
     def listen(self) -> None:
         """End the turn while anything compiles, and take one for each measurement during a compile."""
-        _torch.callback_handler.register_start_callback(self._compile_starts)
-        _torch.callback_handler.register_end_callback(self._compile_ends)
+        _torch.events.callback_handler.register_start_callback(self._compile_starts)
+        _torch.events.callback_handler.register_end_callback(self._compile_ends)
         measure = benchmarking.benchmarker.benchmark_gpu
 
         @functools.wraps(measure)

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from compile_callbacks import _torch
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.inductor_config import InductorConfig
@@ -87,7 +87,7 @@ class PassCheck:
     @property
     def max_abs_error(self) -> float:
         """The largest difference from eager of any element."""
-        pairs = zip(_torch.tree_leaves(self.actual), _torch.tree_leaves(self.expected), strict=True)
+        pairs = zip(tree_leaves(self.actual), tree_leaves(self.expected), strict=True)
         return max((float((a.double() - b.double()).abs().max()) for a, b in pairs if _has_elements(a)), default=0.0)
 
     def assert_close(self, *, rtol: float | None = None, atol: float | None = None) -> None:
@@ -148,11 +148,13 @@ def _results(call: Any, module: nn.Module, inputs: tuple[Any, ...], phase: Phase
         outputs = call(*inputs)
     if phase == "infer":
         return outputs
-    differentiable = [out for out in _torch.tree_leaves(outputs) if isinstance(out, torch.Tensor) and out.requires_grad]
+    differentiable = [out for out in tree_leaves(outputs) if isinstance(out, torch.Tensor) and out.requires_grad]
     if differentiable:
         torch.autograd.backward([out.sum() for out in differentiable])
-    leaves = [*module.parameters(), *(x for x in _torch.tree_leaves(inputs) if isinstance(x, torch.Tensor))]
-    return _torch.tree_map_tensors(torch.Tensor.detach, outputs), [leaf.grad for leaf in leaves if leaf.requires_grad]
+    leaves = [*module.parameters(), *(x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor))]
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs), [
+        leaf.grad for leaf in leaves if leaf.requires_grad
+    ]
 
 
 def _has_elements(value: Any) -> bool:

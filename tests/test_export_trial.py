@@ -24,7 +24,7 @@ def crashing(package: Path, to: Path) -> Path:
     """A copy of a package whose code crashes when it is loaded."""
     source = to.with_suffix(".cpp")
     source.write_text(_CRASHES)
-    library = Path(_torch.build_cpp(source)).read_bytes()
+    library = Path(_torch.inductor.build_cpp(source)).read_bytes()
     with zipfile.ZipFile(package) as original, zipfile.ZipFile(to, "w") as copy:
         for entry in original.infolist():
             copy.writestr(entry, library if entry.filename.endswith(".wrapper.so") else original.read(entry))
@@ -45,14 +45,14 @@ def test_a_package_is_tried_in_another_process_which_alone_ends_if_it_crashes(tm
 
 @pytest.mark.gpu
 def test_an_export_for_a_gpu_that_crashes_is_refused_and_leaves_no_file(tmp_path, monkeypatch):
-    compile_package = _torch.compile_package
+    compile_package = _torch.export.compile_package
 
     def compile_crashing(program, path, options):
         made = tmp_path / "made.pt2"
         compile_package(program, str(made), options)
         crashing(made, Path(path))
 
-    monkeypatch.setattr(_torch, "compile_package", compile_crashing)
+    monkeypatch.setattr(_torch.export, "compile_package", compile_crashing)
     with pytest.raises(ExportError, match="was ended by SIGABRT"):
         export(mlp().cuda(), (torch.randn(4, 8, device="cuda"),), tmp_path / "folder" / "net.pt2")
     assert not (tmp_path / "folder" / "net.pt2").exists()

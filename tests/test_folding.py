@@ -37,7 +37,7 @@ class Folded:
 
     def _backend(self, graph, inputs):
         with folding(self.settings):
-            return _torch.compile_graph(
+            return _torch.inductor.compile_graph(
                 graph,
                 inputs,
                 patches=self._patches,

@@ -15,9 +15,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileWarning
 from compile_callbacks._utils.files import atomic_write
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
@@ -253,7 +253,7 @@ class AOTInductorExport(Callback):
     def _keep(self, trainer: Trainer, stage: str, batch: Any) -> None:
         """Keep the first batch of a stage, before a step changes it in place."""
         if stage not in self._batches and trainer.is_global_zero:
-            self._batches[stage] = _torch.tree_map_tensors(lambda t: t.detach().to("cpu", copy=True), batch)
+            self._batches[stage] = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), batch)
 
     def _example(self, pl_module: LightningModule) -> ExampleCall:
         """The inputs of the exported module."""

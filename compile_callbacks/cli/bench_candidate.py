@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from compile_callbacks import _torch
 from compile_callbacks._utils.import_ref import resolve
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
@@ -37,7 +37,7 @@ class Subject:
 
     def shapes(self) -> str:
         """The shapes of all input tensors, such as ``"4x3x224x224"``."""
-        tensors = [x for x in _torch.tree_leaves((self.args, self.kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, torch.Tensor)]
         return ", ".join("x".join(map(str, x.shape)) or "scalar" for x in tensors) or "no tensor"
 
 
@@ -67,7 +67,7 @@ def load(name: str, device: torch.device, input_shape: Sequence[int] | None = No
     if inputs is not None and input_shape is not None:
         raise ValueError(f"--input has no effect: {name!r} returns its own inputs")
     inputs = torch.randn(*input_shape) if input_shape is not None else inputs
-    inputs = _torch.tree_map_tensors(lambda x: x.to(device), inputs)
+    inputs = tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
     if isinstance(inputs, Mapping):
         return Subject(name, device, module.to(device), kwargs=inputs)
     return Subject(name, device, module.to(device), tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
@@ -207,7 +207,7 @@ class Candidate:
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in _torch.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
 def _loss(outputs: Any) -> torch.Tensor:

@@ -95,7 +95,7 @@ def _nvidia_smi(field: str) -> list[str]:
 def check_cache_folder() -> Check:
     """Check that Inductor's cache folder can be written to, has room, and is not mounted noexec."""
     try:
-        folder = _torch.cache_folder()
+        folder = _torch.caches.cache_folder()
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -137,9 +137,9 @@ def _is_noexec(folder: Path) -> bool:
 def check_cpp_compiler() -> Check:
     """Check that Inductor's C++ compiler builds a library with OpenMP that can be loaded."""
     try:
-        compiler = _torch.cpp_compiler()
+        compiler = _torch.inductor.cpp_compiler()
     except (RuntimeError, OSError, ValueError):
-        tried = " and ".join(map(repr, _torch.cpp_compilers_tried()))
+        tried = " and ".join(map(repr, _torch.inductor.cpp_compilers_tried()))
         return Check(
             status="failed",
             found=f"none: {tried} does not run" if tried else "none: CXX is set to nothing",
@@ -150,7 +150,7 @@ def check_cpp_compiler() -> Check:
         source = Path(folder, "program.cpp")
         source.write_text(_PROGRAM)
         try:
-            threads = ctypes.CDLL(str(_torch.build_cpp(source))).threads()
+            threads = ctypes.CDLL(str(_torch.inductor.build_cpp(source))).threads()
         except Exception as error:
             return Check(
                 status="failed",

@@ -71,8 +71,8 @@ def list_modes(device: torch.device) -> list[dict[str, Any]]:
         device: The device that modules will run on.
     """
     rows: list[tuple[Any, ...]] = []
-    for name in _torch.mode_names():
-        options = _torch.resolve_options(name, {}, None)
+    for name in _torch.inductor.mode_names():
+        options = _torch.inductor.resolve_options(name, {}, None)
         rows.append((name, "mode", _FOR.get(name, ""), None, options, _idle_cudagraphs(options, device)))
     for template in map(templates.get, templates.names()):
         lacks = template.falls_back(device) or _idle_cudagraphs(template.resolved_options(device), device)

@@ -160,12 +160,12 @@ class InductorConfig:
         Args:
             device: The module's device, which may lack what the template needs; ``None``: nothing is missing.
         """
-        options = _torch.resolve_options(self.mode, {}, self.dynamic)
+        options = _torch.inductor.resolve_options(self.mode, {}, self.dynamic)
         if self.template is not None:
             options |= templates.get(self.template).resolved_options(device)
         if self.freezing is not None:
             options["freezing"] = self.freezing
-        return options | _torch.resolve_options(None, self.options, self.dynamic)
+        return options | _torch.inductor.resolve_options(None, self.options, self.dynamic)
 
     def template_falls_back(self, device: torch.device) -> str | None:
         """What the template lacks on a device and what is used instead; ``None`` if nothing is missing."""
@@ -244,7 +244,7 @@ def _texts(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _identity(value: object) -> str:
-    if isinstance(value, (GraphPass, *_torch.TORCH_PASS_TYPES)):
+    if isinstance(value, (GraphPass, *_torch.passes.TORCH_PASS_TYPES)):
         return pass_identity(value)
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"

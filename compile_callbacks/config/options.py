@@ -33,15 +33,15 @@ def as_options(options: object) -> Mapping[str, Any]:
         if not isinstance(given, str):
             raise TypeError(f"options has the key {given!r}, which is no option name")
         name = given.replace("-", "_")
-        if name not in _torch.option_names():
-            names = [n for n in sorted(_torch.option_names()) if n[0].islower()]
+        if name not in _torch.inductor.option_names():
+            names = [n for n in sorted(_torch.inductor.option_names()) if n[0].islower()]
             raise ValueError(unknown("options key", given, names))
         if name in checked:
             raise ValueError(f"options={dict(options)!r} has {name!r} in two spellings; give one of them")
         if name in HOOK_OPTIONS.values():
             if value is not None:  # torch takes a string, and compiles nothing
                 (value,) = as_passes((value,), f"options[{given!r}]")
-        elif not _fits(value, expected := _torch.option_type(name)):
+        elif not _fits(value, expected := _torch.inductor.option_type(name)):
             raise TypeError(
                 f"options[{given!r}]={value!r} must be of type {_type_name(expected)}, not {type(value).__name__}"
             )
@@ -102,9 +102,9 @@ def check_loaded(data: Mapping[str, Any], allow_passes: Sequence[str]) -> None:
 
 def _is_choice(name: str, value: object) -> bool:
     """Whether an option's value is one of a fixed set of strings; an unknown option is refused elsewhere."""
-    if name not in _torch.option_names():
+    if name not in _torch.inductor.option_names():
         return True
-    expected = _torch.option_type(name)
+    expected = _torch.inductor.option_type(name)
     kinds = (expected, *typing.get_args(expected))  # Literal, or the members of Optional[Literal]
     if isinstance(value, str) and _BACKEND_LISTS.fullmatch(name):
         return _NAMES.fullmatch(value) is not None
@@ -117,7 +117,7 @@ def check_mode(mode: object, argument: str = "mode", also: tuple[str, ...] = ())
         return
     if not isinstance(mode, str):
         raise TypeError(f"{argument}={mode!r} must be the name of a mode, not {type(mode).__name__}")
-    choices = [*_torch.mode_names(), *also]
+    choices = [*_torch.inductor.mode_names(), *also]
     if mode not in choices:
         raise ValueError(unknown(argument, mode, choices))
 

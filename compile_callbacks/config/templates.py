@@ -64,7 +64,7 @@ class Template:
             device: The module's device; ``options`` are left out if it lacks something. ``None``: nothing is missing.
         """
         lacks = device is not None and self.missing(device) is not None
-        return {**_torch.resolve_options(self.mode, {}, None), **({} if lacks else self.options)}
+        return {**_torch.inductor.resolve_options(self.mode, {}, None), **({} if lacks else self.options)}
 
     def falls_back(self, device: torch.device) -> str | None:
         """What is missing on this device and what is used instead, in a sentence; ``None`` if nothing is missing."""
@@ -94,13 +94,13 @@ def get(name: str) -> Template:
 def _without_triton(device: torch.device) -> str | None:
     if device.type == "cpu":
         return "a GPU, and the module is on a CPU"
-    return None if _torch.has_triton() else "Triton, which is not installed or does not know this GPU"
+    return None if _torch.inductor.has_triton() else "Triton, which is not installed or does not know this GPU"
 
 
 def _without_cutlass(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "an NVIDIA GPU"
-    if _torch.has_cutlass():
+    if _torch.inductor.has_cutlass():
         return None
     return "the CUTLASS library (pip install nvidia-cutlass, or option cutlass.cutlass_dir)"
 
@@ -111,7 +111,7 @@ def _without_tma(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:  # the Tensor Memory Accelerator came with Hopper, compute capability 9.0
         return f"a GPU of compute capability 9.0 or higher, and this is {major}.{minor}"
-    return None if _torch.has_triton_tma() else "a Triton that knows the Tensor Memory Accelerator"
+    return None if _torch.inductor.has_triton_tma() else "a Triton that knows the Tensor Memory Accelerator"
 
 
 @functools.cache

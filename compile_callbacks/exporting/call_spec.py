@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
-from compile_callbacks import _torch
 from compile_callbacks.config.options import dtype_name
 from compile_callbacks.profiling.step_timer import call_times_ms
 
@@ -198,7 +198,7 @@ class ExampleCall(NamedTuple):
 
     def on(self, device: torch.device) -> ExampleCall:
         """Copy the inputs to a device."""
-        args, kwargs = _torch.tree_map_tensors(lambda tensor: tensor.to(device), tuple(self))
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tuple(self))
         return ExampleCall(args, kwargs)
 
     def times_ms(self, callee: Callable[..., Any], device: torch.device) -> tuple[float, ...]:
@@ -242,7 +242,8 @@ def _leaves(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
         if isinstance(value, torch.Tensor):  # the usual case, without the overhead of a tree
             yield name, value
         else:
-            yield from ((name + path, leaf) for path, leaf in _torch.named_leaves(value))
+            leaves, _ = tree_flatten_with_path(value)
+            yield from ((name + keystr(path), leaf) for path, leaf in leaves)
 
 
 def _describe(leaf: Any, batch: int | None) -> TensorInput | str:

@@ -113,7 +113,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
         raise ExportError(f"{path} was exported for a {device} device, and none is available")
     is_compiled = any(_AOTI_FOLDER in name for name in names)
     try:
-        run = _torch.load_package(str(path)) if is_compiled else _torch.load_program(str(path))
+        run = _torch.export.load_package(str(path)) if is_compiled else _torch.export.load_program(str(path))
     except Exception as error:
         versions = f"torch {made_by} wrote it, and this is {torch.__version__}"
         reason = in_one_line(describe_failure(error))
@@ -240,7 +240,7 @@ def try_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, A
     with tempfile.TemporaryDirectory() as folder:
         tensors = Path(folder, "inputs.pt")
         torch.save(spec.tensors(spec.bind(args, kwargs)), tensors)
-        command = [sys.executable, "-P", "-W", "ignore", "-c", _torch.RUN_PACKAGE, str(path), str(tensors)]
+        command = [sys.executable, "-P", "-W", "ignore", "-c", _torch.export.RUN_PACKAGE, str(path), str(tensors)]
         try:
             subprocess.run(command, capture_output=True, timeout=_PATIENCE_SECONDS, check=True)
         except OSError:  # this Python, embedded in another program, cannot start a process

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileWarning
@@ -95,7 +96,7 @@ def export(
     if format == "export" and settings != InductorConfig():
         message = f"config={settings.describe()!r} has no effect with format='export', which compiles nothing"
         _warn(message)
-    call = _Call(_torch.unwrap_dynamo(module), example_inputs, kwargs, dynamic_batch=dynamic_batch)
+    call = _Call(_torch.dynamo.unwrap_dynamo(module), example_inputs, kwargs, dynamic_batch=dynamic_batch)
     metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
     check_writable(path)
     with atomic_write(path) as temporary, as_deployed(module):
@@ -103,12 +104,12 @@ def export(
         if format == "export":
             # Else the example batch goes into the file, and with it a part of somebody's data.
             program.example_inputs = None
-            _torch.save_program(program, str(temporary), {SPEC_KEY: metadata})
+            _torch.export.save_program(program, str(temporary), {SPEC_KEY: metadata})
         else:
             with torch.autocast(call.device.type, enabled=False):  # it is in the program
                 _compile(program, temporary, settings, call.device, metadata)
             if verify:
-                compared = call.compare(_torch.program_as_module(program), temporary)
+                compared = call.compare(_torch.export.program_as_module(program), temporary)
                 if compared.verdict == "not compared":
                     message = f"{path} is not compared with eager: {compared.reason}"
                     _warn(message)
@@ -126,7 +127,7 @@ class _Call:
         *,
         dynamic_batch: bool,
     ) -> None:
-        tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise ValueError("example_inputs hold no tensor; a package computes from tensors")
         if dynamic_batch and tensors[0].dim() == 0:
@@ -148,7 +149,7 @@ class _Call:
             self._batches.append(torch.cat([own, own]) if batch == 1 else own)
             return self._batches[-1]
 
-        self._args, self._kwargs = _torch.tree_map_tensors(example, (bound.args, bound.kwargs))
+        self._args, self._kwargs = tree_map_only(torch.Tensor, example, (bound.args, bound.kwargs))
 
     def traced(self) -> Any:
         """The program that ``torch.export`` makes of it."""
@@ -157,8 +158,8 @@ class _Call:
         for tensor in self._batches:
             shapes[tensor] = {0: batch}
         try:
-            with _torch.quiet_export():
-                program = _torch.export_program(
+            with _torch.export.quiet_export():
+                program = _torch.export.export_program(
                     self._module, self._module.forward, self._args, self._kwargs, shapes, self.spec.signature
                 )
                 # A program knows no autocast from without until its operators are traced once more.
@@ -204,16 +205,18 @@ def check_equal(eager: nn.Module, package: ExportedModule, args: Any, kwargs: An
     """
 
     def run(function: Callable[..., Any], change: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Results:
-        outputs = _torch.tree_leaves(function(*_torch.tree_map_tensors(change, args), **changed_kwargs(change)))
+        outputs = tree_leaves(function(*tree_map_only(torch.Tensor, change, args), **changed_kwargs(change)))
         return Results({f"output {i}": leaf for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)})
 
     def changed_kwargs(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        changed: dict[str, Any] = _torch.tree_map_tensors(change, kwargs)
+        changed: dict[str, Any] = tree_map_only(torch.Tensor, change, kwargs)
         return changed
 
     def run_in_double(which: str, keep: Collection[str]) -> Results:
-        with _torch.computing_in_double(True):
-            return run(copy.deepcopy(eager).double(), lambda x: x.to(_torch.DOUBLE_OF.get(x.dtype, x.dtype), copy=True))
+        with _torch.graphs.computing_in_double(True):
+            return run(
+                copy.deepcopy(eager).double(), lambda x: x.to(_torch.graphs.DOUBLE_OF.get(x.dtype, x.dtype), copy=True)
+            )
 
     before = Snapshot(eager)
     try:
@@ -221,7 +224,7 @@ def check_equal(eager: nn.Module, package: ExportedModule, args: Any, kwargs: An
         if before.drew():
             return Comparison("not compared", "random numbers: the module draws some")
         actual = run(package)
-        values = (*eager.parameters(), *_torch.tree_leaves((args, kwargs)))
+        values = (*eager.parameters(), *tree_leaves((args, kwargs)))
         allowed = tolerance([value for value in values if isinstance(value, torch.Tensor)])
         compared = compare_results(expected, actual, allowed, run_in_double)
     except torch.OutOfMemoryError as error:
@@ -243,9 +246,11 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
     skipped: list[Any] = []
     while True:
         try:
-            return _torch.compile_package(program, str(path), options | pass_options(passes, "infer", skipped=skipped))
+            return _torch.export.compile_package(
+                program, str(path), options | pass_options(passes, "infer", skipped=skipped)
+            )
         except Exception as error:
-            failure = next((cause for cause in _torch.causes(error) if isinstance(cause, GraphPassError)), None)
+            failure = next((cause for cause in _torch.dynamo.causes(error) if isinstance(cause, GraphPassError)), None)
             if failure is None:
                 raise ExportError(f"AOTInductor failed: {in_one_line(describe_failure(error), 400)}") from error
             skipped.append(failure.failed)
@@ -295,7 +300,7 @@ def _why(error: Exception) -> str:
 
 def _users_line(error: Exception) -> str | None:
     """The last line of the user's code that an error passed through."""
-    inside = (_torch.torch_folder(), f"{Path(__file__).parents[1]}{os.sep}")
+    inside = (_torch.export.torch_folder(), f"{Path(__file__).parents[1]}{os.sep}")
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     users = [line for line in lines if Path(line[0]).is_file() and not line[0].startswith(inside)]
     return f"{users[-1][0]}:{users[-1][1]}" if users else None

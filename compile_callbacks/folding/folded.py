@@ -25,7 +25,7 @@ def folding(settings: FoldSettings) -> Iterator[None]:
     token = _settings.set(settings)
     try:
         # Folding depends on these settings, so that they belong to the key of torch's cache.
-        with _torch.bundled_cache(tag=f"fold_weights={settings.limit_mb}"):
+        with _torch.caches.bundled_cache(tag=f"fold_weights={settings.limit_mb}"):
             yield
     finally:
         _settings.reset(token)
@@ -44,28 +44,28 @@ def compile_inner(module: GraphModule, example_inputs: Sequence[Any], **kwargs: 
             halves = None
         if halves is not None:
             inputs = [*halves.folded, *(example_inputs[place] for place in halves.keeps)]
-            main = _torch.compile_inner(halves.main, inputs, **{**kwargs, "static_input_idxs": halves.static})
+            main = _torch.inductor.compile_inner(halves.main, inputs, **{**kwargs, "static_input_idxs": halves.static})
             folded = FoldedGraph(halves, weights, main)
             folded.announce(settings)
             return folded
-    return _torch.compile_inner(module, example_inputs, **kwargs)
+    return _torch.inductor.compile_inner(module, example_inputs, **kwargs)
 
 
 def _compile_weight_half(halves: Split, example_inputs: Sequence[Any]) -> Any:
     inputs = [*halves.folded, *(example_inputs[place] for place in halves.reads)]
     # The weight half runs rarely and writes to its own memory, so that autotuning and CUDA graphs gain nothing. Passes
     # are written for the user's graph, not for this one.
-    with _torch.aside_of_main_graph():
-        return _torch.compile_inner(
+    with _torch.inductor.aside_of_main_graph():
+        return _torch.inductor.compile_inner(
             halves.weights,
             inputs,
             static_input_idxs=range(len(inputs)),
-            cudagraphs=_torch.no_cudagraphs(),
+            cudagraphs=_torch.inductor.no_cudagraphs(),
             is_inference=True,
         )
 
 
-class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
+class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
     """Calls the main half with tensors that the weight half computed from the current weights.
 
     Attributes:
@@ -141,7 +141,9 @@ class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
             self._weights([*self._memory, *weights])
         if self._hook is None:
             method = weakref.WeakMethod(self.after_step)
-            self._hook = _torch.after_optimizer_steps(lambda optimizer, *_: (live := method()) and live(optimizer))
+            self._hook = _torch.autograd.after_optimizer_steps(
+                lambda optimizer, *_: (live := method()) and live(optimizer)
+            )
         # Inference tensors have no version, so that results computed from them may be outdated at any time.
         self._stale = any(weight.is_inference() for weight in weights)
         self._seen, self._ids = weights, set(map(id, weights))
@@ -152,7 +154,7 @@ class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
 
     def prepare_for_serialization(self) -> None:
         """Called on a copy, before it is pickled into torch's cache."""
-        self._weights, self._main = _torch.serializable(self._weights), _torch.serializable(self._main)
+        self._weights, self._main = _torch.caches.serializable(self._weights), _torch.caches.serializable(self._main)
         self._begin()
         del self._pick, self._keep
 
@@ -160,14 +162,14 @@ class FoldedGraph(_torch.output_code_class()):  # type: ignore[misc]
         """Called after torch's cache returned the graph."""
         self._begin()
         with torch.inference_mode(False), torch.no_grad():
-            folded = [_torch.fake_tensor(*layout) for layout in self._layouts]
-        with _torch.aside_of_main_graph():
-            self._weights = _torch.restored(
+            folded = [_torch.graphs.fake_tensor(*layout) for layout in self._layouts]
+        with _torch.inductor.aside_of_main_graph():
+            self._weights = _torch.caches.restored(
                 self._weights,
                 [*folded, *(example_inputs[place] for place in self._reads)],
-                {**graph_kwargs, "cudagraphs": _torch.no_cudagraphs()},
+                {**graph_kwargs, "cudagraphs": _torch.inductor.no_cudagraphs()},
             )
-        self._main = _torch.restored(
+        self._main = _torch.caches.restored(
             self._main, [*folded, *(example_inputs[place] for place in self._keeps)], graph_kwargs
         )
         if (settings := _settings.get()) is not None:

@@ -163,7 +163,7 @@ class _Arithmetic:
         self._dtype = dtype
 
     def call(self, target: Any, *arguments: Any) -> Node:
-        return _torch.add_node(self._graph, target, arguments)
+        return _torch.graphs.add_node(self._graph, target, arguments)
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         return node if _dtype(node) == dtype else self.call(_CAST, node, dtype)

@@ -84,7 +84,7 @@ def split(module: GraphModule, static: Collection[int], limit_bytes: int) -> Spl
         return True
 
     absorb_scales(graph, lambda: _depending_on(graph, weights), fits)
-    if _torch.wants_channels_last(GraphModule(module, graph)):
+    if _torch.inductor.wants_channels_last(GraphModule(module, graph)):
         _lay_out_for_convolutions(graph, _depending_on(graph, weights))
     cut = _worth_folding(graph, weights, limit_bytes)
     if not cut:
@@ -115,7 +115,7 @@ def _mutated(graph: Graph) -> set[Node]:
     """The placeholders that a graph writes to, or passes to a function whose side effects are unknown."""
     written = set()
     for node in graph.nodes:
-        if node.op != "call_function" or (isinstance(node.target, _torch.OpOverload) and not _mutates(node)):
+        if node.op != "call_function" or (isinstance(node.target, _torch.graphs.OpOverload) and not _mutates(node)):
             continue
         if node.target is not operator.getitem:
             written |= {source for source in node.all_input_nodes if source.op == "placeholder"}
@@ -162,7 +162,7 @@ def _is_pure(node: Node) -> bool:
     if node.op == "get_attr" or node.target is operator.getitem:
         return True
     return (
-        isinstance(node.target, _torch.OpOverload)
+        isinstance(node.target, _torch.graphs.OpOverload)
         and not _mutates(node)
         and not node.is_impure()
         and torch.Tag.nondeterministic_seeded not in node.target.tags
@@ -173,7 +173,7 @@ def _is_view(node: Node) -> bool:
     """Whether a node's value is a view of its first argument."""
     if node.target is operator.getitem:
         return _is_view(node.args[0])  # type: ignore[arg-type]
-    return isinstance(node.target, _torch.OpOverload) and any(
+    return isinstance(node.target, _torch.graphs.OpOverload) and any(
         returned.alias_info is not None for returned in node.target._schema.returns
     )
 
@@ -194,7 +194,9 @@ def _lay_out_for_convolutions(graph: Graph, depending: set[Node]) -> None:
         if weight.meta["val"].is_contiguous(memory_format=torch.channels_last):
             continue
         with graph.inserting_before(node):
-            laid_out = _torch.add_node(graph, _aten.clone.default, (weight,), {"memory_format": torch.channels_last})
+            laid_out = _torch.graphs.add_node(
+                graph, _aten.clone.default, (weight,), {"memory_format": torch.channels_last}
+            )
         node.update_arg(1, laid_out)
 
 
@@ -252,7 +254,7 @@ def _readers(node: Node, depending: set[Node]) -> set[Node]:
 
 def _saves_traffic(node: Node, sources: Iterable[Node], depending: set[Node]) -> bool:
     read_from_memory = any(
-        isinstance(reader.target, _torch.OpOverload) and reader.target.overloadpacket in _READS_FROM_MEMORY
+        isinstance(reader.target, _torch.graphs.OpOverload) and reader.target.overloadpacket in _READS_FROM_MEMORY
         for reader in _readers(node, depending)
     )
     return read_from_memory or _bytes(node.meta["val"]) <= _total_bytes(sources)

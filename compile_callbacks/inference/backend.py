@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 from torch import nn
 
-from compile_callbacks._torch import is_dynamo_wrapper
+from compile_callbacks._torch.dynamo import is_dynamo_wrapper
 from compile_callbacks._utils.device import as_device
 from compile_callbacks._utils.fingerprints import architecture_fingerprint, digest
 from compile_callbacks.config.inductor_config import InductorConfig

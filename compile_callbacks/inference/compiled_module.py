@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from compile_callbacks import _torch
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.inference.saved_state import Sample, on_device
 from compile_callbacks.report.report import CompileReport
@@ -133,7 +133,7 @@ class CompiledInference:
         """An argument with `_as_input` applied to its tensors; a single tensor avoids the overhead of a tree."""
         if isinstance(value, torch.Tensor):
             return self._as_input(value)
-        return _torch.tree_map_tensors(self._as_input, value)
+        return tree_map_only(torch.Tensor, self._as_input, value)
 
     def _as_input(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same kind as those of the samples, with the same memory if possible."""

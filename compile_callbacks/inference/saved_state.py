@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from compile_callbacks import _torch
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.runtime.target_settings import NewShapes, OnError
 
@@ -110,7 +110,9 @@ class SavedBackend:
             on_error=checked["on_error"],
             new_shapes=checked["new_shapes"],
             device=device,
-            samples=as_samples(_torch.tree_map_tensors(synthetic, checked["samples"]) if samples is None else samples),
+            samples=as_samples(
+                tree_map_only(torch.Tensor, synthetic, checked["samples"]) if samples is None else samples
+            ),
             module=checked["module"],
             state_dict=state_dict,
         )
@@ -175,7 +177,7 @@ def as_samples(samples: object) -> list[Sample]:
 
 def on_device(sample: Sample, device: torch.device) -> Sample:
     """Copy a sample to a device."""
-    args, kwargs = _torch.tree_map_tensors(lambda tensor: tensor.to(device, copy=True), sample)
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), sample)
     return args, kwargs
 
 
@@ -189,7 +191,7 @@ def written_down(samples: Sequence[Sample]) -> list[Any]:
         [as_plain(list(args), f"samples[{index}] args"), as_plain(kwargs, f"samples[{index}] kwargs")]
         for index, (args, kwargs) in enumerate(samples)
     ]
-    described: list[Any] = _torch.tree_map_tensors(lambda tensor: tensor.to("meta"), plain)
+    described: list[Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), plain)
     return described
 
 
@@ -219,7 +221,7 @@ def _as_sample(index: int, sample: object) -> Sample:
     for name in kwargs:
         if not isinstance(name, str):
             raise TypeError(f"{where} has the keyword argument {name!r}, which is not a string")
-    args, kwargs = _torch.tree_map_tensors(_on_host, (tuple(args), dict(kwargs)))
+    args, kwargs = tree_map_only(torch.Tensor, _on_host, (tuple(args), dict(kwargs)))
     return args, kwargs
 
 

@@ -51,7 +51,7 @@ def is_inference_graph(hook: str, graph: Graph) -> bool:
         return not (torch.is_grad_enabled() and _any_input_requires_grad(graph))
     if hook.startswith("joint"):
         return graph_kind(hook, graph) == "inference"
-    return _torch.inference_flag_of_caller()
+    return _torch.passes.inference_flag_of_caller()
 
 
 def _any_input_requires_grad(graph: Graph) -> bool:

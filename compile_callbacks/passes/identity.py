@@ -90,7 +90,7 @@ class _Describer:
             return f"{type(value).__name__}:{value!r}"
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}={self.text(value.value)}"
-        if isinstance(value, _torch.TORCH_PASS_TYPES):
+        if isinstance(value, _torch.passes.TORCH_PASS_TYPES):
             return self.pass_text(value)
         if isinstance(value, torch.Tensor):
             return _describe_tensor(value)
@@ -102,7 +102,7 @@ class _Describer:
             return f"dict[{','.join(sorted(f'{self.text(k)}={self.text(v)}' for k, v in value.items()))}]"
         if isinstance(value, (types.FunctionType, type)):
             return self.code_text(value)
-        if isinstance(value, _torch.OPERATOR_TYPES):
+        if isinstance(value, _torch.graphs.OPERATOR_TYPES):
             return str(value)
         if isinstance(value, types.BuiltinFunctionType):
             return f"{value.__module__}.{value.__qualname__}"

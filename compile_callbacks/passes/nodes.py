@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from compile_callbacks import _torch
 
@@ -26,7 +27,7 @@ def find_nodes(graph: Graph, *targets: Any) -> list[Node]:
         TypeError: A target that is no operator.
     """
     for target in targets:
-        if not isinstance(target, _torch.OPERATOR_TYPES):
+        if not isinstance(target, _torch.graphs.OPERATOR_TYPES):
             raise TypeError(f"target={target!r} must be an operator such as torch.ops.aten.mul.Tensor")
     return [node for node in graph.nodes if node.op == "call_function" and _is_one_of(node.target, targets)]
 
@@ -49,13 +50,13 @@ def call_before(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         ValueError: An argument is a node without ``meta["val"]``, as those of a graph at ``"pre_grad"`` are, or an
             operator that Inductor writes out before its passes run, and has no code for after that.
     """
-    if _torch.is_decomposed(target):
+    if _torch.graphs.is_decomposed(target):
         raise ValueError(f"Inductor has no code for {target} here: before its passes run it writes it out in others")
     for source in _nodes((args, kwargs)):
         if "val" not in source.meta:
             raise ValueError(f"node {source.name!r} has no meta['val']; graphs at 'pre_grad' have none yet")
     with node.graph.inserting_before(node):
-        return _torch.add_node(node.graph, target, args, kwargs)
+        return _torch.graphs.add_node(node.graph, target, args, kwargs)
 
 
 def replace_node(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -89,11 +90,11 @@ def _is_one_of(target: Any, targets: Collection[Any]) -> bool:
 
 
 def _nodes(value: Any) -> list[Node]:
-    return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, Node)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
 
 
 def _layout(node: Node) -> Any:
     return [
         f"{value.dtype}{list(value.shape)} on {value.device}" if isinstance(value, torch.Tensor) else value
-        for value in _torch.tree_leaves(node.meta.get("val"))
+        for value in tree_leaves(node.meta.get("val"))
     ]

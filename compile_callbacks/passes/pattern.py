@@ -79,7 +79,7 @@ class PatternPass(GraphPass):
     def __call__(self, graph: Graph, is_inference: bool) -> None:
         """Replace the pattern wherever it is found and ``where`` agrees."""
         if self._matcher is None:
-            self._matcher = _torch.pattern_matcher(
+            self._matcher = _torch.passes.pattern_matcher(
                 self.pattern, self.replacement, self.example_inputs, self._admits, self.name
             )
         self._is_inference = is_inference

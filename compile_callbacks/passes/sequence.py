@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.fingerprints import digest
@@ -56,7 +57,7 @@ class PassRun:
         return asdict(self)
 
 
-class PassSequence(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
+class PassSequence(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
     """The one pass that torch is given for a hook point.
 
     Args:
@@ -92,7 +93,7 @@ class PassSequence(_torch.GRAPH_PASS_BASE):  # type: ignore[misc]
             if isinstance(graph_pass, GraphPass):
                 returned = graph_pass(graph, is_inference)
             else:
-                returned = _torch.run_pass(graph_pass, graph, is_inference)
+                returned = _torch.passes.run_pass(graph_pass, graph, is_inference)
         except Exception as error:
             raise self._error(graph_pass, f"raised {type(error).__name__}: {error}") from error
         seconds = time.perf_counter() - started
@@ -171,7 +172,7 @@ class _Snapshot:
 def _outputs(graph: Graph) -> list[tuple[str, str | None]]:
     """The name of each output, and its dtype and shape if they are known."""
     outputs = []
-    for value in _torch.tree_leaves([node.args for node in graph.find_nodes(op="output")]):
+    for value in tree_leaves([node.args for node in graph.find_nodes(op="output")]):
         tensor = value.meta.get("val") if isinstance(value, Node) else None
         kind = (
             f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

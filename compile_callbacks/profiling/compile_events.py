@@ -143,7 +143,7 @@ class CompileRecorder:
         self._part: CompilePart = "graph"
         self._breaks_seen = 0
         self._reset_since: set[Owner] = set()  # whose graphs torch.compiler.reset() discarded
-        self._breaks: set[tuple[Owner, _torch.GraphBreak]] = set()
+        self._breaks: set[tuple[Owner, _torch.events.GraphBreak]] = set()
         self._records_seen: set[int] = set()
 
     @property
@@ -166,22 +166,22 @@ class CompileRecorder:
 
     def listen(self) -> None:
         """Begin to hear of compiles; called again, it notices if ``torch.compiler.reset()`` ended that."""
-        if self._start in _torch.callback_handler.start_callbacks:
+        if self._start in _torch.events.callback_handler.start_callbacks:
             self._listening = True
             return
         if self._listening:
             self._reset_since = {owner for owner in self._owners.values() if owner is not None}
             self._owners.clear()  # compile ids begin again
         self._listening = True
-        _, self._breaks_seen = _torch.graph_breaks(0)
-        for _ in _torch.compilation_records(self._records_seen):
+        _, self._breaks_seen = _torch.events.graph_breaks(0)
+        for _ in _torch.events.compilation_records(self._records_seen):
             pass
-        _torch.callback_handler.register_start_callback(self._start)
-        _torch.callback_handler.register_end_callback(self._end)
+        _torch.events.callback_handler.register_start_callback(self._start)
+        _torch.events.callback_handler.register_end_callback(self._end)
 
     def listen_again(self) -> None:
         """Continue to hear of compiles after ``torch.compiler.reset()`` within a step; takes 0.2 µs."""
-        if self._listening and self._start not in _torch.callback_handler.start_callbacks:
+        if self._listening and self._start not in _torch.events.callback_handler.start_callbacks:
             self.listen()
             self.on_reset()
 
@@ -189,7 +189,7 @@ class CompileRecorder:
         """Hear no more, and leave nothing behind in torch."""
         self.collect()
         self._listening = False
-        _torch.unregister(self._start, self._end)
+        _torch.events.unregister(self._start, self._end)
 
     def graph_compiled(self) -> None:
         """Called by a target's backend for each graph that it is given."""
@@ -222,7 +222,7 @@ class CompileRecorder:
         """Read what torch has written down since the last call: it does so after a compile's end is announced."""
         if not self._listening:  # what compiles now is not ours, and after torch._dynamo.reset() ids begin anew
             return
-        for record in _torch.compilation_records(self._records_seen):
+        for record in _torch.events.compilation_records(self._records_seen):
             owner = self._owners.get(record.compile_id)
             if owner is None:
                 self._look_for_limit(record)
@@ -234,12 +234,12 @@ class CompileRecorder:
             if record.cudagraph_skip_reason:
                 self.add("cudagraph_skip", owner, reason=record.cudagraph_skip_reason)
 
-    def _look_for_limit(self, record: _torch.CompilationRecord) -> None:
+    def _look_for_limit(self, record: _torch.events.CompilationRecord) -> None:
         """Torch gives up on a frame at its recompile limit without announcing a compile."""
         if not record.hit_recompile_limit:
             return
-        frame = _torch.frame_of(record.compile_id)
-        owner = next((owner for known, owner in self._owners.items() if _torch.frame_of(known) == frame), None)
+        frame = _torch.events.frame_of(record.compile_id)
+        owner = next((owner for known, owner in self._owners.items() if _torch.events.frame_of(known) == frame), None)
         if owner is not None and owner not in self.limits_hit:
             last = explain_recompile(record.recompile_reason) if record.recompile_reason else "torch gives no reason"
             self.limits_hit[owner] = last
@@ -251,7 +251,7 @@ class CompileRecorder:
         owner = self.owner
         if owner is not None:
             self._owners[args.compile_id] = owner
-        elif args.callback_trigger is _torch.DYNAMO_TRIGGER:
+        elif args.callback_trigger is _torch.events.DYNAMO_TRIGGER:
             self._owners.pop(args.compile_id, None)  # after torch._dynamo.reset() ids begin anew
         else:
             owner = self._owners.get(args.compile_id)
@@ -269,7 +269,7 @@ class CompileRecorder:
             return
         owner, started = self._running
         self._running = None
-        breaks, self._breaks_seen = _torch.graph_breaks(self._breaks_seen)
+        breaks, self._breaks_seen = _torch.events.graph_breaks(self._breaks_seen)
         if owner is None:
             return
         self._on_end()

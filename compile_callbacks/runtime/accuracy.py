@@ -231,7 +231,7 @@ def _confirmed_error(
         return math.inf
     if _rms(a - r) / scale <= allowed:
         return None
-    if _torch.is_as_accurate(e / scale, a / scale, r / scale, tolerance=allowed, lenient=lenient):
+    if _torch.graphs.is_as_accurate(e / scale, a / scale, r / scale, tolerance=allowed, lenient=lenient):
         return None
     return _rms(a - e) / scale
 

@@ -48,7 +48,7 @@ class CalledTargets:
 
     def start(self) -> None:
         """Begin to record; not if the user's own profiler is running, because Python has one profile function."""
-        if sys.getprofile() is not None or _torch.is_profiling():
+        if sys.getprofile() is not None or _torch.dynamo.is_profiling():
             return
         modules = [(name, module) for name, module in self._root.named_modules() if name]
         self._modules = {
@@ -83,7 +83,7 @@ class CalledTargets:
 
     def _call_begins(self, frame: FrameType) -> None:
         code = frame.f_code
-        if code in _NO_FORWARD_PASS or _torch.is_compiled_call(code):
+        if code in _NO_FORWARD_PASS or _torch.dynamo.is_compiled_call(code):
             self._inside = frame
         elif code is _MODULE_CALL or (code.co_argcount and code.co_varnames[0] == "self"):
             module = frame.f_locals.get("self")

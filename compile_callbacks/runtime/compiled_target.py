@@ -72,7 +72,7 @@ class CompiledRegion:
         self._config = config
         self._members = target.members
         self._shares_as_asked = isinstance(target, RepeatedBlocks) and target.asked_for
-        self._one_limit = len(self._members) == 1 and not _torch.SHARES_RECOMPILE_LIMIT
+        self._one_limit = len(self._members) == 1 and not _torch.dynamo.SHARES_RECOMPILE_LIMIT
         self._recorder = recorder
         self._isolation = isolation or Isolation()
         self._warn = warn or WarnOnce()
@@ -102,7 +102,7 @@ class CompiledRegion:
         if self._isolation.eager:
             return member.eager(*args, **kwargs)
         self.called = True
-        if _torch.is_transformed():
+        if _torch.dynamo.is_transformed():
             return self._call_transformed(member, args, kwargs)
         self.ran = True
         return self._run(member, *args, **kwargs)
@@ -121,11 +121,11 @@ class CompiledRegion:
     def _run(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
         # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within one, the
         # compiled function continues to run: it executes the graphs that differ eagerly.
-        if self._fallback.gave_up and not _torch.saves_through_hooks():
+        if self._fallback.gave_up and not _torch.autograd.saves_through_hooks():
             return member.eager(*args, **kwargs)
         if self.owner.frozen:
             self._refreeze_if_weights_changed()
-        if self._hooks_seen != _torch.hooks_registered():
+        if self._hooks_seen != _torch.dynamo.hooks_registered():
             self._look_for_hooks()
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
             return member.eager(*args, **kwargs)
@@ -138,7 +138,7 @@ class CompiledRegion:
         try:
             result = self._compiled_call(member, args, kwargs)
         except Exception as error:
-            if not _torch.raised_while_compiling(error):
+            if not _torch.dynamo.raised_while_compiling(error):
                 raise
             failure = error
         finally:
@@ -222,10 +222,12 @@ class CompiledRegion:
     def _limit_factor(self) -> int:
         """How many times as many graphs as torch's recompile limit allows for the code of one target."""
         # Behind a break, both phases' graphs are on the user's code.
-        phases = 2 if _torch.SHARES_RECOMPILE_LIMIT and self.owner in self._recorder.broken else 1
+        phases = 2 if _torch.dynamo.SHARES_RECOMPILE_LIMIT and self.owner in self._recorder.broken else 1
         # Blocks that differ are compiled each; below torch's limit there is nothing to lift, at 10 µs a call.
         many = (
-            len(self._members) > 1 and self._compiler.graphs > 1 and self._compiler.graphs >= _torch.recompile_limit()
+            len(self._members) > 1
+            and self._compiler.graphs > 1
+            and self._compiler.graphs >= _torch.dynamo.recompile_limit()
         )
         return phases * (len(self._members) if many else 1)
 
@@ -247,19 +249,19 @@ class CompiledRegion:
 
     def _compile(self) -> None:
         name = re.sub(r"\W", "_", f"{self.owner.target}_{self.owner.phase}")
-        compiled = _torch.compile_function(
-            _torch.function_with_own_cache(_calling(self._members[0].function), name),
+        compiled = _torch.dynamo.compile_function(
+            _torch.dynamo.function_with_own_cache(_calling(self._members[0].function), name),
             self._compiler.compile,
             fullgraph=self._config.fullgraph,
             dynamic=self._config.dynamic,
         )
         if self._guards_hooks:
-            compiled = _torch.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
-        as_chosen = self.owner.phase == "train" and _torch.ddp_treatment_is_chosen()
+            compiled = _torch.dynamo.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
+        as_chosen = self.owner.phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
         if torch.distributed.is_available() and not as_chosen:
-            compiled = _torch.outside_ddp(compiled)  # whole graphs were faster (docs/many_gpus.md)
+            compiled = _torch.distributed.outside_ddp(compiled)  # whole graphs were faster (docs/many_gpus.md)
         self._compiled = compiled
-        self._compiled_beyond_limit = _torch.with_dynamo_settings(
+        self._compiled_beyond_limit = _torch.dynamo.with_dynamo_settings(
             compiled, recompile_limit=lambda limit: self._limit_factor * limit
         )
 
@@ -273,7 +275,7 @@ class CompiledRegion:
         Guards on hooks would see it too, at a sixth more for each call's guards; so they are paid for only by a
         module that has hooks, whose removal they notice.
         """
-        self._hooks_seen = _torch.hooks_registered()
+        self._hooks_seen = _torch.dynamo.hooks_registered()
         if not self._guards_hooks and any(member.has_hooks for member in self._members):
             self._guards_hooks = True
             self._compile()
@@ -282,8 +284,8 @@ class CompiledRegion:
         """Dynamo begins to trace: if it fails after a graph break, the effects of the code before it are undone."""
         if not before_compile:
             before_compile.append(Snapshot(member.module))
-            self._while_tracing.enter_context(_torch.without_weak_references())
-            self._while_tracing.enter_context(_torch.without_odd_gradients())
+            self._while_tracing.enter_context(_torch.dynamo.without_weak_references())
+            self._while_tracing.enter_context(_torch.dynamo.without_odd_gradients())
 
     def _without_compiler(self, member: Target, failure: BaseException, args: Any, kwargs: Any) -> Any:
         """The call done eagerly, after the compiler gave up on it."""

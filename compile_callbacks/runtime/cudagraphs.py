@@ -26,7 +26,7 @@ def with_repaired_warmup(
     index = torch.cuda.current_device() if device.index is None else device.index
 
     def call(*inputs: Any) -> Any:
-        if _torch.end_failed_warmup(index):
+        if _torch.inductor.end_failed_warmup(index):
             on_repair()
         return compiled(*inputs)
 

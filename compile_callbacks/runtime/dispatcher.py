@@ -135,7 +135,7 @@ class PhaseSwitch:
         self._made: dict[tuple[Phase, str | None], list[_Made]] = {}
         self._config_of: dict[tuple[Phase, str | None], InductorConfig] = {}
         self._in_use: dict[Phase, tuple[InductorConfig | None, str | None]] = {}
-        self._trace_settings = _torch.TraceSettings(
+        self._trace_settings = _torch.events.TraceSettings(
             ours=lambda: recorder.owner is not None,
             frozen=lambda: recorder.owner is not None and recorder.owner.frozen,
         )
@@ -253,7 +253,7 @@ class PhaseSwitch:
             dispatcher.session = session
 
     @property
-    def trace_settings(self) -> _torch.TraceSettings:
+    def trace_settings(self) -> _torch.events.TraceSettings:
         """The settings that hold while the targets are traced."""
         return self._trace_settings
 

@@ -59,7 +59,7 @@ class Ranks:
         """The run is over: restore the timeouts, and destroy the group. Safe to call twice, and after an exception."""
         for backend, timeout in self._timeouts:
             with contextlib.suppress(Exception):  # the user's code may have destroyed the group
-                _torch.set_collective_timeout(backend, timeout)
+                _torch.distributed.set_collective_timeout(backend, timeout)
         self._timeouts = []
         group, self._group = self._group, None
         if group is not None:
@@ -79,9 +79,9 @@ class Ranks:
         return values
 
     def _raise_timeouts(self) -> None:
-        for backend, timeout in _torch.collective_timeouts():
+        for backend, timeout in _torch.distributed.collective_timeouts():
             if timeout < LEAST_TIMEOUT:
-                _torch.set_collective_timeout(backend, LEAST_TIMEOUT)
+                _torch.distributed.set_collective_timeout(backend, LEAST_TIMEOUT)
                 self._timeouts.append((backend, timeout))
 
 

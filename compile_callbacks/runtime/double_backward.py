@@ -85,22 +85,22 @@ class _BackwardPasses:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         if len(tensors) != len(node.next_functions) or len(inputs) != len(node.needs_input_grad):
             self._why_not = "inputs of its graph share their memory"
-        elif not all(self._only_notes_down(i) for i in _torch.mutated_inputs(node)):
+        elif not all(self._only_notes_down(i) for i in _torch.autograd.mutated_inputs(node)):
             self._why_not = "its graph changes an input, such as a buffer, that it computes with"
-        elif _torch.has_backward_of_its_own(self._eager):
+        elif _torch.autograd.has_backward_of_its_own(self._eager):
             self._why_not = "there is a torch.autograd.Function in it"
         else:
-            self._noted_down = set(_torch.mutated_inputs(node))
-        _torch.wrap_backward(node, self._wrap)
+            self._noted_down = set(_torch.autograd.mutated_inputs(node))
+        _torch.autograd.wrap_backward(node, self._wrap)
 
     def _wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """What runs in the place of a compiled backward pass."""
 
         def backward(node: Any, *arguments: Any) -> Any:
             if torch.is_grad_enabled():
-                return self._recompute(node, _torch.gradients_given(arguments))
-            if _torch.graph_is_kept():
-                with _torch.donated_buffers_kept(node) as context:
+                return self._recompute(node, _torch.autograd.gradients_given(arguments))
+            if _torch.autograd.graph_is_kept():
+                with _torch.autograd.donated_buffers_kept(node) as context:
                     return compiled(context, *arguments)
             vars(node).pop("computed_from", None)
             return compiled(node, *arguments)
@@ -189,7 +189,7 @@ def _made_by(output: Any, earlier: Collection[Any] = ()) -> tuple[Any, int, bool
         return None
     node, nr, is_view = output.grad_fn, output.output_nr, False
     while node is not None and node not in earlier:
-        if _torch.is_compiled_node(node):
+        if _torch.autograd.is_compiled_node(node):
             return node, nr, is_view
         if len(node.next_functions) != 1:
             return None

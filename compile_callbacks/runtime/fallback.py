@@ -78,7 +78,7 @@ class Fallback:
 
 def failed_pass(error: BaseException) -> GraphPassError | None:
     """The error of a graph pass among an error's causes."""
-    return next((cause for cause in _torch.causes(error) if isinstance(cause, GraphPassError)), None)
+    return next((cause for cause in _torch.dynamo.causes(error) if isinstance(cause, GraphPassError)), None)
 
 
 def describe(error: BaseException) -> str:

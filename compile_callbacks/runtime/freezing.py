@@ -84,12 +84,12 @@ def _weights(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not _torch.is_tensor_subclass(tensor)
+    return tensor.layout is torch.strided and not _torch.graphs.is_tensor_subclass(tensor)
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The dense tensors that hold a tensor's values: those of a sparse one, and those inside of a subclass."""
-    if _torch.is_tensor_subclass(tensor):
+    if _torch.graphs.is_tensor_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from _parts(getattr(tensor, name))
     elif tensor.layout is torch.sparse_coo:

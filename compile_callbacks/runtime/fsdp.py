@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks._torch import is_sharded
+from compile_callbacks._torch.fsdp import is_sharded
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 
@@ -39,7 +39,9 @@ def innermost_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
         Their dotted names in ``root``, ``""`` for itself, and the modules.
     """
     units = {
-        name: part for name, part in root.named_modules() if _torch.is_fsdp2_unit(part) or _torch.is_fsdp1_unit(part)
+        name: part
+        for name, part in root.named_modules()
+        if _torch.fsdp.is_fsdp2_unit(part) or _torch.fsdp.is_fsdp1_unit(part)
     }
     return [
         (without_wrappers(name), unit)
@@ -50,7 +52,7 @@ def innermost_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def wrapped_by_fsdp1(module: nn.Module) -> nn.Module | None:
     """What an FSDP1 wrapper calls; ``None`` where the module is none."""
-    return module.module if _torch.is_fsdp1_unit(module) else None  # type: ignore[return-value]
+    return module.module if _torch.fsdp.is_fsdp1_unit(module) else None  # type: ignore[return-value]
 
 
 def why_refused(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
@@ -64,7 +66,7 @@ def why_refused(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
     """
     if not is_sharded(root) or not any(configs.values()):
         return None
-    if _torch.has_flat_weights(root):
+    if _torch.fsdp.has_flat_weights(root):
         return (
             "torch.compile does not support FSDP1 with use_orig_params=False: leave the argument out of FSDPStrategy, "
             "whose default is True, or shard with FSDP2 (ModelParallelStrategy)"

@@ -87,10 +87,10 @@ class GraphCompiler:
         self._device = _device_of(example_inputs)
         self._note_template()
         attempt = _Attempt()
-        eager = _torch.eager_graph(graph_module)  # a copy, because Inductor changes the graph that it compiles
-        collective = _torch.has_collective(graph_module)
-        with self._folding() as inner_compile, _torch.generated_with_constants() as generated:
-            compiled = _torch.compile_graph(
+        eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph that it compiles
+        collective = _torch.graphs.has_collective(graph_module)
+        with self._folding() as inner_compile, _torch.inductor.generated_with_constants() as generated:
+            compiled = _torch.inductor.compile_graph(
                 graph_module,
                 example_inputs,
                 patches=self._patches(attempt),
@@ -112,7 +112,7 @@ class GraphCompiler:
             eager,
             collective=collective,
             uses_cudagraphs=uses_cudagraphs,
-            draws_as_eager=_torch.draws_as_eager(self._config.resolved_options(self._device)),
+            draws_as_eager=_torch.inductor.draws_as_eager(self._config.resolved_options(self._device)),
         )
         if torch.is_grad_enabled() and not self._member.sharded:
             target = self._owner.target
@@ -141,8 +141,8 @@ class GraphCompiler:
         """Give back what compiled code takes, weights that are folded or baked in among it."""
         self.free_folded()
         self._folded.clear()
-        _torch.forget_compiled(self.compile)
-        _torch.forget_generated(self._generated)
+        _torch.dynamo.forget_compiled(self.compile)
+        _torch.inductor.forget_generated(self._generated)
         self._generated.clear()
 
     def _patches(self, attempt: _Attempt) -> dict[str, Any]:
@@ -223,10 +223,10 @@ class GraphCompiler:
     def _folding(self) -> Iterator[Callable[..., Any]]:
         """How to compile a graph of AOTAutograd's: with its weight arithmetic folded, where that is asked for."""
         if self._owner.frozen or not self._config.folds_weights(self._owner.phase):
-            yield _torch.compile_inner
+            yield _torch.inductor.compile_inner
         elif reason := self._why_not_folded():
             self._not_folded(reason)
-            yield _torch.compile_inner
+            yield _torch.inductor.compile_inner
         else:
             # Imported here: it takes Inductor's code generator with it, which takes seconds.
             from compile_callbacks.folding.folded import compile_inner, folding
@@ -241,7 +241,7 @@ class GraphCompiler:
             return MOVING_WEIGHTS
         if self._shared:
             return "repeated blocks share a graph, and each has weights of its own"
-        if _torch.has_tensor_subclasses(self._member.module):
+        if _torch.graphs.has_tensor_subclasses(self._member.module):
             return "its weights are tensor subclasses, as shards are: what holds their memory may change"
         return None
 

@@ -171,7 +171,7 @@ class CompileSession:
         if self._ranks.is_global_zero:
             self._warnings.of_settings(self._configs, sharded=is_sharded(self.module), cuda=self._cuda)
         if any(self._settings.values()):
-            _torch.import_inductor()
+            _torch.inductor.import_inductor()
         if self._cache is not None:
             self._cache.begin(clean=self._ranks.is_global_zero)
         self._recorder.listen()

@@ -85,7 +85,7 @@ class ShapePolicy:
         self._calls[found] += 1
         returning = self._new_shapes == "eager" and self._calls[found] >= RETURNING_SHAPE_CALLS
         # The recomputation of an activation checkpoint must not run compiled if its forward pass was eager.
-        if not self._known or (returning and not _torch.saves_through_hooks()):
+        if not self._known or (returning and not _torch.autograd.saves_through_hooks()):
             self._known.add(found)
             return None
         return "eager_on_recompile" if self._new_shapes == "eager" else "fail_on_recompile"

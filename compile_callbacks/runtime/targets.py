@@ -96,7 +96,7 @@ class Target:
     @property
     def has_hooks(self) -> bool:
         """Whether hooks run in what is compiled."""
-        return _torch.has_call_hooks(self.module, own=self.method is None)
+        return _torch.dynamo.has_call_hooks(self.module, own=self.method is None)
 
     @property
     def sharded(self) -> bool:
@@ -271,8 +271,8 @@ def adopt_compiled(root: nn.Module, left_alone: frozenset[Phase] = frozenset()) 
             root._compiler_ctx = None  # type: ignore[assignment]
     for prefix, parent in list(root.named_modules(remove_duplicate=False)):
         for name, child in list(parent._modules.items()):
-            if child is not None and _torch.is_dynamo_wrapper(child):
-                parent._modules[name] = _torch.compiled_in_place(child)
+            if child is not None and _torch.dynamo.is_dynamo_wrapper(child):
+                parent._modules[name] = _torch.dynamo.compiled_in_place(child)
                 adopted.append(f"{prefix}.{name}".removeprefix("."))
     return adopted
 

@@ -192,7 +192,7 @@ class _FirstCall:
         try:
             with _unnoticed(random_state):
                 aliases = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
-                facts = _torch.examine_graph(self.eager, aliases)
+                facts = _torch.graphs.examine_graph(self.eager, aliases)
                 in_users_call = self._uses_cudagraphs or facts.has_subclasses or _holds_tensors(self.eager)
                 with_gradients = trains and not in_users_call
                 runs = _Runs(inputs, self._names(inputs), facts.written, with_gradients=with_gradients)
@@ -286,7 +286,7 @@ class _Runs:
             double: Whether to compute in float64.
         """
         arguments, leaves = self._arguments(double)
-        with torch.set_grad_enabled(self._with_gradients), _torch.computing_in_double(double):
+        with torch.set_grad_enabled(self._with_gradients), _torch.graphs.computing_in_double(double):
             results = self.results(function(*arguments), arguments)
             # Copied here: the backward of an activation checkpoint writes to them once more.
             written = {name: results.tensors[name].detach().clone() for name in self._written_names}
@@ -318,7 +318,7 @@ class _Runs:
         for position, value in enumerate(self._inputs):
             if not isinstance(value, torch.Tensor):
                 continue
-            dtype = _torch.DOUBLE_OF.get(value.dtype, value.dtype) if double else value.dtype
+            dtype = _torch.graphs.DOUBLE_OF.get(value.dtype, value.dtype) if double else value.dtype
             if position not in self._written:
                 argument = value.detach().to(dtype)
             elif dtype == value.dtype:
@@ -379,7 +379,7 @@ def _unnoticed(random_state: RandomState | None) -> Iterator[None]:
         random_state: What the random generators are set back to.
     """
     try:
-        with warnings.catch_warnings(), _torch.beside_activation_checkpoints():
+        with warnings.catch_warnings(), _torch.autograd.beside_activation_checkpoints():
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -62,7 +62,7 @@ def fit(module: Classifier, *callbacks: pl.Callback, timeout: float = 300, ddp: 
 
 def timeouts() -> list[float]:
     """The timeouts of the rank's collectives, in seconds."""
-    return sorted(timeout.total_seconds() for _, timeout in _torch.collective_timeouts())
+    return sorted(timeout.total_seconds() for _, timeout in _torch.distributed.collective_timeouts())
 
 
 class Timeouts(pl.Callback):

@@ -1,0 +1,146 @@
+"""What torch reports of its compiles: start and end, graph breaks and metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+callback_handler = torch._dynamo.callback.callback_handler
+"""Torch's list of functions to call when a compile starts and ends."""
+
+DYNAMO_TRIGGER = torch._dynamo.callback.CallbackTrigger.DYNAMO
+"""The trigger of a compile that begins with tracing, not with a backward pass or a CUDA-graph recording."""
+
+
+class TraceSettings:
+    """Global settings that hold while a compile of ours is traced, and for nobody else's.
+
+    They are set when torch announces a compile and taken back at its end; set around each call they would cost
+    10 µs a call.
+
+    - ``torch._inductor.config.freezing``: Dynamo looks at the global alone to decide whether weights become
+      constants; ``options={"freezing": True}`` does not reach it.
+    - ``torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags``: torch 2.11 skips the guards on tensors in a
+      dictionary, as a module's weights are, where nothing was put into it since they held. So it does not see
+      ``requires_grad`` change (what thaws would get no gradient), nor another dtype that came through ``.data``, as
+      ``module.double()`` has it, nor that an input is a buffer which the call changes. What guards on all of them cost
+      is in docs/correctness.md; from torch 2.12 on the setting changes nothing of that.
+    - ``torch._dynamo.config.use_recursive_dict_tags_for_guards``: with it, torch 2.11 does not see that a module which
+      had no parameters is given one.
+    - Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output:
+      a warning about code that is not the user's.
+
+    Args:
+        ours: Whether the compile that begins is ours.
+        frozen: Whether weights are to be baked in.
+    """
+
+    def __init__(self, *, ours: Callable[[], bool], frozen: Callable[[], bool]) -> None:
+        self._ours = ours
+        self._frozen = frozen
+        self._settings = contextlib.ExitStack()
+
+    def install(self) -> None:
+        """Begin to watch for compiles."""
+        if self._start not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._start)
+            callback_handler.register_end_callback(self._end)
+
+    def remove(self) -> None:
+        """Watch no more."""
+        unregister(self._start, self._end)
+
+    def _start(self, args: Any) -> None:
+        from torch._inductor import config
+
+        if not self._ours():
+            return
+        self._settings.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+        if self._frozen():  # `WeightWatch` looks at weights that are baked in
+            self._settings.enter_context(config.patch(freezing=True))
+        elif torch.__version__.startswith("2.11."):
+            shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
+            self._settings.enter_context(torch._dynamo.config.patch(dict.fromkeys(shortcuts, False)))
+
+    def _end(self, args: Any) -> None:
+        self._settings.close()
+
+
+def unregister(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Take two functions out of torch's lists; ``torch._dynamo.reset()`` may have done so already."""
+    for callbacks, mine in (
+        (callback_handler.start_callbacks, start),
+        (callback_handler.end_callbacks, end),
+    ):
+        if mine in callbacks:
+            callbacks.remove(mine)
+
+
+class GraphBreak(NamedTuple):
+    """Where and why Dynamo ended a graph early."""
+
+    reason: str
+    file: str | None
+    line: int | None
+
+
+def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
+    """The graph breaks of this process since the ``after``-th, and how many there are now."""
+    reasons = torch._dynamo.utils.graph_break_reasons
+    if len(reasons) < after:  # torch._dynamo.reset() empties the list
+        after = 0
+    found = []
+    for reason in reasons[after:]:
+        if reason.reason.startswith("DDPOptimizer "):
+            continue  # a graph that is split for DDP: torch counts it as a break, though nothing runs in between
+        where = reason.user_stack[-1] if reason.user_stack else None
+        found.append(GraphBreak(reason.reason, where.filename if where else None, where.lineno if where else None))
+    return found, len(reasons)
+
+
+class CompilationRecord(NamedTuple):
+    """What torch's compilation metrics say of one compiled frame."""
+
+    compile_id: str
+    is_forward: bool
+    recompile_reason: str | None
+    hit_recompile_limit: bool
+    cache_hits: int
+    cache_misses: int
+    cudagraph_skip_reason: str | None
+
+
+def frame_of(compile_id: str) -> str:
+    """The part of a compile's id that all compiles of one piece of code share: "3" of "3/1"."""
+    return compile_id.partition("/")[0]
+
+
+def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
+    """The metrics of compiles that ended since the last call; ``seen`` remembers which those were."""
+    metrics = torch._dynamo.utils.get_compilation_metrics()
+    for entry in metrics:
+        key = entry.start_time_us or id(entry)
+        if key in seen or entry.compile_id is None:
+            continue
+        seen.add(key)
+        hits, misses = (
+            entry.aotautograd_local_cache_hit_count or 0,
+            entry.aotautograd_local_cache_miss_count or 0,
+        )
+        if not hits and not misses:
+            hits = entry.inductor_fx_local_cache_hit_count or 0
+            misses = entry.inductor_fx_local_cache_miss_count or 0
+        yield CompilationRecord(
+            entry.compile_id,
+            entry.is_forward is not False,
+            entry.recompile_reason,
+            "recompile limit exceeded" in (entry.fail_reason or ""),
+            hits,
+            misses,
+            entry.cudagraph_skip_reason,
+        )

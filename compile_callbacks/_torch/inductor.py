@@ -1,0 +1,275 @@
+"""Inductor: modes and options, the C++ compiler, compiling a graph, CUDA graphs and generated modules."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compile_callbacks._torch.caches import autocast_state, tagged_cache
+from compile_callbacks._torch.dynamo import CONTROL_FLOW
+from compile_callbacks._torch.graphs import copy_of_graph, eager_graph
+
+
+def mode_names() -> list[str]:
+    """The modes that the installed torch knows."""
+    return list(torch._inductor.list_mode_options())
+
+
+@functools.cache
+def option_names() -> frozenset[str]:
+    """The Inductor options that the installed torch knows."""
+    return frozenset(torch._inductor.list_options())
+
+
+def option_type(name: str) -> Any:
+    """The annotated type of an Inductor option. ``list_options()`` gives names alone."""
+    from torch._inductor import config
+
+    return config.get_type(name)  # type: ignore[attr-defined]
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed and knows this machine's GPU."""
+    from torch.utils._triton import has_triton
+
+    return bool(has_triton())
+
+
+def has_triton_tma() -> bool:
+    """Whether Triton can load through the Tensor Memory Accelerator, by either of its interfaces."""
+    from torch.utils._triton import has_triton_tma_device
+
+    return bool(has_triton_tma_device())
+
+
+def has_cutlass() -> bool:
+    """Whether Inductor finds the CUTLASS library."""
+    from torch._inductor.codegen.cutlass.utils import try_import_cutlass
+
+    return bool(try_import_cutlass())
+
+
+def resolve_options(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> dict[str, Any]:
+    """What a mode and options come to, as patches of ``torch._inductor.config``.
+
+    Torch's own wrapper does the work, so that a mode means here what it means in ``torch.compile``, with the
+    environment variables that CUDA graphs need.
+    """
+    wrapper = torch._TorchCompileInductorWrapper(mode, dict(options) or None, dynamic)
+    return dict(wrapper.config)
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor calls; where it looks, and what it takes for one that works, is its own.
+
+    Raises:
+        RuntimeError: None of `cpp_compilers_tried` works.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
+def cpp_compilers_tried() -> list[str]:
+    """What Inductor would call as C++ compiler, the first that works: ``CXX`` as it was when torch was imported."""
+    from torch._inductor import config
+
+    tried = config.cpp.cxx
+    return [name for name in (tried if isinstance(tried, (list, tuple)) else [tried]) if name]
+
+
+def build_cpp(source: Path) -> Path:
+    """Build a shared library of a C++ file beside it, as Inductor does of its kernels.
+
+    The flags for OpenMP, Python's headers and torch's differ between compilers; Inductor's builder knows them.
+
+    Raises:
+        RuntimeError: There is no compiler, or it fails.
+    """
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+
+    builder = CppBuilder(source.stem, str(source), CppTorchOptions(warning_all=False), str(source.parent))
+    builder.build()
+    return Path(builder.get_target_file_path())
+
+
+def import_inductor() -> None:
+    """Import Inductor's compiler, as ``torch.compile(module)`` does when it is called.
+
+    The import takes a second, which would otherwise be part of the first compiled step.
+    """
+    import torch._inductor.compile_fx  # noqa: F401
+
+
+def compile_graph(
+    graph_module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    patches: Mapping[str, Any],
+    fallback: Callable[[Exception], bool],
+    other_patches: Callable[[Exception], Mapping[str, Any] | None] = lambda error: None,
+    on_lowered: Callable[[float, bool], None],
+    inner_compile: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph, forward and backward, with Inductor.
+
+    ``compile_fx`` is what ``backend="inductor"`` calls. The backward graph is compiled with the forward one
+    (``force_non_lazy_backward_lowering``, the setting of torch's own ahead-of-time path), because a failure in
+    it would else surface in the user's ``backward()``, where the step can no longer be done eagerly.
+
+    Args:
+        graph_module: The traced graph.
+        example_inputs: Its inputs.
+        patches: Inductor settings for this graph.
+        fallback: Asked with the error where compiling fails; ``True`` has the graph run eagerly.
+        other_patches: Asked first: settings to compile the graph with once more, from the start; ``None`` for none.
+        on_lowered: Told the seconds that each half took, and whether it was the backward one.
+        inner_compile: Compiles what AOTAutograd makes of the graph; see `compile_inner`.
+
+    Returns:
+        The compiled graph, or the graph itself, untouched, where compiling failed and ``fallback`` agreed.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    def timed_inner_compile(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        output = inner_compile(*args, **kwargs)
+        on_lowered(time.perf_counter() - started, bool(kwargs.get("is_backward")))
+        return output
+
+    # compile_fx owns and changes what it is given.
+    eager = copy_of_graph(graph_module)
+    while True:
+        try:
+            with functorch_config.patch(force_non_lazy_backward_lowering=True), tagged_cache(autocast_state()):
+                return compile_fx(  # type: ignore[return-value]
+                    graph_module, example_inputs, inner_compile=timed_inner_compile, config_patches=dict(patches)
+                )
+        except CONTROL_FLOW:
+            raise
+        except Exception as error:
+            if (others := other_patches(error)) is not None:
+                graph_module, patches = copy_of_graph(eager), others
+            elif fallback(error):
+                return eager_graph(eager).forward
+            else:
+                raise
+
+
+def draws_as_eager(options: Mapping[str, Any]) -> bool:
+    """Whether compiled code draws the random numbers that eager code draws."""
+    from torch._inductor import config
+
+    return bool(options.get("fallback_random", config.fallback_random))
+
+
+@contextlib.contextmanager
+def generated_with_constants() -> Iterator[list[types.ModuleType]]:
+    """The Python modules that Inductor generates meanwhile with constants of their own, frozen weights for example.
+
+    Inductor keeps every module that it has loaded, for good. It shares those without constants between graphs.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    before, found = len(PyCodeCache.modules), list[types.ModuleType]()
+    try:
+        yield found
+    finally:
+        shared = set(map(id, PyCodeCache.modules_no_attr.values()))
+        found += [module for module in PyCodeCache.modules[before:] if id(module) not in shared]
+
+
+def forget_generated(modules: Sequence[types.ModuleType]) -> None:
+    """Take modules of `generated_with_constants` out of Inductor's list, so that they go with the last use of them."""
+    from torch._inductor.codecache import PyCodeCache
+
+    gone = set(map(id, modules))
+    PyCodeCache.modules[:] = [module for module in PyCodeCache.modules if id(module) not in gone]
+    for module in modules:
+        if sys.modules.get(module.__name__) is module:
+            del sys.modules[module.__name__]
+
+
+def output_code_class() -> Any:
+    """The base of compiled graphs: what derives from it may stand in torch's cache, as its ``RegionalOutputCode``."""
+    from torch._inductor.output_code import OutputCode
+
+    return OutputCode
+
+
+def compile_inner(module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor alone, on a graph of ATen operators."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    # Where AOTAutograd's cache holds whole graphs (`bundled_cache`), Inductor's own would be left out; but what is made
+    # of an empty graph without that setting could not be held.
+    empty = not any(node.op == "call_function" for node in module.graph.nodes)
+    with functorch_config.patch(bundled_autograd_cache=empty and functorch_config.bundled_autograd_cache):
+        return compile_fx_inner(module, example_inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def aside_of_main_graph() -> Iterator[None]:
+    """Compile something without a trace in what torch notes down of the graph that is being compiled.
+
+    Torch keeps the strides of the last graph's outputs for the main one; and passes, tuning and CUDA graphs are the
+    user's settings for the main one.
+    """
+    from torch._inductor import config
+
+    outer = torch._guards.TracingContext.get()
+    context = torch._guards.TracingContext(outer.fake_mode)
+    plain = {option: None for option in config.get_config_copy() if option.endswith("_custom_pre_pass")}
+    plain |= {option: None for option in config.get_config_copy() if option.endswith("_custom_post_pass")}
+    with torch._guards.tracing(context), config.patch({**plain, "max_autotune": False, "triton.cudagraphs": False}):
+        yield
+
+
+def no_cudagraphs() -> Any:
+    """The setting of one graph."""
+    from torch._inductor.utils import BoxedBool
+
+    return BoxedBool(False)
+
+
+def end_failed_warmup(device_index: int) -> bool:
+    """Repair the CUDA graphs of a device after a warm-up run has raised, with `torch.OutOfMemoryError` for example.
+
+    Torch 2.11 and 2.15 keep the failed run as the current node of the device's tree, without its outputs. All later
+    calls on the device then fail with an empty ``AssertionError`` (2.11), or skip the warm-up of that graph. There is
+    no public function for it except ``torch.compiler.reset()``, which drops all compiled code of the process. To be
+    deleted when ``CUDAGraphTreeManager.run_eager`` restores the current node after an exception.
+
+    Returns:
+        Whether the current node was such a run.
+    """
+    from torch._inductor.cudagraph_trees import CUDAWarmupNode, get_manager
+
+    manager = get_manager(device_index, create_if_none_exists=False)
+    node = manager and manager.current_node
+    if not isinstance(node, CUDAWarmupNode) or not node.stack_traces:
+        return False
+    missing = len(node.stack_traces) - len(node.tensor_weakrefs)
+    if missing <= 0:
+        return False
+    node.tensor_weakrefs += [None] * missing
+    node.outputs_weakrefs += [None] * missing
+    manager.warmed_up_functions.discard(node.wrapped_function.id)  # type: ignore[union-attr]
+    return True
+
+
+def wants_channels_last(module: torch.fx.GraphModule) -> bool:
+    """Whether Inductor will lay out this graph's convolutions channels last."""
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(module, is_inference=True))
