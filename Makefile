@@ -1,6 +1,6 @@
 # make demo: train a ResNet on real images, with the report of what compiling cost and gained
 # make test: the test suite, on the newest torch
-# make test-oldest: the same on the oldest torch and Lightning that are supported
+# make test-oldest: what depends on torch or Lightning, on their oldest versions that are supported
 # make test-random: 200 random modules, each trained with the callback and without
 # make examples: every example in a short form
 # make lint: ruff and mypy
@@ -37,7 +37,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-oldest: $(INSTALLED_OLDEST)
-	$(BIN_OLDEST)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+	$(BIN_OLDEST)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal -m all_versions $(ARGS)
 
 test-random: $(INSTALLED)
 	COMPILE_CALLBACKS_EXAMPLES=200 $(BIN)/python -m pytest tests/lightning/test_random_modules.py --timeout 3600 $(ARGS)

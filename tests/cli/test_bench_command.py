@@ -9,8 +9,6 @@ import pytest
 
 from compile_callbacks.cli.main import main
 
-pytestmark = pytest.mark.newest
-
 SUBJECTS = "tests.support.bench_subjects"
 
 

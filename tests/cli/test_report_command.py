@@ -12,8 +12,6 @@ from compile_callbacks.cli.main import main
 from compile_callbacks.report.file import FILE_NAME, make_record
 from tests.support.models import Classifier, loader, trainer
 
-pytestmark = pytest.mark.newest
-
 BREAK = {"kind": "graph_break", "target": "net", "phase": "train", "file": "m.py", "line": 3, "reason": "print\nmore"}
 TRAIN = PhaseReport(
     mode="reduce-overhead",

@@ -13,6 +13,8 @@ from compile_callbacks import CompileWarning, compile_phases, report_of, restore
 from tests.support.models import FEATURES
 from tests.support.wrong_passes import WrongForward
 
+pytestmark = pytest.mark.all_versions
+
 
 class Broken(nn.Module):
     """Two graphs, and only the second one has a ReLU."""

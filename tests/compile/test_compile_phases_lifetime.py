@@ -12,6 +12,8 @@ from torch import nn
 from compile_callbacks import compile_phases, report_of
 from tests.support.models import FEATURES, mlp
 
+pytestmark = pytest.mark.all_versions
+
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
 
 

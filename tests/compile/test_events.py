@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 import torch._dynamo
 from torch import nn
 
 from compile_callbacks import InductorCompile, compile_phases, report_of, restore
 from tests.support.models import FEATURES, Classifier, loader, seeded, trainer
+
+pytestmark = pytest.mark.all_versions
 
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
 

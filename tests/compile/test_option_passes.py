@@ -8,6 +8,8 @@ import torch
 from compile_callbacks import InductorCompile, InductorConfig, graph_pass
 from tests.support.models import Classifier, loader, trainer
 
+pytestmark = pytest.mark.all_versions
+
 seen: list[bool] = []
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from compile_callbacks import InductorBackend
 
-pytestmark = pytest.mark.usefixtures("dropped_backends_go")
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go")]
 
 SECRET = 1234.5678
 

@@ -9,7 +9,7 @@ from torch import nn
 from compile_callbacks import compile_phases, report_of, restore
 from tests.support.models import FEATURES
 
-pytestmark = pytest.mark.usefixtures("no_codegen")
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 
 @pytest.fixture

@@ -17,8 +17,6 @@ from tests.support.against_eager import FLOAT32
 from tests.support.models import Classifier, loader, seeded, trainer
 from tests.support.pairs import made_once, run_pairs
 
-pytestmark = pytest.mark.newest
-
 # Two pairs at the same time: the first spends most of its time waiting.
 WAITING = ["slow_compile", "slow_recompile", "slow_validation", "exception"]
 OTHERS = [

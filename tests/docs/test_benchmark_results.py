@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.newest
-
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 FIELDS = re.findall(r"`(\w+)`", (ROOT / "benchmarks" / "results" / "README.md").read_text())

@@ -18,7 +18,10 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 X = torch.linspace(-1, 1, 3 * FEATURES).reshape(3, FEATURES)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+pytestmark = [
+    pytest.mark.all_versions,
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ import torch
 from compile_callbacks import ExportError, export, load_exported
 from tests.support.models import mlp
 
+pytestmark = pytest.mark.all_versions
+
 DEEP = "[" * 100_000
 
 

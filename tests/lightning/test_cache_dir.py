@@ -73,7 +73,6 @@ def assert_same_results(first, second):
     assert second["predictions"] == first["predictions"]
 
 
-@pytest.mark.newest
 def test_a_second_process_compiles_nothing_also_after_the_folder_moved(tmp_path):
     cold = run(tmp_path, tmp_path / "kept")
     assert cold["built"]
@@ -90,7 +89,6 @@ def test_a_second_process_compiles_nothing_also_after_the_folder_moved(tmp_path)
     assert not [path for path in (tmp_path / "torchs own").rglob("*") if path.is_file()]
 
 
-@pytest.mark.newest
 def test_a_process_that_was_killed_while_it_wrote_costs_the_next_one_a_compile(tmp_path):
     with pytest.raises(AssertionError, match="exit status -9"):
         run(tmp_path, tmp_path / "kept", kill_after=3)
@@ -105,6 +103,7 @@ def variables():
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TRITON_CACHE_DIR")
 
 
+@pytest.mark.all_versions
 def test_a_folder_that_is_refused_costs_one_warning(tmp_path):
     tmp_path.chmod(0o777)
     callback = InductorCompile("default", None, cache_dir=tmp_path, baseline_steps=0, verify="off")
@@ -119,6 +118,7 @@ def test_a_folder_that_is_refused_costs_one_warning(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.all_versions
 def test_compile_phases_uses_the_folder_until_restore_or_until_the_module_is_deleted(tmp_path):
     before = variables()
     module = compile_phases(nn.Linear(FEATURES, CLASSES), cache_dir=tmp_path, verify="off")
@@ -132,6 +132,7 @@ def test_compile_phases_uses_the_folder_until_restore_or_until_the_module_is_del
     assert variables() == before
 
 
+@pytest.mark.all_versions
 def test_a_run_in_which_torch_does_not_use_its_cache_warns(tmp_path):
     module = nn.Linear(FEATURES, CLASSES)
     compile_phases(module, train_mode=None, verify="off", passes=[Uncached()], cache_dir=tmp_path)
@@ -141,6 +142,7 @@ def test_a_run_in_which_torch_does_not_use_its_cache_warns(tmp_path):
         restore(module)
 
 
+@pytest.mark.all_versions
 def test_a_cache_dir_without_a_compiled_phase_warns(tmp_path):
     with pytest.warns(CompileWarning, match="cache_dir has no effect"):
         InductorCompile(None, None, cache_dir=tmp_path)
@@ -148,6 +150,7 @@ def test_a_cache_dir_without_a_compiled_phase_warns(tmp_path):
         restore(compile_phases(torch.relu, train_mode=None, infer_mode=None, cache_dir=tmp_path))
 
 
+@pytest.mark.all_versions
 @pytest.mark.gpu
 def test_compile_workers_that_started_earlier_use_the_folder(tmp_path):
     def fit(callback, width):

@@ -12,6 +12,8 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from compile_callbacks import InductorCompile
 from tests.support.models import loader, seeded, trainer
 
+pytestmark = pytest.mark.all_versions
+
 KEY = "compile_callbacks"
 
 

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from compile_callbacks import CompileWarning, InductorCompile
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 
-pytestmark = pytest.mark.usefixtures("dropped_backends_go")
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go")]
 
 
 class Parts(nn.Module):

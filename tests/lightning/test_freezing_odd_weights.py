@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from compile_callbacks import CompileWarning, InductorBackend, InductorCompile
 from tests.support.models import CLASSES, FEATURES, loader, trainer
 
-pytestmark = pytest.mark.usefixtures("dropped_backends_go")
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go")]
 
 FREEZING = {"freezing": True}
 

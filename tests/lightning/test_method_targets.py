@@ -14,7 +14,7 @@ from compile_callbacks import InductorCompile, compile_phases, report_of, restor
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, seeded, trainer
 from tests.support.processes import run_in_new_process
 
-pytestmark = pytest.mark.usefixtures("no_codegen")
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
 

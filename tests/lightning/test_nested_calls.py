@@ -15,6 +15,8 @@ from compile_callbacks.report.file import FILE_NAME
 from tests.support.models import FEATURES, Classifier, loader, seeded, trainer
 from tests.support.wrong_passes import WrongForward
 
+pytestmark = pytest.mark.all_versions
+
 
 class Tells(Classifier):
     """Notes of each step whether it ran compiled: a pass makes the outputs of ReLU negative."""

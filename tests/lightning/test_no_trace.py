@@ -19,7 +19,7 @@ from compile_callbacks import AOTInductorExport, InductorBackend, InductorCompil
 from compile_callbacks.exporting.loaded_package import ExportError
 from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
 
-pytestmark = pytest.mark.usefixtures("no_codegen")
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
 HOOKS = [name for name in dir(nn_module) if name.startswith("_global_") and isinstance(getattr(nn_module, name), dict)]

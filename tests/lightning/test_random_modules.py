@@ -20,6 +20,8 @@ from compile_callbacks import CompileReport, InductorCompile, InductorConfig
 from tests.support.models import trainer
 from tests.support.random_modules import KINDS, Model, Spec, batches
 
+pytestmark = pytest.mark.all_versions
+
 EXAMPLES = os.environ.get("COMPILE_CALLBACKS_EXAMPLES")
 SPECS = st.builds(
     Spec,

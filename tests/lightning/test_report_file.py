@@ -15,7 +15,7 @@ from compile_callbacks import CompileReport, CompileWarning, InductorCompile, Ph
 from compile_callbacks.report.file import FILE_NAME, append_record
 from tests.support.models import Classifier, loader, trainer
 
-pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("no_codegen")]
+pytestmark = pytest.mark.usefixtures("no_codegen")
 
 
 def read(folder):

@@ -14,6 +14,8 @@ from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.runtime.session import CompileSession
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 
+pytestmark = pytest.mark.all_versions
+
 
 class Failing(Classifier):
     def training_step(self, batch, batch_idx):

@@ -16,6 +16,8 @@ from compile_callbacks import CompileWarning, InductorCompile
 from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
 from tests.support.wrong_passes import WrongForward
 
+pytestmark = pytest.mark.all_versions
+
 CALLBACK_HOOKS = [name for name in dir(pl.Callback) if name.startswith(("on_", "setup", "teardown"))]
 PREFIXES = ("on_", "configure_", "optimizer_", "transfer_", "prepare_data", "setup", "teardown", "backward", "lr_sched")
 

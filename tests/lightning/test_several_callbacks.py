@@ -19,6 +19,8 @@ from tests.support.against_eager import assert_same_module, assert_same_values
 from tests.support.models import CLASSES, Classifier, loader, mlp, seeded, trainer
 from tests.support.step_times import Times
 
+pytestmark = pytest.mark.all_versions
+
 
 class TwoParts(Classifier):
     """A body and a head; its ``forward`` calls both."""

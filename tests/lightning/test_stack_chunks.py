@@ -10,6 +10,8 @@ from compile_callbacks import InductorCompile
 from compile_callbacks._utils import stack_chunks
 from tests.support.models import Classifier, loader, trainer
 
+pytestmark = pytest.mark.all_versions
+
 CALLS = 200
 DEPTHS = range(250)  # of 100 bytes a frame and more: further than the next chunk of 16 KiB
 

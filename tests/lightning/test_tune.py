@@ -19,7 +19,7 @@ from tests.support.models import CLASSES, FEATURES, loader, seeded, trainer
 from tests.support.step_times import Times
 from tests.support.uncached import Uncached
 
-pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("no_codegen")]
+pytestmark = pytest.mark.usefixtures("no_codegen")
 
 # Two settings with the same results and other code.
 UNFUSED = InductorConfig(options={"epilogue_fusion": False})

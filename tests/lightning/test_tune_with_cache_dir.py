@@ -10,8 +10,6 @@ from compile_callbacks import InductorCompile, Tune
 from tests.support.models import Classifier, loader, mlp, trainer
 from tests.support.step_times import Times
 
-pytestmark = pytest.mark.newest
-
 
 class Mocked(Classifier):
     """A module as tests of users make it."""

@@ -14,7 +14,7 @@ from torch import nn
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases
 from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
 
-pytestmark = pytest.mark.usefixtures("dropped_backends_go", "no_codegen")
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 
 
 def scripted(module: nn.Module) -> nn.Module:

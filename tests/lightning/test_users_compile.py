@@ -11,7 +11,7 @@ from torch import nn
 from compile_callbacks import InductorCompile, compile_phases
 from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
 
-pytestmark = pytest.mark.usefixtures("dropped_backends_go")
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go")]
 
 
 class Backend:

@@ -8,8 +8,6 @@ from compile_callbacks import CompileReport, PhaseReport
 from compile_callbacks.report import console
 from compile_callbacks.report.console import make_table, print_report, print_texts, to_text
 
-pytestmark = pytest.mark.newest
-
 
 def test_cells_are_text_and_long_ones_wrap_without_loss():
     mode = "options={" + "x" * 150 + "}"

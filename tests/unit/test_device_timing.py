@@ -10,6 +10,8 @@ import torch
 from compile_callbacks.profiling.step_timer import StepTimer, call_times_ms
 from compile_callbacks.profiling.workload import Work
 
+pytestmark = pytest.mark.all_versions
+
 WORK = Work("train", "", ())
 
 

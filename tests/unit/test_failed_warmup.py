@@ -11,6 +11,8 @@ from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, CUDAWarmupNode
 
 from compile_callbacks.runtime.cudagraphs import with_repaired_warmup
 
+pytestmark = pytest.mark.all_versions
+
 
 @pytest.fixture
 def manager(monkeypatch):

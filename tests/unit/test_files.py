@@ -9,8 +9,6 @@ import pytest
 
 from compile_callbacks._utils.files import ABANDONED_SECONDS, atomic_write, read_json, write_json
 
-pytestmark = pytest.mark.newest
-
 
 def test_atomic_write_deletes_what_killed_processes_left_and_no_other_file(tmp_path):
     abandoned, in_use, of_another, of_user = (

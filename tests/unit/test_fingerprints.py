@@ -20,8 +20,6 @@ from compile_callbacks._utils.fingerprints import (
 )
 from tests.support.processes import run_in_new_process
 
-pytestmark = pytest.mark.newest
-
 PRINT_FINGERPRINTS = """
 from torch import nn
 from compile_callbacks._utils.fingerprints import architecture_fingerprint, code_fingerprint

@@ -8,8 +8,6 @@ import pytest
 
 from compile_callbacks._utils.import_ref import resolve
 
-pytestmark = pytest.mark.newest
-
 
 @pytest.mark.parametrize("reference", ["math:sqrt", "math.sqrt"])
 def test_resolve_imports_by_both_forms(reference):

@@ -10,6 +10,8 @@ from torch import nn
 
 from compile_callbacks import InductorBackend, InductorCompile, InductorConfig, Tune, graph_pass
 
+pytestmark = pytest.mark.all_versions
+
 REFUSED = {
     "cpp.cxx": "/tmp/planted",
     "cuda.arch": "90 -wrapper /tmp/planted",

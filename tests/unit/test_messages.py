@@ -9,8 +9,6 @@ import pytest
 
 from compile_callbacks._utils.messages import describe_failure
 
-pytestmark = pytest.mark.newest
-
 
 def chained(first, *wrappers):
     error = first

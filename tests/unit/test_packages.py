@@ -9,8 +9,6 @@ import torch
 
 from compile_callbacks.cli import package_checks as packages
 
-pytestmark = pytest.mark.newest
-
 
 @pytest.mark.parametrize(
     ("version", "status"),

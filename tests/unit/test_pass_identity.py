@@ -10,6 +10,8 @@ import pytest
 from compile_callbacks import graph_pass
 from tests.support.processes import run_in_new_process
 
+pytestmark = pytest.mark.all_versions
+
 USER_MODULE = """
 import functools
 import logging

@@ -8,6 +8,8 @@ import torch
 from compile_callbacks.profiling.memory import Peak, PeakMemory
 from compile_callbacks.report.report import CompileReport, PhaseReport
 
+pytestmark = pytest.mark.all_versions
+
 MIB = 2**20
 
 

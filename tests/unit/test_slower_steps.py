@@ -9,8 +9,6 @@ from compile_callbacks.profiling.step_timer import LATEST_SAMPLES
 from compile_callbacks.runtime.diagnostics import slower_steps
 from tests.support.step_times import TimedSteps
 
-pytestmark = pytest.mark.newest
-
 NET = Owner("net", "train")
 
 

@@ -15,7 +15,7 @@ from compile_callbacks.report.report import why_no_speedup
 from tests.support.models import Classifier, loader, trainer
 from tests.support.step_times import Times
 
-pytestmark = [pytest.mark.newest, pytest.mark.usefixtures("no_codegen")]
+pytestmark = pytest.mark.usefixtures("no_codegen")
 
 
 def noisy(median, count=20, spread=0.1):

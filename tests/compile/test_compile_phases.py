@@ -1,0 +1,220 @@
+"""`compile_phases`: functions and modules in hand-written loops."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import lightning
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.callback import callback_handler
+
+from compile_callbacks import CompileError, CompileWarning, InductorConfig, Tune, compile_phases, report_of, restore
+from tests.support.models import CLASSES, FEATURES, mlp
+from tests.support.uncached import Uncached
+
+pytestmark = pytest.mark.all_versions
+
+
+class Watch(Uncached):
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, graph, is_inference):
+        self.seen.append((self.phase, is_inference))
+
+
+@pytest.fixture(autouse=True)
+def _modules_go():
+    yield
+    torch._dynamo.reset()  # of a module that is still compiled
+    gc.collect()
+
+
+def trained(module, *, fabric=None):
+    """Losses of a loop by hand, and what the module gives in the end."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = module
+    if fabric is not None:
+        model, optimizer = fabric.setup(module, optimizer)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(4):
+        x, y = torch.randn(6, FEATURES, generator=generator), torch.randint(CLASSES, (6,), generator=generator)
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        fabric.backward(loss) if fabric is not None else loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            losses.append((loss.item(), model(x).sum().item()))
+        model.train()
+    return losses
+
+
+def seeded():
+    torch.manual_seed(0)
+    return mlp()
+
+
+@pytest.mark.parametrize("with_fabric", [False, True])
+def test_a_loop_by_hand_has_two_phases_and_eagers_results(with_fabric):
+    fabric = lightning.Fabric(accelerator="cpu", devices=1) if with_fabric else None
+    watch = Watch()
+    module = seeded()
+    assert compile_phases(module, passes=[watch]) is module
+    torch.testing.assert_close(trained(module, fabric=fabric), trained(seeded()), rtol=1e-4, atol=1e-5)
+    assert watch.seen == [("train", False), ("train", False), ("infer", True)]
+    report = report_of(module)
+    assert (report.train.graphs, report.infer.graphs) == (1, 1)
+    assert (report.train.verified, report.infer.verified) == ("equal", "equal")
+    assert report.train.compile_seconds > 0
+    assert report.train.compiled_step_ms is None
+
+
+def test_a_compiled_module_is_the_original():
+    module = compile_phases(seeded())
+    module(torch.randn(2, FEATURES))
+    assert set(module.state_dict()) == set(seeded().state_dict())
+    assert type(module) is nn.Sequential
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        with pytest.raises(ValueError, match="not compiled by compile_phases"):
+            report_of(twin)
+        twin.load_state_dict(seeded().state_dict())
+    restore(module)
+    assert vars(module).keys() == vars(seeded()).keys()
+    assert callback_handler.start_callbacks == []
+
+
+def test_a_function_as_a_decorator():
+    @compile_phases(train_mode=None, infer_mode=InductorConfig(fullgraph=True))
+    def double(x, *, times=1):
+        """Doubled."""
+        return x * 2 * times
+
+    assert (double.__name__, double.__doc__) == ("double", "Doubled.")
+    x = torch.randn(3, requires_grad=True)
+    torch.testing.assert_close(double(x, times=3), x * 6)
+    assert report_of(double).train.mode == "user"
+    assert report_of(double).infer.graphs == 0
+    with torch.no_grad():
+        torch.testing.assert_close(double(x), x * 2)
+    assert report_of(double).infer.graphs == 1
+    restore(double)
+    with pytest.raises(ValueError, match="not compiled"):
+        report_of(double)
+    torch.testing.assert_close(double(x), x * 2)
+
+
+def test_a_plain_decorator_and_a_function_that_calls_a_module():
+    module = seeded().eval()
+
+    @compile_phases
+    def loss(x):
+        return module(x).square().mean()
+
+    x = torch.randn(4, FEATURES)
+    torch.testing.assert_close(loss(x), module(x).square().mean())
+    loss(x).backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+    with torch.no_grad():
+        before = loss(x)
+        for parameter in module.parameters():
+            parameter.mul_(2)
+        torch.testing.assert_close(loss(x), module(x).square().mean(), rtol=1e-4, atol=1e-5)
+        assert loss(x) != before
+
+
+def test_autocasts_of_two_dtypes_share_no_cached_graph():
+    x = torch.randn(2, FEATURES)
+    for dtype in (torch.bfloat16, torch.float16):  # the second graph is the first one's, but for the ambient dtype
+        torch._dynamo.reset()
+        module = compile_phases(nn.Linear(FEATURES, CLASSES), verify="off")
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            assert module(x).dtype == dtype
+        restore(module)
+
+
+class Broken(nn.Module):
+    """Its graph breaks, so that Dynamo keeps graphs on this class's own code."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(FEATURES, 3)
+
+    def forward(self, x):
+        x = self.net(x)
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+@pytest.mark.parametrize(("make", "graphs"), [(lambda: nn.Linear(FEATURES, 3), 6), (Broken, 12)])
+def test_phases_do_not_share_a_recompile_limit(make, graphs):
+    static = {"dynamic": False}
+    module = compile_phases(make(), train_mode=static, infer_mode=static, verify="off")
+    for batch in range(2, 8):
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled):
+                module(torch.randn(batch, FEATURES))
+    report = report_of(module)
+    assert (report.train.graphs, report.infer.graphs) == (graphs, graphs)
+
+
+def test_restore_leaves_what_the_user_compiled_in_place():
+    module = seeded()
+    module.compile()
+    own = module._compiled_call_impl
+    compile_phases(module)
+    assert module._compiled_call_impl is not own
+    restore(module)
+    assert module._compiled_call_impl is own
+
+
+def test_parts_of_a_module():
+    module = compile_phases(nn.Sequential(mlp(), nn.Linear(CLASSES, 2)), targets=["0"])
+    module(torch.randn(2, FEATURES))
+    assert report_of(module).train.targets == ("0",)
+    assert report_of(module).train.graphs == 1
+    with pytest.raises(ValueError, match="compiled by this library already"):
+        compile_phases(module)
+
+
+def test_a_failure_costs_speed_or_is_raised():
+    class Broken(Uncached):
+        def __call__(self, graph, is_inference):
+            raise ZeroDivisionError("by design")
+
+    x = torch.randn(2, FEATURES)
+    module = compile_phases(seeded(), passes=[Broken()])
+    with pytest.warns(CompileWarning, match="by design"):
+        torch.testing.assert_close(module(x), seeded()(x))
+    assert report_of(module).train.skipped_passes == 1
+    with pytest.raises(CompileError, match="by design"):
+        compile_phases(seeded(), passes=[Broken()], on_error="raise")(x)
+
+
+@pytest.mark.parametrize(
+    ("target", "settings", "error", "said"),
+    [
+        (3, {}, TypeError, "target=3"),
+        (nn.Linear, {}, TypeError, "target="),
+        (torch.relu, {"targets": ["net"]}, ValueError, "targets="),
+        (torch.relu, {"train_mode": "fast"}, ValueError, "train_mode='fast'"),
+        (torch.relu, {"train_mode": "auto"}, ValueError, "train_mode='auto' chooses by the times of a Trainer's steps"),
+        (torch.relu, {"infer_mode": Tune(["default"])}, ValueError, "infer_mode=Tune"),
+        (torch.relu, {"on_error": "stop"}, ValueError, "on_error='stop'"),
+        (torch.relu, {"passes": [3]}, TypeError, "passes"),
+        (mlp(), {"targets": ["no.such"]}, ValueError, "targets='no.such'"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(target, settings, error, said):
+    with pytest.raises(error, match=said):
+        compile_phases(target, **settings)
+
+
+def test_freezing_has_no_effect_without_stages():
+    with pytest.warns(CompileWarning, match="infer_mode's freezing has no effect"):
+        compile_phases(seeded(), infer_mode="freezing")

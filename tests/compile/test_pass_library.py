@@ -1,0 +1,158 @@
+"""The passes that come with the library: what they replace, what they leave alone, and eager's results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torchvision.ops import SqueezeExcitation
+
+from compile_callbacks import TritonMaxPoolBackward, TritonSqueezeExcitation
+from compile_callbacks.passes.library.max_pool_backward import max_pool2d_backward
+from compile_callbacks.passes.library.squeeze_excitation import two_layers
+from compile_callbacks.testing import check_pass
+
+PASSES = [TritonMaxPoolBackward, TritonSqueezeExcitation]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CLOSE = {"rtol": 3e-2, "atol": 3e-2}  # bfloat16, of values about 1
+
+
+class Half(nn.Module):
+    """Runs a module under autocast."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.module(x)
+
+
+def on(device, kind):
+    """A pass that acts on one type of device; on a CPU, its operator is its reference."""
+    graph_pass = kind()
+    graph_pass.devices = (device,)
+    return graph_pass
+
+
+def images(device="cpu", channels=16):
+    return torch.randn(4, channels, 8, 8, device=device).to(memory_format=torch.channels_last)
+
+
+def check(graph_pass, module, x, **kwargs):
+    module = module.to(x.device, memory_format=torch.channels_last)
+    return check_pass(graph_pass, Half(module), x, **kwargs)
+
+
+def replaced(result, operator):
+    return result.ops_after[str(operator)]
+
+
+# ------------------------------------------------------------------------------------------ squeeze and excitation
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("activation", "gate"), [(nn.SiLU, nn.Sigmoid), (nn.ReLU, nn.Hardsigmoid)])
+def test_the_two_layers_of_a_squeeze_and_excitation_become_one(activation, gate, device):
+    module = SqueezeExcitation(16, 6, activation=activation, scale_activation=gate)
+    result = check(on(device, TritonSqueezeExcitation), module, images(device))
+    assert replaced(result, two_layers) == 1
+    assert result.ops_after["aten.convolution.default"] == 0
+    result.assert_close(**CLOSE)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+@pytest.mark.parametrize(("channels", "hidden"), [(32, 8), (96, 4), (1152, 48), (960, 240 // 2)])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.gpu
+def test_the_triton_kernel_of_two_layers_equals_its_reference(batch_size, channels, hidden, activation, dtype):
+    x = torch.randn(batch_size, channels, 1, 1)
+    weight_1, bias_1 = torch.randn(hidden, channels, 1, 1) / channels**0.5, torch.randn(hidden)
+    weight_2, bias_2 = torch.randn(channels, hidden, 1, 1) / hidden**0.5, torch.randn(channels)
+    inputs = [tensor.to("cuda", dtype) for tensor in (x, weight_1, bias_1, weight_2, bias_2)]
+    expected = two_layers(*[tensor.cpu().double() for tensor in inputs], activation)
+    close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(two_layers(*inputs, activation).cpu().double(), expected, **close)
+
+
+class OtherLayers(nn.Module):
+    """What looks like a squeeze-and-excitation block, and has more to it."""
+
+    def __init__(self, hidden=6, reads_hidden=False, size=1):
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d(size)
+        self.first, self.second = nn.Conv2d(16, hidden, 1), nn.Conv2d(hidden, 16, 1)
+        self.reads_hidden = reads_hidden
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(self.pool(x)))
+        out = self.second(hidden)
+        return out + hidden.sum() if self.reads_hidden else out
+
+
+@pytest.mark.parametrize("settings", [{"hidden": 129}, {"reads_hidden": True}, {"size": 2}])
+def test_other_pairs_of_layers_stay(settings):
+    result = check(on("cpu", TritonSqueezeExcitation), OtherLayers(**settings), images())
+    assert not result.changed
+    result.assert_close(**CLOSE)
+
+
+# ------------------------------------------------------------------------------------------ max pooling backward
+
+
+def pooled(*args, **kwargs):
+    return nn.Sequential(nn.Conv2d(16, 16, 1), nn.ReLU(), nn.MaxPool2d(*args, **kwargs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "settings", [(3, 2, 1), (2,), (3, 1, 1), ((3, 2), (2, 3), (1, 0))], ids=["3 by 2", "2", "3 by 1", "uneven"]
+)
+def test_the_gradient_of_a_max_pooling(settings, device):
+    result = check(on(device, TritonMaxPoolBackward), pooled(*settings), images(device), phase="train")
+    assert replaced(result, max_pool2d_backward) == 1
+    assert result.ops_after["aten.max_pool2d_with_indices_backward.default"] == 0
+    result.assert_close(**CLOSE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [3, 64, 100])
+@pytest.mark.parametrize("size", [(112, 112), (7, 9), (1, 33)])
+@pytest.mark.parametrize("ceil_mode", [False, True])
+def test_the_triton_kernel_of_max_pooling_equals_its_reference(channels, size, ceil_mode):
+    x = torch.randn(5, channels, *size, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+    pool = nn.MaxPool2d(3, 2, 1, ceil_mode=ceil_mode)
+    out = torch.compile(pool, options={"post_grad_custom_post_pass": TritonMaxPoolBackward()})(x)
+    grad_output = torch.randn_like(out)
+    (actual,) = torch.autograd.grad(out, x, grad_output)
+    (expected,) = torch.autograd.grad(pool(x), x, grad_output)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_a_dilated_pooling_stays():
+    result = check(on("cpu", TritonMaxPoolBackward), pooled(2, dilation=2), images(), phase="train")
+    assert not result.changed
+
+
+# ------------------------------------------------------------------------------------------ phases and arguments
+
+
+@pytest.mark.parametrize(
+    ("graph_pass", "module", "phase"),
+    [
+        (on("cpu", TritonSqueezeExcitation), SqueezeExcitation(16, 6), "train"),
+        (on("cpu", TritonMaxPoolBackward), pooled(2), "infer"),
+    ],
+    ids=lambda value: value.name if hasattr(value, "name") else "",
+)
+def test_the_other_phase_is_left_alone(graph_pass, module, phase):
+    assert not check(graph_pass, module, images(), phase=phase).changed
+
+
+@pytest.mark.parametrize("make", PASSES)
+def test_a_cpu_is_left_alone(make):
+    module = nn.Sequential(nn.Conv2d(16, 16, 1), SqueezeExcitation(16, 6), nn.MaxPool2d(2))
+    phase = "train" if make is TritonMaxPoolBackward else "infer"
+    assert not check(make(), module, images(), phase=phase).changed

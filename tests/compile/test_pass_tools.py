@@ -1,0 +1,176 @@
+"""What one writes and tests passes with: patterns, nodes, recorded graphs, `check_pass`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from compile_callbacks import CompileError, InductorCompile, RecordGraphs, graph_pass, pattern_pass
+from compile_callbacks.passes import call_before, count_ops, find_nodes, replace_node
+from compile_callbacks.testing import check_pass
+from tests.support.models import Classifier, loader, trainer
+
+aten = torch.ops.aten
+
+
+class AddAndClamp(nn.Module):
+    def forward(self, x, y):
+        return torch.relu(x.sin() + y).cos()
+
+
+def clamped_sum(x, y):
+    return torch.relu(x + y)
+
+
+def clamped_sum_by_hand(x, y):
+    total = x + y
+    return torch.where(total > 0, total, 0)
+
+
+def pattern(**kwargs):
+    return pattern_pass(clamped_sum, clamped_sum_by_hand, [torch.ones(2, 3)] * 2, **kwargs)
+
+
+def inputs(dtype=torch.float32, requires_grad=False):
+    torch.manual_seed(0)
+    return [torch.randn(5, 7, dtype=dtype, requires_grad=requires_grad) for _ in range(2)]
+
+
+# ------------------------------------------------------------------------------------------ patterns
+
+
+@pytest.mark.parametrize("hook", ["joint_pre", "joint_post", "post_grad_pre", "post_grad_post"])
+def test_a_pattern_is_replaced_at_every_hook_point_with_operators(hook):
+    replacing = pattern(hook=hook)
+    result = check_pass(replacing, AddAndClamp(), *inputs())
+    result.assert_close()
+    assert replacing.replaced == 1
+    assert (result.ops_before["aten.relu.default"], result.ops_after["aten.relu.default"]) == (1, 0)
+    assert result.ops_after["aten.where.self"] == 1
+
+
+def test_a_pattern_in_training_keeps_gradients():
+    result = check_pass(pattern(), AddAndClamp(), *inputs(requires_grad=True), phase="train")
+    result.assert_close()
+    assert [graph.kind for graph in result.graphs] == ["forward", "backward"]
+    assert not any(graph.is_inference for graph in result.graphs)
+
+
+@pytest.mark.parametrize(
+    ("where", "phase", "dtype", "replaced"),
+    [
+        (lambda match: match.is_inference, "infer", torch.float32, 1),
+        (lambda match: not match.is_inference, "infer", torch.float32, 0),
+        (lambda match: match.phase == "train", "infer", torch.float32, 0),
+        (lambda match: match.output.dtype == torch.float64, "infer", torch.float32, 0),
+        (lambda match: match.output.dtype == torch.float64, "infer", torch.float64, 1),
+        (lambda match: match.output.device.type == "cuda", "infer", torch.float32, 0),
+        (lambda match: match.inputs["x"].shape == (5, 7), "infer", torch.float32, 1),
+    ],
+)
+def test_where_says_which_places_count(where, phase, dtype, replaced):
+    replacing = pattern(where=where)
+    check_pass(replacing, AddAndClamp(), *inputs(dtype), phase=phase).assert_close()
+    assert replacing.replaced == replaced
+
+
+def test_two_conditions_are_two_passes_to_torchs_cache():
+    assert pattern().uuid() == pattern().uuid()
+    assert pattern(where=lambda match: True).uuid() != pattern(where=lambda match: False).uuid()
+    assert pattern(hook="joint_pre").uuid() != pattern().uuid()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ((3, clamped_sum, [torch.ones(1)] * 2), TypeError, "pattern=3"),
+        ((clamped_sum, None, [torch.ones(1)] * 2), TypeError, "replacement=None"),
+        ((nn.functional.gelu, torch.relu, [torch.ones(1)]), TypeError, "pattern=.* is built in"),
+        ((clamped_sum, clamped_sum, torch.ones(1)), TypeError, "example_inputs="),
+        ((clamped_sum, clamped_sum, [torch.ones(1)]), TypeError, "pattern cannot be called"),
+        ((clamped_sum, lambda x, y: (x, y), [torch.ones(1)] * 2), TypeError, "replacement must return a tensor"),
+        ((clamped_sum, lambda x, y: x.sum(), [torch.ones(2)] * 2), ValueError, r"float32\[2\].*float32\[\]"),
+    ],
+)
+def test_patterns_that_cannot_be_are_refused(arguments, error, said):
+    with pytest.raises(error, match=said):
+        pattern_pass(*arguments)
+
+
+# ------------------------------------------------------------------------------------------ nodes
+
+
+def test_nodes_are_found_counted_and_replaced():
+    @graph_pass
+    def smooth(graph, is_inference):
+        (relu,) = find_nodes(graph, aten.relu)
+        assert find_nodes(graph, aten.relu.default, aten.tanh) == [relu]
+        new = replace_node(relu, aten.sigmoid.default, relu.args[0])
+        assert new.meta["val"].shape == (4, 16)
+        before = call_before(new, aten.sum.dim_IntList, new.args[0], [1])
+        assert before.meta["val"].shape == (4,)
+        assert count_ops(graph)["aten.sigmoid.default"] == 1
+
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+    result = check_pass(smooth, module, torch.randn(4, 8))
+    assert torch.equal(result.expected, result.expected.relu())
+    assert 0 < result.actual.min() < result.actual.max() < 1
+    assert result.changed
+    assert result.max_abs_error > 0
+    with pytest.raises(AssertionError, match="not close"):
+        result.assert_close()
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (lambda node: replace_node(node, aten.sum.default, node.args[0]), r"float32\[\].*relu.*float32\[4, 16\]"),
+        (lambda node: find_nodes(node.graph, torch.relu), "target="),
+        (lambda node: replace_node(node, aten.hardtanh.default, node.args[0]), "no code for aten.hardtanh"),
+        (lambda node: (node.args[0].meta.clear(), call_before(node, aten.neg.default, node.args[0])), "no meta"),
+    ],
+)
+def test_helpers_refuse_what_would_go_wrong(does, said):
+    @graph_pass
+    def wrong(graph, is_inference):
+        does(next(node for node in graph.nodes if node.target is aten.relu.default))
+
+    with pytest.raises(CompileError, match=f"'wrong'.*{said}"):
+        check_pass(wrong, nn.Sequential(nn.Linear(8, 16), nn.ReLU()), torch.randn(4, 8))
+
+
+# ------------------------------------------------------------------------------------------ checking and recording
+
+
+def test_a_checked_module_is_left_as_it_was():
+    module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).eval()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    result = check_pass(RecordGraphs(), module, torch.randn(4, 8), phase="train")
+    assert not result.changed
+    result.assert_close(rtol=1e-4, atol=1e-5)
+    assert not module.training
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_graphs_are_written_to_files_and_to_tensorboard(tmp_path):
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    record = RecordGraphs(tmp_path / "graphs", hook="post_grad_pre")
+    callback = InductorCompile(passes=[record], targets=["net"], baseline_steps=0, verify="off")
+    logger = TensorBoardLogger(tmp_path)
+    trainer(callback, logger=logger, log_every_n_steps=1).fit(Classifier(), loader(2), loader(1))
+    titles = [
+        "000_train_forward_post_grad_pre",
+        "001_train_backward_post_grad_pre",
+        "002_infer_inference_post_grad_pre",
+    ]
+    assert [graph.title for graph in record.graphs] == titles
+    assert sorted(path.stem for path in (tmp_path / "graphs").iterdir()) == titles
+    text = (tmp_path / "graphs" / f"{titles[0]}.txt").read_text()
+    assert 'primals_1: "f32[16, 8]"' in text
+    assert "addmm" in text
+    events = EventAccumulator(logger.log_dir, size_guidance={"tensors": 0}).Reload()
+    assert {f"graphs/{title}/text_summary" for title in titles} <= set(events.Tags()["tensors"])

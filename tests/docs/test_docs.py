@@ -1,0 +1,144 @@
+"""Code blocks in the docs run, and documented commands exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.config
+import yaml
+from lightning.pytorch import LightningDataModule
+
+from compile_callbacks.cli import main as cli
+from compile_callbacks.testing import check_pass
+from tests.support.models import CLASSES, FEATURES, Classifier, loader
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = {path.name: path for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]}
+GPU_ONLY = "<!-- compiled only: it needs GPUs -->"
+BLOCK = re.compile(
+    rf"^(?P<mark>{re.escape(GPU_ONLY)}\n\n?)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+
+
+def blocks(page, *languages):
+    return [found for found in BLOCK.finditer(PAGES[page].read_text()) if found["language"] in languages]
+
+
+WITH_CODE = [page for page in PAGES if blocks(page, "python")]
+
+
+def prepared(page):
+    """What a page may use: a tiny model, and data for it."""
+    # `max-autotune` compiles each matrix product in many ways.
+    model = Classifier(torch.nn.Linear(FEATURES, CLASSES)) if page == "README.md" else Classifier()
+    data = LightningDataModule.from_datasets()
+    data.train_dataloader, data.val_dataloader = lambda: loader(4), lambda: loader(2)
+    return {"model": model, "datamodule": data, "train_loader": loader(16), "val_loader": loader(2)}
+
+
+def check_the_passes_of_the_page(namespace):
+    """Run the test that the page shows, and check the pass that it writes."""
+    namespace["test_gelu_is_approximated_in_inference"]()
+    result = check_pass(namespace["hard_tanh"], torch.nn.Tanh(), torch.randn(4, 8))
+    assert result.changed
+    result.assert_close(rtol=0, atol=0.5)
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+@pytest.mark.usefixtures("dropped_backends_go")
+@pytest.mark.filterwarnings("ignore:.* asks for CUDA graphs, and the module is not on a GPU")  # it may be read on a CPU
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = Path(__file__).parent / f"code_of_{page}"  # a pass is known to torch's cache by its source
+    namespace = prepared(page)
+    dynamo = torch._dynamo.config.get_config_copy()
+    try:
+        for block in blocks(page, "python"):
+            code = compile(block["code"], str(source), "exec")
+            if not block["mark"]:
+                exec(code, namespace)
+        if page == "passes.md":
+            check_the_passes_of_the_page(namespace)
+    finally:
+        now = torch._dynamo.config.get_config_copy()
+        torch._dynamo.config.load_config({name: value for name, value in dynamo.items() if now[name] != value})
+        torch._dynamo.reset()
+
+
+def test_few_blocks_are_not_run():
+    marked = {page: sum(bool(block["mark"]) for block in blocks(page, "python")) for page in WITH_CODE}
+    assert {page for page, count in marked.items() if count} <= {"many_gpus.md"}
+
+
+# ------------------------------------------------------------------------------------------ commands
+
+
+def commands():
+    """Commands in blocks of shell and between backticks, with the page that they stand on."""
+    for page, path in PAGES.items():
+        for block in blocks(page, "sh", "bash"):
+            yield from ((page, line) for line in block["code"].splitlines() if line)
+        for block in blocks(page, "console"):
+            yield from ((page, line[2:]) for line in block["code"].splitlines() if line.startswith("$ "))
+        text = BLOCK.sub("", path.read_text())
+        inline = re.findall(r"`((?:python3? |make |compile-callbacks )[^`]+)`", text)
+        yield from ((page, " ".join(command.split())) for command in inline)
+
+
+def script_and_its_neighbours(script):
+    """A script and the files beside it that it imports, which may add options of its parser."""
+    imported = re.findall(r"^(?:from|import) (\w+)", script.read_text(), re.MULTILINE)
+    return [script, *(file for name in imported if (file := script.with_name(f"{name}.py")).is_file())]
+
+
+def help_of(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    return capsys.readouterr().out
+
+
+def test_commands_name_files_targets_and_options_that_there_are(capsys):
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    installed = {"tensorboard", "compile-callbacks"}
+    seen = set()
+    for page, command in commands():
+        program, *arguments = shlex.split(command, comments=True)
+        if (program, *arguments[:2]) == ("python", "-m", "compile_callbacks"):
+            program, arguments = "compile-callbacks", arguments[2:]
+        seen.add(program)
+        options = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+        if program == "make":
+            assert {argument for argument in arguments if "=" not in argument} <= set(targets), (page, command)
+        elif program == "python" and arguments[0] == "-m":
+            assert importlib.util.find_spec(arguments[1]), (page, command)
+        elif program == "python":
+            script = ROOT / arguments[0]
+            assert script.is_file(), (page, command)
+            known = "".join(file.read_text() for file in script_and_its_neighbours(script))
+            assert all(f'"{option}"' in known for option in options), (page, command)
+        elif program == "compile-callbacks":
+            if arguments[0] != "COMMAND":
+                known = help_of(arguments[0], capsys)
+                assert all(option in known for option in options), (page, command)
+        elif program == "pip":
+            what, _, extra = arguments[1].partition("[")
+            assert (arguments[0], what) == ("install", "."), (page, command)
+            assert not extra or f"\n{extra.removesuffix(']')} = [" in (ROOT / "pyproject.toml").read_text(), (
+                page,
+                command,
+            )
+        else:
+            assert program in installed, (page, command)
+    assert seen == {"make", "python", "compile-callbacks", "pip", "tensorboard"}
+
+
+def test_yaml_in_the_docs_is_yaml():
+    found = [block["code"] for page in PAGES for block in blocks(page, "yaml")]
+    assert found
+    assert all(yaml.safe_load(code) for code in found)

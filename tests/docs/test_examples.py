@@ -1,0 +1,33 @@
+"""Every example is listed and run in CI, and the notebook's cells run and do what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
+pytest.importorskip("matplotlib")
+
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def test_the_notebook_runs_and_keeps_no_outputs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((EXAMPLES / "quickstart.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    namespace: dict = {"__name__": "__main__"}
+    for number, cell in enumerate(cells):
+        source = "".join(cell["source"])
+        exec(compile(source, f"quickstart.ipynb cell {number}", "exec"), namespace)
+    report = namespace["report"]
+    assert float(namespace["trainer"].callback_metrics["accuracy"]) > 0.85
+    assert (report.train.graphs, report.infer.graphs) == (1, 1)
+    assert (report.train.fallbacks, report.infer.fallbacks) == (0, 0)
+    assert (report.train.verified, report.infer.verified) == ("equal", "equal")
+    assert len(report.plot().axes) == 2
+    assert "speedup" in capsys.readouterr().out

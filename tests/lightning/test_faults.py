@@ -1,0 +1,231 @@
+"""The fault matrix: each failure of the compiler, wherever and whenever it strikes, costs speed and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+import torch._dynamo.symbolic_convert
+import torch._inductor.graph
+from torch import nn
+from torch.utils.data import DataLoader
+
+from compile_callbacks import CompileError, CompileWarning, InductorCompile, InductorConfig
+from tests.support.faults import FAILING_COMPILERS, FAULTS, MATRIX, PLACES, Fault, Net, assert_same_run, fit
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.uncached import Uncached
+
+
+@pytest.mark.parametrize(("fault", "place"), [*MATRIX, *FAILING_COMPILERS])
+def test_a_failure_costs_speed_and_nothing_else(fault, place):
+    callback = fault.callback(place)
+    with pytest.warns(CompileWarning) as caught, fault.strike(place):
+        compiled = fit(lambda: fault.net(place), callback)
+    assert_same_run(compiled, fit(lambda: fault.net(place)))
+
+    said = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
+    assert len(said) == 1
+    if fault.skipped:
+        assert said[0].startswith(f"graph pass 'BrokenPass' at post_grad_post in the {place.phase} phase raised")
+    else:
+        assert said[0].startswith(f"target 'net' runs eagerly in the {place.phase} phase")
+        assert "TORCH_LOGS" in said[0]
+    hit = callback.report.phase(place.phase)
+    spared = callback.report.phase("infer" if place.phase == "train" else "train")
+    failures = 2 if place.shape == "first" else 1  # the compiler is tried once for each shape, in both epochs
+    assert (hit.fallbacks, hit.skipped_passes) == ((0, failures) if fault.skipped else (failures, 0))
+    assert (spared.fallbacks, spared.skipped_passes) == (0, 0)
+    assert hit.graphs == (2 if fault.skipped else 2 - failures)
+    reasons = [event["reason"] for event in hit.events if event["kind"] in ("fallback", "pass_skipped")]
+    assert len(reasons) == failures
+    for reason in reasons:
+        assert any(cause in reason for cause in fault.cause.split("|"))
+    assert " ".join(reasons[0].split())[:100] in said[0]
+
+
+@pytest.mark.all_versions
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [*zip(FAULTS, [PLACES[i] for i in (2, 4, 1)], strict=True)],
+    ids=lambda value: value.name if isinstance(value, Fault) else str(value),
+)
+def test_raise_names_target_and_phase_of_a_failure(fault, place):
+    with (
+        fault.strike(place),
+        pytest.raises(CompileError, match=f"target 'net' for the {place.phase} phase failed") as caught,
+    ):
+        fit(lambda: fault.net(place), fault.callback(place, on_error="raise"))
+    assert caught.value.__cause__ is not None
+    assert any(cause in str(caught.value) for cause in fault.cause.split("|"))
+
+
+# ------------------------------------------------------------------------------------------ no compiler at all
+
+WITHOUT_COMPILER = """
+import json, sys, warnings
+import torch
+from tests.support.models import Classifier, loader, seeded, trainer
+from compile_callbacks import CompileWarning, InductorCompile
+
+def run(*callbacks):
+    module = seeded()
+    trainer(*callbacks, accelerator=sys.argv[1], max_epochs=2).fit(module, loader(), loader(2))
+    return module.losses
+
+callback = InductorCompile(targets=["net"], baseline_steps=0)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    losses = run(callback)
+said = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
+report = callback.report
+print(json.dumps([losses, run(), said, report.train.fallbacks, report.infer.fallbacks, report.infer.events]))
+"""
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_a_machine_without_a_compiler_trains_eagerly(accelerator, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "PATH")}
+    environment |= {
+        "PATH": "",
+        "CC": str(tmp_path / "cc"),
+        "CXX": str(tmp_path / "g++"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMPILER, accelerator],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses, eager, said, train, infer, events = json.loads(done.stdout.splitlines()[-1])
+    assert losses == eager
+    assert len(said) == 2  # one a phase
+    assert all("compiler" in text and "TORCH_LOGS" in text for text in said)
+    assert (train, infer) == (1, 1)
+    (reason,) = [event["reason"] for event in events if event["kind"] == "fallback"]
+    assert "ompiler" in reason or environment["CC"] in reason  # Triton's reason names the file alone
+
+
+# ------------------------------------------------------------------------------------------ behind a graph break
+
+
+class Broken(Net):
+    """A graph break between a batch norm and dropout, and the rest."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(self.first(x), 0.5, self.training)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+@contextlib.contextmanager
+def failing_behind_the_break() -> Iterator[None]:
+    translator = torch._dynamo.symbolic_convert.InstructionTranslator
+    real = translator.run
+
+    def run(self: Any) -> Any:
+        if self.f_code.co_name.startswith("torch_dynamo_resume"):
+            raise MemoryError("no memory")
+        return real(self)
+
+    with mock.patch.object(translator, "run", run):
+        yield
+
+
+@pytest.mark.all_versions
+def test_a_failure_behind_a_graph_break_does_not_run_what_ran_before_it_again():
+    callback = InductorCompile(
+        InductorConfig(options={"fallback_random": True}), None, targets=["net"], baseline_steps=0
+    )
+    with pytest.warns(CompileWarning, match="'net' .*train phase.*MemoryError"), failing_behind_the_break():
+        compiled = fit(lambda: Broken(PLACES[0]), callback)
+    assert_same_run(compiled, fit(lambda: Broken(PLACES[0])))
+    assert callback.report.train.fallbacks >= 1
+
+
+# ------------------------------------------------------------------------------------------ too many recompiles
+
+
+class Lengths(torch.utils.data.Dataset):
+    """Batches of 2, 3, 4 ... samples."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.linspace(0, 1, (index + 2) * FEATURES).reshape(index + 2, FEATURES)
+        return x, torch.arange(index + 2) % CLASSES
+
+
+@pytest.mark.all_versions
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_shapes_beyond_the_recompile_limit_are_reported_as_eager(fullgraph):
+    def losses(*callbacks: Any) -> list[float]:
+        module = seeded()
+        trainer(*callbacks).fit(module, DataLoader(Lengths(), batch_size=None))
+        return module.losses
+
+    callback = InductorCompile(
+        InductorConfig(dynamic=False, fullgraph=fullgraph), None, targets=["net"], baseline_steps=0
+    )
+    with (
+        torch._dynamo.config.patch(recompile_limit=3),
+        pytest.warns(CompileWarning, match="'net'.*recompile.limit") as caught,
+    ):
+        compiled = losses(callback)
+    torch.testing.assert_close(compiled, losses(), rtol=1e-4, atol=1e-6)
+    assert len([w for w in caught if issubclass(w.category, CompileWarning)]) == 1
+    assert callback.report.train.graphs == 3
+    assert callback.report.train.fallbacks >= 1
+
+
+# ------------------------------------------------------------------------------------------ no memory to choose with
+
+
+@pytest.mark.all_versions
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:target 'net' runs eagerly.*memory")
+def test_too_little_memory_to_autotune_in_costs_speed_and_nothing_else():
+    def wide():
+        square = [nn.Linear(4096, 4096) for _ in range(3)]
+        return nn.Sequential(nn.Linear(FEATURES, 4096), *square, nn.Linear(4096, CLASSES))
+
+    def train(*callbacks):
+        module = seeded(lambda: Classifier(wide()))
+        trainer(*callbacks, accelerator="cuda").fit(module, loader(4, batch_size=256))
+        return module.losses
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    eager = train()
+    needed = torch.cuda.max_memory_reserved()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties().total_memory
+    callback = InductorCompile(
+        "max-autotune-no-cudagraphs", None, targets=["net"], passes=[Uncached()], baseline_steps=0, verify="off"
+    )
+    try:
+        torch.cuda.set_per_process_memory_fraction((needed + 2**27) / total)
+        compiled = train(callback)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-3)
+    for event in callback.report.train.events:
+        if event["kind"] == "fallback":
+            assert "memory" in event["reason"]

@@ -1,0 +1,198 @@
+"""LightningCLI builds `InductorCompile` from YAML, whatever form its settings have, and says what is wrong in it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningCLI
+
+from compile_callbacks import GraphPass, InductorCompile, InductorConfig, TritonMaxPoolBackward, Tune, graph_pass
+from tests.support.models import QUIET, Classifier, loader
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "compile_callbacks.InductorConfig"
+TUNE = "compile_callbacks.Tune"
+
+# Lightning's own calls of jsonargparse.
+pytestmark = [
+    pytest.mark.all_versions,
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+    pytest.mark.usefixtures("no_codegen"),
+]
+
+
+@graph_pass
+def changes_nothing(graph: torch.fx.Graph, is_inference: bool) -> None:
+    pass
+
+
+class Scaled(GraphPass):
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        pass
+
+
+class Model(Classifier):
+    """With loaders of its own, so that YAML has to bring none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def train_dataloader(self) -> Any:
+        return loader(12)
+
+    def val_dataloader(self) -> Any:
+        return loader(12)
+
+
+@pytest.fixture(autouse=True)
+def _as_a_script(monkeypatch):
+    # LightningCLI warns where it is given arguments beside those of the process.
+    monkeypatch.setattr(sys, "argv", ["main.py"])
+
+
+def cli(folder: Path, *args: str, run: bool = True, **init_args: Any) -> LightningCLI:
+    """LightningCLI on a YAML file in which `InductorCompile` has these arguments."""
+    data = {
+        "trainer": {
+            **QUIET,
+            "default_root_dir": str(folder),
+            "callbacks": [{"class_path": "compile_callbacks.InductorCompile", "init_args": init_args}],
+        }
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(data))
+    command = ["fit"] if run else []
+    return LightningCLI(
+        Model,
+        args=[*command, "--config", str(file), *args],
+        run=run,
+        save_config_callback=None,
+        seed_everything_default=0,
+    )
+
+
+def callback_of(made: LightningCLI) -> InductorCompile:
+    return next(callback for callback in made.trainer.callbacks if isinstance(callback, InductorCompile))
+
+
+FORMS: dict[str, tuple[Any, InductorConfig | Tune | None]] = {
+    "mode": ("max-autotune-no-cudagraphs", InductorConfig(mode="max-autotune-no-cudagraphs")),
+    "template": ("aten", InductorConfig(template="aten")),
+    "mapping": ({"mode": "default", "dynamic": False}, InductorConfig(dynamic=False)),
+    "options": ({"options": {"epilogue_fusion": False}}, InductorConfig(options={"epilogue_fusion": False})),
+    "class": (
+        {
+            "class_path": CONFIG,
+            "init_args": {"template": "aten", "fold_weights": False, "fold_limit_mb": 3},
+        },
+        InductorConfig(template="aten", fold_weights=False, fold_limit_mb=3),
+    ),
+    "passes": (
+        {"class_path": CONFIG, "init_args": {"passes": [f"{__name__}:changes_nothing"]}},
+        InductorConfig(passes=(changes_nothing,)),
+    ),
+    "auto": ("auto", Tune("auto")),
+    "tune": (
+        {
+            "class_path": TUNE,
+            "init_args": {
+                "candidates": ["default", {"class_path": CONFIG, "init_args": {"template": "aten"}}],
+                "steps": 7,
+            },
+        },
+        Tune(["default", InductorConfig(template="aten")], steps=7),
+    ),
+    "tune as a mapping": ({"candidates": ["default"], "steps": 7}, Tune(["default"], steps=7)),
+    "eager": ("eager", None),
+    "null": (None, None),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_cli_builds_every_form_of_a_mode_and_prints_what_builds_it_again(form, tmp_path, capsys):
+    given, expected = FORMS[form]
+    made = callback_of(cli(tmp_path, run=False, train_mode=given, infer_mode="max-autotune"))
+    assert made.configs == {"train": expected, "infer": InductorConfig(mode="max-autotune")}
+
+    with pytest.raises(SystemExit):
+        cli(tmp_path, "--print_config", run=False, train_mode=given, infer_mode="max-autotune")
+    printed = capsys.readouterr().out
+    (tmp_path / "printed.yaml").write_text(printed)
+    again = LightningCLI(Model, args=["--config", str(tmp_path / "printed.yaml")], run=False, save_config_callback=None)
+    assert callback_of(again).configs == made.configs
+    in_yaml = yaml.safe_load(printed)["trainer"]["callbacks"][0]["init_args"]
+    assert in_yaml["infer_mode"] == "max-autotune"
+    if form in ("mode", "template", "mapping", "options", "auto", "eager", "null"):
+        assert in_yaml["train_mode"] == given  # as it was written, not every default beside it
+
+
+@pytest.mark.parametrize("form", ["mode", "class", "tune"])
+def test_cli_run_compiles_with_every_form_of_a_mode(form, tmp_path, capsys):
+    given, expected = FORMS[form]
+    report = callback_of(cli(tmp_path, train_mode=given, infer_mode="eager", baseline_steps=0)).report
+    assert report.train.graphs >= 1
+    assert report.train.fallbacks == 0
+    assert report.infer.graphs == 0
+    if isinstance(expected, Tune):
+        assert {trial["candidate"] for trial in report.train.trials} == {"eager", "default", "aten"}
+    else:
+        assert report.train.mode == expected.describe()
+    capsys.readouterr()
+
+
+def test_cli_passes_by_import_path_and_by_class(tmp_path):
+    passes = [
+        f"{__name__}:changes_nothing",
+        f"{__name__}.changes_nothing",
+        {"class_path": f"{__name__}.Scaled", "init_args": {"factor": 2.0}},
+        {"class_path": "compile_callbacks.TritonMaxPoolBackward"},
+    ]
+    made = callback_of(cli(tmp_path, run=False, passes=passes)).passes
+    assert made[:2] == (changes_nothing, changes_nothing)
+    assert isinstance(made[2], Scaled)
+    assert made[2].factor == 2.0
+    assert made[2].uuid() == Scaled(factor=2.0).uuid() != Scaled(factor=3.0).uuid()
+    assert isinstance(made[3], TritonMaxPoolBackward)
+
+
+def test_passes_as_data_need_no_cli():
+    config = InductorConfig(passes=[{"class_path": f"{__name__}.Scaled", "init_args": {"factor": 2.0}}])
+    assert config == InductorConfig(passes=(Scaled(factor=2.0),))
+    assert InductorCompile(passes=[f"{__name__}.changes_nothing"]).passes == (changes_nothing,)
+    with pytest.raises(TypeError, match=r"train_mode: init_args=\[1\] must be a mapping, not list"):
+        InductorCompile({"class_path": CONFIG, "init_args": [1]})
+    with pytest.raises(TypeError, match=r"passes\[0\]: .*missing 1 required positional argument: 'factor'"):
+        InductorCompile(passes=[{"class_path": f"{__name__}.Scaled"}])
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"train_mode": "reduce-overheadd"}, "train_mode='reduce-overheadd' is unknown; did you mean 'reduce-overhead'?"),
+    ({"infer_mode": {"templat": "aten"}}, "infer_mode field='templat' is unknown; did you mean 'template'?"),
+    ({"train_mode": {"class_path": CONFIG, "init_args": {"templat": 1}}}, "train_mode field='templat' is unknown"),
+    ({"train_mode": {"class_path": "torch.nn.Linear"}}, "class_path='torch.nn.Linear' is no InductorConfig or Tune"),
+    ({"train_mode": {"class_path": "nowhere.Config"}}, "train_mode: class_path 'nowhere.Config' cannot be imported"),
+    ({"train_mode": {"class_path": TUNE, "init_args": {"candidates": ["lit"]}}}, "train_mode: candidates[0]='lit' is"),
+    ({"train_mode": 3}, "Given value: 3"),
+    ({"baseline_steps": -1}, "baseline_steps=-1 must be 0 or more"),
+    ({"verify": "of"}, "Got value: of"),
+    ({"passes": ["nowhere:fast"]}, "passes[0]: 'nowhere:fast' cannot be imported"),
+    ({"passes": ["os.path.join"]}, "give it wrapped with compile_callbacks.graph_pass"),
+]
+
+
+@pytest.mark.parametrize(("init_args", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
+def test_cli_names_the_argument_and_the_value_that_is_wrong(init_args, message, tmp_path, capsys):
+    with pytest.raises((SystemExit, ValueError, TypeError)) as raised:
+        cli(tmp_path, run=False, **init_args)
+    told = f"{raised.value}\n{capsys.readouterr().err}"
+    assert message in told
+    (argument,) = init_args
+    assert argument in told

@@ -1,0 +1,157 @@
+"""How many steps a trainer has before it."""
+
+from __future__ import annotations
+
+import math
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import Timer
+from torch.utils.data import DataLoader, IterableDataset
+
+from compile_callbacks import InductorCompile
+from compile_callbacks.callbacks.trainer_progress import seconds_to_come, steps_to_come
+from tests.support.models import Classifier, Manual, loader, trainer
+
+pytestmark = pytest.mark.usefixtures("no_codegen")
+
+INF = math.inf
+
+
+class Told(pl.Callback):
+    """What is to come in the train and the infer phase, at the start of training and of each validation."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+
+    def _ask(self, trainer, *_):
+        if not trainer.sanity_checking:
+            told = steps_to_come(trainer)
+            self.steps.append((told["train"], told["infer"]))
+
+    on_train_start = on_validation_start = _ask
+
+
+class Stream(IterableDataset):
+    """Batches without a length."""
+
+    def __iter__(self):
+        yield from loader(8)
+
+
+def stream() -> DataLoader:
+    return DataLoader(Stream(), batch_size=None)
+
+
+@pytest.mark.all_versions
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"max_epochs": 2}, [(16, 8), (8, 8), (0, 4)]),
+        ({"max_epochs": 2, "check_val_every_n_epoch": 2}, [(16, 4), (0, 4)]),
+        ({"max_epochs": 1, "val_check_interval": 3}, [(8, 8), (5, 8), (2, 4)]),
+        ({"max_epochs": 3, "val_check_interval": 12, "check_val_every_n_epoch": None}, [(24, 8), (12, 8), (0, 4)]),
+        ({"max_epochs": -1, "max_steps": 10}, [(10, 4), (2, 4)]),
+        ({"max_epochs": 9, "max_steps": 5, "accumulate_grad_batches": 2}, [(10, 4), (2, 4)]),
+        ({"max_epochs": 1, "limit_train_batches": 2}, [(2, 4), (0, 4)]),
+    ],
+)
+def test_steps_of_a_fit(settings, told):
+    seen = Told()
+    trainer(seen, **settings).fit(Classifier(), loader(8), loader(4))
+    assert seen.steps == told
+
+
+@pytest.mark.all_versions
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"max_epochs": 1}, [(INF, INF), (INF, INF)]), ({"max_epochs": -1, "max_steps": 6}, [(6, INF)])],
+)
+def test_a_stream_is_of_unknown_length(settings, told):
+    seen = Told()
+    trainer(seen, **settings).fit(Classifier(), stream(), loader(4))
+    assert seen.steps == told
+
+
+@pytest.mark.all_versions
+def test_steps_of_two_optimizers_are_one_batch():
+    seen = Told()
+    run = trainer(seen, max_epochs=-1, max_steps=8)
+    run.fit(Manual(), loader(8))
+    assert seen.steps[0] == (4, 0)
+    assert run.fit_loop.epoch_loop.batch_progress.total.completed == 4
+
+
+@pytest.mark.all_versions
+@pytest.mark.parametrize(
+    ("settings", "seconds"), [({}, INF), ({"max_time": {"seconds": 50}}, 50), ({"max_time": None}, INF)]
+)
+def test_a_run_that_ends_by_the_clock_says_when(settings, seconds):
+    class Asked(pl.Callback):
+        def on_train_start(self, trainer, *_):
+            timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
+            self.seconds = seconds_to_come(trainer, timers)
+
+    asked = Asked()
+    trainer(asked, **settings).fit(Classifier(), loader(1))
+    assert asked.seconds == pytest.approx(seconds, abs=10)
+
+
+def test_auto_compiles_nothing_that_a_run_by_the_clock_cannot_repay():
+    ours = InductorCompile("auto", None)
+    trainer(ours, max_epochs=-1, max_time={"seconds": 2}).fit(Classifier(), loader(50))
+    assert ours.report.train.graphs == 0
+    (trial,) = [trial for trial in ours.report.train.trials if trial["candidate"] != "eager"]
+    assert trial["verdict"] == "not tried"
+    assert "that remain could save" in trial["reason"]
+
+
+@pytest.mark.all_versions
+def test_a_resumed_run_has_what_is_left(tmp_path):
+    first = trainer(max_epochs=2)
+    first.fit(Classifier(), loader(8), loader(4))
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    seen = Told()
+    trainer(seen, max_epochs=3).fit(Classifier(), loader(8), loader(4), ckpt_path=tmp_path / "two.ckpt")
+    assert seen.steps == [(8, 4), (0, 4)]
+
+
+@pytest.mark.all_versions
+def test_loaders_are_made_when_lightning_makes_them(tmp_path):
+    class Asks(Classifier):
+        def train_dataloader(self):
+            made_at.append((self.trainer.global_step, self.trainer.current_epoch))
+            return loader(8)
+
+    made_at: list[tuple[int, int]] = []
+    first = trainer(InductorCompile(None, None), max_epochs=1)
+    first.fit(Asks())
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    trainer(InductorCompile(None, None), max_epochs=2).fit(Asks(), ckpt_path=tmp_path / "one.ckpt")
+    assert made_at == [(0, 0), (8, 1)]
+
+
+def test_a_stream_has_a_baseline():
+    callback = InductorCompile("default", None, baseline_steps=2)
+    trainer(callback).fit(Classifier(), stream())
+    assert callback.report.train.eager_step_ms > 0
+    assert callback.report.train.compiled_step_ms > 0
+
+
+def test_a_few_validation_batches_run_compiled():
+    callback = InductorCompile(None, "default")
+    trainer(callback, max_epochs=2, num_sanity_val_steps=0).fit(Classifier(), loader(2), loader(4))
+    assert callback.report.infer.graphs == 1
+    assert callback.report.infer.eager_step_ms > 0
+    assert callback.report.infer.compiled_step_ms > 0
+
+
+@pytest.mark.all_versions
+def test_loaders_are_made_anew_while_a_step_is_compiled():
+    class Plain(Classifier):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0]).square().mean()
+
+    callback = InductorCompile("default", None, targets=["training_step"], baseline_steps=0)
+    trainer(callback, max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(Plain(), loader(2))
+    assert callback.report.train.graphs == 1

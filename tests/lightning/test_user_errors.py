@@ -1,0 +1,203 @@
+"""Errors of the user's own code come through as they are: never swallowed, never compiled away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._dynamo.symbolic_convert
+import torch._inductor.graph
+from torch import nn
+
+from compile_callbacks import CompileError, CompileWarning, InductorCompile, graph_pass
+from tests.support.faults import PLACES, RAGGED, Net, fit, ragged
+from tests.support.models import Classifier, loader, trainer
+
+pytestmark = pytest.mark.usefixtures("no_codegen")
+
+
+@graph_pass
+def broken(graph, is_inference):
+    raise ZeroDivisionError("by design")
+
+
+class UserError(Exception):
+    """What only the user's code raises."""
+
+
+class Culprit:
+    """Raises one error when it sees a ragged batch, and knows it again."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def check(self, x: torch.Tensor) -> None:
+        if x.shape[0] == RAGGED:
+            raise self.error
+
+
+culprit = Culprit(UserError())
+
+
+@torch.library.custom_op("compile_callbacks_tests::user_kernel", mutates_args=())
+def user_kernel(x: torch.Tensor) -> torch.Tensor:
+    culprit.check(x)
+    return x.clone()
+
+
+@torch.library.custom_op("compile_callbacks_tests::user_kernel_backward", mutates_args=())
+def user_kernel_backward(gradient: torch.Tensor) -> torch.Tensor:
+    culprit.check(gradient)
+    return gradient.clone()
+
+
+@torch.library.custom_op("compile_callbacks_tests::sound_kernel", mutates_args=())
+def sound_kernel(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+for kernel in (user_kernel, user_kernel_backward, sound_kernel):
+    kernel.register_fake(torch.empty_like)
+user_kernel.register_autograd(lambda ctx, gradient: gradient)
+sound_kernel.register_autograd(lambda ctx, gradient: user_kernel_backward(gradient))
+
+
+class UserFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        culprit.check(gradient)
+        return gradient
+
+
+def in_forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    culprit.check(x)
+    return x
+
+
+def in_infer_forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if not net.training:
+        culprit.check(x)
+    return x
+
+
+def in_backward_of_a_function(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return UserFunction.apply(x)
+
+
+def in_a_kernel(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return user_kernel(x)
+
+
+def in_a_backward_kernel(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return sound_kernel(x)
+
+
+def in_a_hook_on_a_tensor(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if x.requires_grad:
+        x.register_hook(culprit.check)
+    return x
+
+
+class Guilty(Net):
+    def __init__(self, strange: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(PLACES[0])
+        self.does = strange
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.does(self, self.first(x)))
+
+
+class GuiltyStep(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        culprit.check(batch[0])
+        return loss
+
+
+def with_backward_hook() -> Classifier:
+    module = Classifier(Net(PLACES[0]))
+    module.net.last.register_full_backward_hook(lambda module, inputs, outputs: culprit.check(outputs[0]))
+    return module
+
+
+PLACES_OF_USER_ERRORS = [
+    *(
+        pytest.param(lambda does=does: Classifier(Guilty(does)), id=does.__name__)
+        for does in (
+            in_forward,
+            in_infer_forward,
+            in_a_kernel,
+            in_a_backward_kernel,
+        )
+    ),
+    *(
+        pytest.param(
+            lambda does=does: Classifier(Guilty(does)),
+            id=does.__name__,
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.13",
+                reason="torch < 2.13 fails while it traces that backward, which is a failure of the compiler",
+            ),
+        )
+        for does in (in_backward_of_a_function, in_a_hook_on_a_tensor)
+    ),
+    pytest.param(with_backward_hook, id="in_a_backward_hook"),
+    pytest.param(lambda: GuiltyStep(Net(PLACES[0])), id="in_training_step"),
+]
+
+
+@pytest.mark.parametrize("on_error", ["eager", "raise"])
+@pytest.mark.parametrize("make", PLACES_OF_USER_ERRORS)
+def test_an_error_of_the_users_comes_through_as_it_is(make, on_error, monkeypatch):
+    error = UserError("by the user")
+    monkeypatch.setattr(culprit, "error", error)
+    module = make()
+    callback = InductorCompile(targets=["net"], baseline_steps=0, on_error=on_error)
+    with pytest.raises(UserError) as caught:
+        trainer(callback, num_sanity_val_steps=0).fit(module, ragged(), ragged(2))
+    assert caught.value is error
+    assert caught.traceback[-1].path.name == "test_user_errors.py"  # where it was raised
+    assert caught.traceback[-1].name == "check"
+    assert (callback.report.train.fallbacks, callback.report.infer.fallbacks) == (0, 0)
+    assert "_compiled_call_impl" not in vars(module.net)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), AssertionError("no")])
+@pytest.mark.parametrize("does", [in_a_kernel, in_a_backward_kernel])
+def test_an_error_of_the_users_may_look_like_the_compilers(does, error, monkeypatch):
+    monkeypatch.setattr(culprit, "error", error)
+    callback = InductorCompile(targets=["net"], baseline_steps=0)
+    with pytest.raises(type(error)) as caught:
+        fit(lambda: Guilty(does), callback)
+    assert caught.value is error
+    assert callback.report.train.graphs >= 1
+    assert callback.report.train.fallbacks == 0
+
+
+def test_a_warning_made_an_error_is_raised_to_the_user_and_counted_once():
+    callback = InductorCompile("default", None, targets=["net"], passes=[broken], baseline_steps=0)
+    with pytest.raises(CompileWarning, match="ZeroDivisionError: by design"):  # by this suite's settings
+        trainer(callback).fit(Classifier(), loader(2))
+    assert callback.report.train.skipped_passes == 1
+
+
+class WrongShape(Classifier):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0][:, :3]).sum()
+
+
+@pytest.mark.parametrize("on_error", ["eager", "raise"])
+def test_an_error_that_dynamo_meets_first_is_the_users_all_the_same(on_error):
+    callback = InductorCompile(on_error=on_error, baseline_steps=0)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        trainer(callback).fit(WrongShape(), loader(2))
+    assert not isinstance(caught.value, CompileError)
+    assert callback.report.train.fallbacks == 0
+    assert "training_step" in [entry.name for entry in caught.traceback]
