@@ -141,8 +141,6 @@ def test_export_leaves_no_trace(fails, tmp_path):
     if fails:
         with pytest.raises(ExportError, match="cannot be exported"):
             export(module, (X[:, :3],), tmp_path / "net.pt2")
-        if torch.__version__.startswith("2.11."):  # whose torch.export leaves a hook behind when it fails
-            before["global hooks"]["_global_buffer_registration_hooks"] += 1
     else:
         export(module, (X,), tmp_path / "net.pt2")
     assert state_of(module) == before
