@@ -9,6 +9,7 @@ Each round runs `Trainer.predict` and `Trainer.fit` in each of the three ways, a
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 import warnings
@@ -41,7 +42,7 @@ class BatchEnds(pl.Callback):
 def step_us(times: list[float]) -> float:
     """The median time of a step after the warm-up, in microseconds."""
     steady = times[WARM_UP_STEPS:]
-    return statistics.median(after - before for before, after in zip(steady, steady[1:], strict=False)) * 1e6
+    return statistics.median(after - before for before, after in itertools.pairwise(steady)) * 1e6
 
 
 def mlp() -> nn.Module:
