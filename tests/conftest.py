@@ -42,6 +42,11 @@ import torch._inductor.config
 from torch._dynamo.callback import callback_handler
 
 
+# For doctests, pytest would import these modules a second time, under another name: custom operators of theirs would be
+# registered twice.
+collect_ignore = ["support"]
+
+
 def pytest_unconfigure() -> None:
     cache = os.environ["COMPILE_CALLBACKS_TEST_CACHE"]
     if cache.endswith(f"_{os.getpid()}"):
