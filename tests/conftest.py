@@ -41,7 +41,6 @@ import torch._dynamo.config
 import torch._inductor.config
 from torch._dynamo.callback import callback_handler
 
-
 # For doctests, pytest would import these modules a second time, under another name: custom operators of theirs would be
 # registered twice.
 collect_ignore = ["support"]

@@ -116,7 +116,7 @@ def test_a_template_runs_on_a_gpu_or_says_what_it_falls_back_to(make, name):
     assert torch.tensor(module.losses).isfinite().all()
     report = callback.report
     for phase in (report.infer, report.train):
-        if phase.mode != "eager":
+        if phase.mode not in ("eager", "user"):
             # In training gradients are compared too; where CUDA graphs forbid that, the report says so.
             graphed = phase is report.train and templates.get(name).resolved_options().get("triton.cudagraphs")
             assert phase.verified == ("outputs only" if graphed else "equal")

@@ -23,6 +23,7 @@ def test_with_cuda_graphs_outputs_are_compared_in_training_and_all_results_in_in
     module, x = compile_phases(mlp().cuda(), train_mode="reduce-overhead", infer_mode="reduce-overhead"), None
     for _ in range(4):
         x = torch.randn(8, FEATURES, device="cuda")
+        module.zero_grad()  # gradients may lie in memory of the CUDA graph, which its next run overwrites
         module(x).square().mean().backward()
     with torch.no_grad():
         module(x)

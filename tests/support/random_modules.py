@@ -93,9 +93,9 @@ class Block(nn.Module):
 
     def buffer_counter(self, x):
         self.count += 1
-        # Not a product: torch 2.15, by hand too, computes wrong gradients with a buffer that the same graph writes to.
-        # Verification reports these.
-        return x + self.count.sqrt()
+        # Nothing here reads the buffer: torch 2.11 and 2.15, by hand too, compute wrong gradients if what a graph saves
+        # for its backward pass depends on a buffer that it writes to. Verification reports these.
+        return x
 
     def running_mean(self, x):
         if self.training:
