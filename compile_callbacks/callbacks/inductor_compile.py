@@ -26,7 +26,7 @@ from compile_callbacks.config.tune import Mode, Settings, as_settings, phases_le
 from compile_callbacks.passes import as_passes
 from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.profiling.baseline import Baseline
-from compile_callbacks.profiling.workload import work_of
+from compile_callbacks.profiling.workload import Work, work_of
 from compile_callbacks.report.console import print_report, say
 from compile_callbacks.report.loggers import (
     log_scalars,
@@ -40,7 +40,7 @@ from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.runtime.cache_dir import check_folder
 from compile_callbacks.runtime.checkpoint_keys import match_keys_on_load
 from compile_callbacks.runtime.fsdp import why_refused, why_strategy_refused
-from compile_callbacks.runtime.session import CompileSession
+from compile_callbacks.runtime.session import CompileSession, Stage
 from compile_callbacks.runtime.several_callbacks import name_of, state_key, why_not_together
 from compile_callbacks.runtime.target_settings import NewShapes, OnError, RegionSettings, Verify
 from compile_callbacks.runtime.targets import adopt_compiled, check_names, find_targets, named_targets
@@ -177,6 +177,7 @@ class InductorCompile(Callback):
         self._last = _LastReport()
         self._global_step_before = 0
         self._printed = False
+        self._peers: list[InductorCompile] = []  # the trainer's callbacks of this class
         self._others: tuple[Any, ...] = ()  # targets of other callbacks of the trainer, which targets=None leaves out
         self._earlier_state: object = None
 
@@ -192,7 +193,7 @@ class InductorCompile(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A run belongs to its process: a strategy that spawns processes sends each of them a callback.
-        return {**vars(self), "_session": None, "_calls": []}
+        return {**vars(self), "_session": None, "_calls": [], "_peers": []}
 
     # ------------------------------------------------------------------------------------------ a trainer run
 
@@ -244,12 +245,12 @@ class InductorCompile(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._global_step_before = trainer.global_step
-        self._step_begins(trainer, batch_idx)
+        if self._step_begins(batch_idx):
+            self._global_step_before = trainer.global_step
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session:
+        if self._session and self._session.has_cudagraphs:
             accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization
             self._session.gradients_ready(kept=accumulates)
 
@@ -257,8 +258,11 @@ class InductorCompile(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        optimizer_steps = trainer.global_step - self._global_step_before
-        self._step_ends("train", batch, f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated")
+        def work() -> Work:
+            optimizer_steps = trainer.global_step - self._global_step_before
+            return work_of("train", batch, f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated")
+
+        self._step_ends(work)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -280,7 +284,7 @@ class InductorCompile(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._step_begins(trainer, batch_idx)
+        self._step_begins(batch_idx)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -294,7 +298,7 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_ends(f"{trainer.state.stage} {dataloader_idx}", batch)
+        self._step_ends(lambda: work_of(f"{trainer.state.stage} {dataloader_idx}", batch))
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
@@ -319,7 +323,17 @@ class InductorCompile(Callback):
     def _begin(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
         """Enter a phase."""
         session = self._prepare(trainer, pl_module)
-        session.enter(phase, weights_stand_still=trainer.state.fn != "fit" and not self._is_within_run)
+        nested = self._is_within_run
+        self._peers = self._callbacks(trainer)
+        session.enter(
+            Stage(
+                phase=phase,
+                name="validate" if trainer.sanity_checking else str(trainer.state.stage.value),  # type: ignore[union-attr]
+                sanity=trainer.sanity_checking,
+                nested=nested,
+                weights_frozen=trainer.state.fn != "fit" and not nested,
+            )
+        )
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> CompileSession:
         """Return the session of the run. At the first call in a run, begin the session and install the targets."""
@@ -365,18 +379,19 @@ class InductorCompile(Callback):
             timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
             self._session.expect(steps_to_come(trainer), seconds_to_come(trainer, timers))
 
-    def _step_begins(self, trainer: Trainer, batch_idx: int) -> None:
-        if self._session:
-            sessions = [session for callback in self._callbacks(trainer) if (session := callback._session)]
-            # Each session changes how long the step takes, so only one at a time measures it.
+    def _step_begins(self, batch_idx: int) -> bool:
+        """Begin a step; returns whether it is timed."""
+        if self._session is None:
+            return False
+        turn = True
+        if len(self._peers) > 1:  # each session changes how long the step takes, so only one at a time measures it
+            sessions = [session for callback in self._peers if (session := callback._session)]
             turn = max(sessions, key=lambda session: (session.compares, session.measures)) is self._session
-            sanity = trainer.sanity_checking
-            stage = "validate" if sanity else str(trainer.state.stage.value)  # type: ignore[union-attr]
-            self._session.step_begins(stage, first=batch_idx == 0, sanity=sanity, nested=self._is_within_run, turn=turn)
+        return self._session.step_begins(first=batch_idx == 0, turn=turn)
 
-    def _step_ends(self, stage: str, batch: Any, part: str = "") -> None:
+    def _step_ends(self, work: Callable[[], Work]) -> None:
         if self._session:
-            self._session.step_ends(work_of(stage, batch, part))
+            self._session.step_ends(work)
 
     def _leave(self, phase: Phase) -> None:
         if self._session and not self._is_within_run:

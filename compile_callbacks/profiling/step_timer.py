@@ -31,8 +31,8 @@ LATEST_SAMPLES = 20
 """The latest compiled samples, in which a slowdown shows."""
 
 STEADY_STEPS = 100
-"""Steps on a GPU that ran in the same way with nothing compiled: of those after them one in `TIMED_OF_STEADY` is timed,
-as two CUDA events take the host 50 µs to 250 µs, which small steps wait for."""
+"""Steps that ran in the same way with nothing compiled: of those after them one in `TIMED_OF_STEADY` is timed. Two CUDA
+events take 50 µs to 250 µs of the CPU's time, and a look at the batch takes 10 µs, which small steps wait for."""
 
 TIMED_OF_STEADY = 8
 
@@ -120,7 +120,7 @@ class StepTimer:
     """Times steps and keeps those that are samples.
 
     On a GPU a step is timed by events, which are read when the GPU has passed them or somebody asks: steady training is
-    not synchronized. Where it has been steady for `STEADY_STEPS`, not every step is timed. A step is no
+    not synchronized. After `STEADY_STEPS` steady steps, not every step is timed. A step is no
     sample while anything compiles in it, nor are the `WARMUP_STEPS` after that or after a change between eager and
     compiled, nor the first step with new shapes. Samples are compared only with samples of equal work.
 
@@ -141,35 +141,40 @@ class StepTimer:
         self._series: dict[Phase, dict[tuple[StepKind, str | None], StepSeries]] = defaultdict(dict)
         self._running: _Span | None = None
         self._timed = True
-        self._steady: tuple[_Way | None, int] = None, 0  # the way of the last steps, and how many there were of it
+        self._last_way: _Way | None = None
+        self._steady_steps = 0  # that ran in the last way
         self._chance = random.Random(0)  # not every eighth: every second or fourth step may be one of its own kind
 
-    def start(self, device: torch.device | None = None, *, wanted: bool = True) -> None:
+    def start(self, device: torch.device | None = None, *, wanted: bool = True) -> bool:
         """A step begins.
 
         Args:
             device: The device that it runs on; ``None`` or a CPU to measure with the clock.
             wanted: Whether it is to be timed in any case.
+
+        Returns:
+            Whether it is timed.
         """
         on_gpu = device is not None and device.type != "cpu"
-        _, steady_steps = self._steady
-        unsteady = steady_steps < STEADY_STEPS
-        self._timed = wanted or not on_gpu or unsteady or self._chance.randrange(TIMED_OF_STEADY) == 0
+        self._timed = wanted or self._steady_steps < STEADY_STEPS or self._chance.random() * TIMED_OF_STEADY < 1
         # The CPU's clock costs nothing, and is good enough for a step that turns out to compile.
         self._running = _Span(device if on_gpu and self._timed else None, self._clock)
+        return self._timed
 
     def takes_turn(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> None:
         """The next step runs otherwise than the one before it: where that had settled before, it is no sample."""
         way = phase, compiled, settings
         self._settled[way] = min(self._settled[way], WARMUP_STEPS - 1)
 
-    def stop(self, phase: Phase, *, compiled: bool, work: Work, disturbed: bool, settings: str | None = None) -> bool:
+    def stop(
+        self, phase: Phase, *, compiled: bool, work: Work | None, disturbed: bool, settings: str | None = None
+    ) -> bool:
         """A step ends.
 
         Args:
             phase: The phase it belongs to.
             compiled: Whether it ran with the compiled targets.
-            work: What was to be done.
+            work: What was to be done; ``None`` if the step was not timed.
             disturbed: Whether anything compiled meanwhile.
             settings: The settings that it was compiled with, where the phase has had several.
 
@@ -181,11 +186,10 @@ class StepTimer:
             return False
         span.stop()
         key = phase, compiled, settings
-        new_shapes = self._is_new(key, work)
         self._steps[key] += 1
         self._steps_of[phase] += 1
-        last, steady_steps = self._steady
-        self._steady = key, 0 if disturbed or key != last else steady_steps + 1
+        self._steady_steps = 0 if disturbed or key != self._last_way else self._steady_steps + 1
+        self._last_way = key
         if not (self._timed or disturbed):
             return False
         self._keep_order(phase, "compiling" if disturbed else "compiled" if compiled else "eager", settings, span)
@@ -193,6 +197,9 @@ class StepTimer:
             self._settled[key] = 0
             return False
         self._settled[key] += 1
+        if work is None:
+            return False
+        new_shapes = self._is_new(key, work)
         if self._settled[key] <= WARMUP_STEPS:
             return False
         self.last_step = span

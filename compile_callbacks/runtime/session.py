@@ -8,6 +8,7 @@ import gc
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,44 @@ from compile_callbacks.runtime.targets import Compiled, Target, group_targets, o
 
 STATE_VERSION = 1
 """The version of `CompileSession.state_dict`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A stage of a trainer run.
+
+    Attributes:
+        phase: Its phase.
+        name: The trainer's name: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        sanity: Whether it is the sanity check: its steps are eager, and no samples.
+        nested: Whether a trainer call within another one runs it: its steps are compiled, and no samples.
+        weights_frozen: Whether nobody trains meanwhile, so that the compiled code may contain the weights.
+    """
+
+    phase: Phase = "train"
+    name: str = "train"
+    sanity: bool = False
+    nested: bool = False
+    weights_frozen: bool = False
+
+
+@dataclass(slots=True)
+class _Step:
+    """A batch, from its start to its end.
+
+    Attributes:
+        first: Whether it is the first one of its stage.
+        measured: Whether its time may be a sample.
+        timed: Whether the timer takes its time.
+        compiles_before: Number of compiles before it.
+        traces_before: Number of compiles before it, except recordings of CUDA graphs.
+    """
+
+    first: bool = False
+    measured: bool = False
+    timed: bool = False
+    compiles_before: int = 0
+    traces_before: int = 0
 
 
 class CompileSession:
@@ -126,13 +165,12 @@ class CompileSession:
         self._backward_thread = BackwardInCallingThread()
         self._shared: Mapping[Phase, Baseline] = {}
         self._running = False
-        self._phase: Phase = "train"
+        self._stage = Stage()
+        self._step = _Step()
         self._compiled = False
-        self._frozen = False
         self._device = torch.device("cpu")
         self._cuda = self._several_devices = False
-        self._seen_before_step = (0, 0)
-        self._measured = self._first = self._left_garbage = False
+        self._left_garbage = False
         self._trained: int | None = None
         self._before: CompileReport | None = None  # the report of the run that this one resumes
         self._precision = ""
@@ -199,12 +237,12 @@ class CompileSession:
 
     def interrupt(self) -> Callable[[], None]:
         """Another trainer call begins within this run; returns the function that continues the run afterwards."""
-        phase, frozen, compiled = self._phase, self._frozen, self._compiled
+        stage, compiled = self._stage, self._compiled
 
         def go_on() -> None:
-            self._phase, self._frozen = phase, frozen
+            self._stage = stage
             self._timer.abandon()  # the step around the call, if it began in one, is no sample
-            self._measured = False
+            self._step = replace(self._step, measured=False, timed=False)
             self._select(compiled=compiled)
 
         return go_on
@@ -247,15 +285,9 @@ class CompileSession:
 
     # ------------------------------------------------------------------------------------------ stages and steps
 
-    def enter(self, phase: Phase, *, weights_stand_still: bool = False) -> None:
-        """A stage of this phase begins or goes on; it runs compiled until a step says otherwise.
-
-        Args:
-            phase: The phase.
-            weights_stand_still: Whether nobody trains meanwhile, so that weights may be baked in.
-        """
-        self._phase = phase
-        self._frozen = weights_stand_still
+    def enter(self, stage: Stage) -> None:
+        """A stage begins or continues; it runs compiled until a step runs eagerly."""
+        self._stage = stage
         self._select(compiled=True)
 
     def expect(self, steps: Mapping[Phase, float], seconds: float = math.inf) -> None:
@@ -274,17 +306,15 @@ class CompileSession:
                 tuning.expect(least, min(seconds for _, seconds in of_ranks))
                 self._configs[phase] = tuning.config
 
-    def step_begins(
-        self, stage: str, *, first: bool = False, sanity: bool = False, nested: bool = False, turn: bool = True
-    ) -> None:
+    def step_begins(self, *, first: bool = False, turn: bool = True) -> bool:
         """A batch begins.
 
         Args:
-            stage: The trainer's stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
             first: Whether it is the first batch of its stage: the weights may have been swapped for the stage.
-            sanity: Whether the sanity check runs it: it is eager, and its time is no sample.
-            nested: Whether a trainer call within another one runs it: it is compiled, and its time is no sample.
             turn: Whether this session measures the step, if the run has several.
+
+        Returns:
+            Whether the step is timed.
         """
         if self._left_garbage and gc.isenabled():
             gc.collect()  # a compile leaves so many objects that an automatic collection takes longer than most steps
@@ -292,26 +322,38 @@ class CompileSession:
         if first:
             self._switch.suspect_weights()
         self._listen()
-        finds_targets = self._called is not None and not nested and stage not in self._stages
-        if not nested:
-            self._stages.add(stage)
-        in_baseline = not (sanity or nested) and self.baseline(self._phase).running
-        measured = turn and not (sanity or nested)
-        self._measured, self._first = measured and not finds_targets, first
-        if (tuning := self._tunings.get(self._phase)) is not None:
-            self._configs[self._phase] = tuning.step_begins(measured=self._measured)
-        self._select(compiled=not (sanity or finds_targets or in_baseline))
-        self._seen_before_step = self._recorder.compiles_seen, self._recorder.traces_seen
+        stage = self._stage
+        counts = not (stage.sanity or stage.nested)
+        finds_targets = self._called is not None and not stage.nested and stage.name not in self._stages
+        if not stage.nested:
+            self._stages.add(stage.name)
+        self._step = step = _Step(
+            first=first,
+            measured=turn and counts and not finds_targets,
+            compiles_before=self._recorder.compiles_seen,
+            traces_before=self._recorder.traces_seen,
+        )
+        if (tuning := self._tunings.get(stage.phase)) is not None:
+            self._configs[stage.phase] = tuning.step_begins(measured=step.measured)
+        in_baseline = counts and self.baseline(stage.phase).running
+        self._select(compiled=not (stage.sanity or finds_targets or in_baseline))
         if self._cuda:
             torch.compiler.cudagraph_mark_step_begin()
-            if self._compiled and self._phase == "train" and not self._several_devices:
+            if self._compiled and stage.phase == "train" and not self._several_devices:
                 self._backward_thread.begin()
-            if measured:
-                self._memory.start(self._phase, compiled=self._compiled, settings=self._candidate)
-        if measured:
-            self._timer.start(self._device, wanted=self.compares)
+            if turn and counts:
+                self._memory.start(stage.phase, compiled=self._compiled, settings=self._candidate)
+        if turn and counts:
+            step.timed = self._timer.start(self._device, wanted=self.compares)
         if self._called is not None and finds_targets:
             self._called.start()
+        return step.timed
+
+    @property
+    def has_cudagraphs(self) -> bool:
+        """Whether training steps run CUDA graphs."""
+        config = self._configs["train"]
+        return self._cuda and self._compiled and config is not None and config.uses_cudagraphs
 
     def gradients_ready(self, *, kept: bool) -> None:
         """A backward pass is done.
@@ -319,48 +361,42 @@ class CompileSession:
         Args:
             kept: Whether the gradients may outlive the step, as in an accumulation.
         """
-        config = self._configs["train"]
-        if kept and self._compiled and config is not None and config.uses_cudagraphs:
+        if kept and self.has_cudagraphs:
             self._lasting_gradients.keep(self.module.parameters())
 
-    def step_ends(self, work: Work) -> None:
+    def step_ends(self, work: Callable[[], Work]) -> None:
         """A batch ends.
 
         Args:
-            work: What was to be done in it.
+            work: Returns what was to be done in it; called if the step is timed.
         """
+        phase, step = self._stage.phase, self._step
         self._backward_thread.end()
         if self._called is not None:
             self._switch.add(self._new_targets(self._called.stop()))
-        compiles_before, traces_before = self._seen_before_step
-        disturbed = self._recorder.compiles_seen != compiles_before
-        tuning = self._tunings.get(self._phase)
-        work = work.where(precision=self._precision)
-        if self._phase == "train":
-            work = self._with_trained_weights(work, look=self._first or disturbed)
-        if tuning is not None:
-            # The first batch of a stage folds weights again, and with frozen weights other code runs.
-            work = work.where(first=self._first, frozen=self._frozen)
+        disturbed = self._recorder.compiles_seen != step.compiles_before
+        traced = self._recorder.traces_seen != step.traces_before
+        tuning = self._tunings.get(phase)
+        found = self._describe(work(), step, disturbed=disturbed) if step.timed else None
+        if disturbed:
+            self._trained = None
         sample = self._timer.stop(
-            self._phase,
-            compiled=self._compiled,
-            work=work,
-            disturbed=disturbed,
-            settings=self._candidate,
+            phase, compiled=self._compiled, work=found, disturbed=disturbed, settings=self._candidate
         )
-        if self._cuda and self._measured:
-            self._memory.stop(traced=self._recorder.traces_seen != traces_before)
-        baseline = self._baselines[self._phase]
-        if self.measures and baseline.running and not self._compiled:
+        if self._cuda and step.measured:
+            self._memory.stop(traced=traced)
+        baseline = self._baselines[phase]
+        if not self._compiled and self.measures and baseline.running:
             baseline.step(sample=sample)
         if tuning is not None:
-            config = self._configs[self._phase]
+            config = self._configs[phase]
             if tuning.winner is None and config is not None and config.uses_cudagraphs:
                 # Torch frees the memory of CUDA graphs with the last of them, tensors that are still in it or not.
                 self._lasting_gradients.keep(self.module.parameters())
-            tuning.step_ends(work, measured=self._measured)
-            self._configs[self._phase] = tuning.config
-        self._left_garbage = self._recorder.traces_seen != traces_before
+            if found is not None:
+                tuning.step_ends(found, measured=step.measured)
+            self._configs[phase] = tuning.config
+        self._left_garbage = traced
         self._select(compiled=True)
 
     def leave(self, phase: Phase) -> None:
@@ -381,13 +417,15 @@ class CompileSession:
     @property
     def measures(self) -> bool:
         """Whether this session measures the steps of the active phase. One session of a run does."""
-        return self._phase not in self._shared
+        return self._stage.phase not in self._shared
 
     @property
     def compares(self) -> bool:
         """Whether this session still compares step times in the active phase, and so needs a sample of each step."""
-        tuning = self._tunings.get(self._phase)
-        return (self.measures and self._baselines[self._phase].running) or (tuning is not None and not tuning.winner)
+        tuning = self._tunings.get(self._stage.phase)
+        return (self.measures and self._baselines[self._stage.phase].running) or (
+            tuning is not None and not tuning.winner
+        )
 
     # ------------------------------------------------------------------------------------------ what was measured
 
@@ -487,20 +525,26 @@ class CompileSession:
         called = {region.owner.target for region in self._switch.regions(phase) if region.called}
         return [target for target in self._switch.targets if self._called is None or target.name in called]
 
-    def _with_trained_weights(self, work: Work, *, look: bool) -> Work:
-        """The work of a train step with which weights it trains: below a frozen backbone there is less to do."""
-        if look or self._trained is None:
-            self._trained = zlib.crc32(bytes(weight.requires_grad for weight in self.module.parameters()))
-        return work.where(trained=self._trained)
+    def _describe(self, work: Work, step: _Step, *, disturbed: bool) -> Work:
+        """The work of a step with the conditions that this session knows."""
+        conditions: dict[str, object] = {"precision": self._precision}
+        if self._stage.phase == "train":  # below a frozen backbone there is less to do
+            if step.first or disturbed or self._trained is None:
+                self._trained = zlib.crc32(bytes(weight.requires_grad for weight in self.module.parameters()))
+            conditions["trained"] = self._trained
+        if self._stage.phase in self._tunings:
+            # The first batch of a stage folds weights again, and with frozen weights other code runs.
+            conditions |= {"first": step.first, "frozen": self._stage.weights_frozen}
+        return work.where(**conditions)
 
     def _select(self, *, compiled: bool) -> None:
-        self._compiled = compiled and self._configs[self._phase] is not None
-        self._switch.select(self._phase, compiled=compiled, frozen=self._frozen)
+        self._compiled = compiled and self._configs[self._stage.phase] is not None
+        self._switch.select(self._stage.phase, compiled=compiled, frozen=self._stage.weights_frozen)
 
     @property
     def _candidate(self) -> str | None:
         """The candidate that the step runs with, where the phase is tuned."""
-        tuning = self._tunings.get(self._phase)
+        tuning = self._tunings.get(self._stage.phase)
         return tuning.in_force if tuning is not None else None
 
     def _begin_tunings(self, precision: str) -> None:

@@ -59,7 +59,8 @@ class Times:
 
         def stop(timer, phase, *, compiled, work, disturbed, settings=None):
             sample = real_stop(timer, phase, compiled=compiled, work=work, disturbed=disturbed, settings=settings)
-            ms = self._fixed(phase, settings if compiled else "eager", work)
+            name = settings if compiled else "eager"
+            ms = None if work is None else self._fixed(phase, name, work)  # not every step is timed
             if timer.last_step is not None and ms is not None:
                 timer.last_step = Fixed(ms)
             return sample
