@@ -26,6 +26,8 @@ def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         active = DistributedDataParallel._active_ddp_module
+        if active is None:
+            return compiled(*args, **kwargs)
         DistributedDataParallel._active_ddp_module = None
         try:
             return compiled(*args, **kwargs)

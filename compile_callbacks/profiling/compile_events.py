@@ -90,11 +90,22 @@ def _nothing() -> None:
     pass
 
 
-class _Calling(threading.local):
-    """The call of a target that is running in a thread: compiles announce themselves in the thread that compiles."""
+class TargetCall(NamedTuple):
+    """A call of a compiled target.
 
-    owner: Owner | None = None
-    on_trace: Callable[[], None] = staticmethod(_nothing)
+    Attributes:
+        owner: The target and its phase.
+        on_trace: Called when Dynamo begins to trace in the call.
+    """
+
+    owner: Owner
+    on_trace: Callable[[], None]
+
+
+class _Calling(threading.local):
+    """The innermost call of a target that a thread is in: compiles announce themselves in the thread that compiles."""
+
+    current: TargetCall | None = None
 
 
 class CompileRecorder:
@@ -116,7 +127,7 @@ class CompileRecorder:
         on_start: Callable[[Owner], None] = lambda owner: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._calling = _Calling()
+        self.calling = _Calling()
         self.events: list[CompileEvent] = []
         self.compiles_seen = 0
         """Compiles in this process so far, the user's own too: a step in which this changes is no sample."""
@@ -149,20 +160,8 @@ class CompileRecorder:
     @property
     def owner(self) -> Owner | None:
         """The target and phase that this thread is calling; ``None`` outside of our calls."""
-        return self._calling.owner
-
-    @owner.setter
-    def owner(self, owner: Owner | None) -> None:
-        self._calling.owner = owner
-
-    @property
-    def on_trace(self) -> Callable[[], None]:
-        """Called when Dynamo begins to trace for the owner."""
-        return self._calling.on_trace
-
-    @on_trace.setter
-    def on_trace(self, on_trace: Callable[[], None]) -> None:
-        self._calling.on_trace = on_trace
+        call = self.calling.current
+        return None if call is None else call.owner
 
     def listen(self) -> None:
         """Begin to hear of compiles; called again, it notices if ``torch.compiler.reset()`` ended that."""
@@ -260,8 +259,8 @@ class CompileRecorder:
         self.traces_seen += self._part != "cudagraph"
         self._running = owner, self._clock()
         if owner is not None:
-            if self._part == "graph":
-                self.on_trace()
+            if self._part == "graph" and self.calling.current is not None:
+                self.calling.current.on_trace()
             self._on_start(owner)
 
     def _end(self, args: Any) -> None:

@@ -68,13 +68,14 @@ class _Span:
     Args:
         device: The GPU, of CUDA, ROCm, XPU or MPS for example; ``None`` to measure with the clock.
         clock: Seconds, rising.
+        start: The time on the clock at which the span began, if it began before.
     """
 
-    def __init__(self, device: torch.device | None, clock: Callable[[], float]) -> None:
+    def __init__(self, device: torch.device | None, clock: Callable[[], float], start: float | None = None) -> None:
         self._clock = clock
         # The module of each accelerator with streams has them: torch.cuda.Event, torch.xpu.Event, torch.mps.Event.
         self._event = None if device is None else getattr(getattr(torch, device.type, None), "Event", None)
-        self._start = self._mark()
+        self._start: Any = self._mark() if start is None else start
         self._end: Any = None
 
     def stop(self) -> None:
@@ -133,14 +134,14 @@ class StepTimer:
         """The time of the last step; ``None`` if something compiled in it, or if it was a warm-up step."""
         self._clock = clock
         self._steps: Counter[_Way] = Counter()
-        self._steps_of: Counter[Phase] = Counter()
         self._samples: dict[_Way, dict[Work, _Samples]] = defaultdict(dict)
         self._seen_shapes: dict[_Way, set[int]] = defaultdict(set)
         self._settled: Counter[_Way] = Counter()
         self._restored: dict[Phase, dict[Work, tuple[float, ...]]] = {}
         self._series: dict[Phase, dict[tuple[StepKind, str | None], StepSeries]] = defaultdict(dict)
-        self._running: _Span | None = None
-        self._timed = True
+        self._running = False
+        self._span: _Span | None = None  # of the running step, if it is timed
+        self._started = 0.0  # when the running step began, if it is not timed
         self._last_way: _Way | None = None
         self._steady_steps = 0  # that ran in the last way
         self._chance = random.Random(0)  # not every eighth: every second or fourth step may be one of its own kind
@@ -155,11 +156,13 @@ class StepTimer:
         Returns:
             Whether it is timed.
         """
+        self._running = True
+        if not wanted and self._steady_steps >= STEADY_STEPS and self._chance.random() * TIMED_OF_STEADY >= 1:
+            self._span, self._started = None, self._clock()  # good enough for a step that turns out to compile
+            return False
         on_gpu = device is not None and device.type != "cpu"
-        self._timed = wanted or self._steady_steps < STEADY_STEPS or self._chance.random() * TIMED_OF_STEADY < 1
-        # The CPU's clock costs nothing, and is good enough for a step that turns out to compile.
-        self._running = _Span(device if on_gpu and self._timed else None, self._clock)
-        return self._timed
+        self._span = _Span(device if on_gpu else None, self._clock)
+        return True
 
     def takes_turn(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> None:
         """The next step runs otherwise than the one before it: where that had settled before, it is no sample."""
@@ -181,17 +184,18 @@ class StepTimer:
         Returns:
             Whether the step is a sample, which one that was not timed is not.
         """
-        span, self._running, self.last_step = self._running, None, None
-        if span is None:
+        self.last_step = None
+        if not self._running:
             return False
-        span.stop()
+        self._running = False
         key = phase, compiled, settings
         self._steps[key] += 1
-        self._steps_of[phase] += 1
         self._steady_steps = 0 if disturbed or key != self._last_way else self._steady_steps + 1
         self._last_way = key
-        if not (self._timed or disturbed):
+        if self._span is None and not disturbed:
             return False
+        span = self._span or _Span(None, self._clock, self._started)
+        span.stop()
         self._keep_order(phase, "compiling" if disturbed else "compiled" if compiled else "eager", settings, span)
         if disturbed:
             self._settled[key] = 0
@@ -217,7 +221,7 @@ class StepTimer:
 
     def abandon(self) -> None:
         """Forget the step that is running."""
-        self._running = None
+        self._running = False
 
     def compiled_steps(self, phase: Phase, settings: str | None = None) -> int:
         """All compiled steps of a phase, samples or not."""
@@ -267,7 +271,7 @@ class StepTimer:
         series = self._series[phase]
         if (kind, settings) not in series:
             series[kind, settings] = StepSeries()
-        series[kind, settings].add(self._steps_of[phase], span)
+        series[kind, settings].add(sum(n for way, n in self._steps.items() if way[0] == phase), span)
 
     def baseline(self, phase: Phase) -> dict[Work, tuple[float, ...]]:
         """The eager samples of a phase by their work, those of an earlier run among them."""

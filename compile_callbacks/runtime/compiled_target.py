@@ -16,7 +16,7 @@ from compile_callbacks._utils.errors import CompileError, WarnOnce
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.profiling.compile_events import CompileRecorder, Owner
+from compile_callbacks.profiling.compile_events import CompileRecorder, Owner, TargetCall
 from compile_callbacks.runtime.fallback import Fallback, describe
 from compile_callbacks.runtime.freezing import WeightWatch
 from compile_callbacks.runtime.graph_backend import GraphCompiler
@@ -80,6 +80,7 @@ class CompiledRegion:
         self._compiler = GraphCompiler(target, self.owner, config, passes, recorder=recorder, fallback=self._fallback)
         # Of each block: what calls the first of them differs from what calls the others (a gradient to pass on).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
+        self._limits_shapes = settings.new_shapes != "recompile"
         self._uncompilable: set[Any] = set()
         self._guards_hooks = False
         self._hooks_seen = -1
@@ -98,15 +99,6 @@ class CompiledRegion:
         """What calls one of the target's members, compiled for the phase."""
         return functools.partial(self._call, member)
 
-    def _call(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
-        if self._isolation.eager:
-            return member.eager(*args, **kwargs)
-        self.called = True
-        if _torch.dynamo.is_transformed():
-            return self._call_transformed(member, args, kwargs)
-        self.ran = True
-        return self._run(member, *args, **kwargs)
-
     def _call_transformed(self, member: Target, args: Any, kwargs: Any) -> Any:
         """A call under a transform: torch would run it eagerly, and then compile no other call of the code either."""
         target, phase = self.owner[:2]
@@ -118,7 +110,13 @@ class CompiledRegion:
         self._warn((target, phase, "transform"), message)  # also of a candidate: it holds for all
         return member.eager(*args, **kwargs)
 
-    def _run(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
+        if self._isolation.eager:
+            return member.eager(*args, **kwargs)
+        self.called = True
+        if _torch.dynamo.is_transformed():
+            return self._call_transformed(member, args, kwargs)
+        self.ran = True
         # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within one, the
         # compiled function continues to run: it executes the graphs that differ eagerly.
         if self._fallback.gave_up and not _torch.autograd.saves_through_hooks():
@@ -129,21 +127,26 @@ class CompiledRegion:
             self._look_for_hooks()
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
             return member.eager(*args, **kwargs)
-        recorder, outer, outer_on_trace = self._recorder, self._recorder.owner, self._recorder.on_trace
-        recorder.listen_again()
-        before_compile: list[Snapshot] = []
-        recorder.owner, recorder.on_trace = self.owner, functools.partial(self._remember, member, before_compile)
-        graphs_before = self._compiler.graphs
-        failure = None
+        self._recorder.listen_again()
+        calling, before_compile = self._recorder.calling, list[Snapshot]()
+        graphs_before, outer, failure = self._compiler.graphs, calling.current, None
+        calling.current = TargetCall(self.owner, functools.partial(self._remember, member, before_compile))
         try:
-            result = self._compiled_call(member, args, kwargs)
+            stance = self._stance(member, args, kwargs) if self._limits_shapes else None
+            if stance is not None:
+                result = self._call_under(stance, member, args, kwargs)
+            elif self._one_limit or self._limit_factor == 1:
+                result = self._compiled(member.module, *args, **kwargs)
+            else:
+                result = self._compiled_beyond_limit(member.module, *args, **kwargs)
         except Exception as error:
             if not _torch.dynamo.raised_while_compiling(error):
                 raise
             failure = error
         finally:
-            recorder.owner, recorder.on_trace = outer, outer_on_trace
-            self._while_tracing.close()
+            calling.current = outer
+            if before_compile:
+                self._while_tracing.close()
         if failure is not None:
             for snapshot in before_compile:
                 snapshot.restore()
@@ -159,15 +162,12 @@ class CompiledRegion:
         """Whether each of the repeated blocks that were to share a graph was compiled separately."""
         return self._shares_as_asked and any(len(found) == len(self._members) for found in self._compiled_of.values())
 
-    def _compiled_call(self, member: Target, args: Any, kwargs: Any) -> Any:
+    def _stance(self, member: Target, args: Any, kwargs: Any) -> str | None:
         policy = self._shapes[member]
         if self.on_trial:
             # The first call of a candidate may be the odd one of a run, the last batch of an epoch for example.
             policy.admit(args, kwargs)
-        stance = policy.stance(args, kwargs)
-        if stance is not None:
-            return self._call_under(stance, member, args, kwargs)
-        return self._call_compiled(member, *args, **kwargs)
+        return policy.stance(args, kwargs)
 
     def suspect_weights(self) -> None:
         """Believe no weight before the next call to be what it was: a stage begins, and may have swapped them."""
@@ -213,11 +213,6 @@ class CompiledRegion:
             self.free_compiled()  # else every set of weights that was ever baked in would stay
         self._suspects_weights, self._baked_in = False, True
 
-    def _call_compiled(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
-        if self._one_limit or self._limit_factor == 1:
-            return self._compiled(member.module, *args, **kwargs)
-        return self._compiled_beyond_limit(member.module, *args, **kwargs)
-
     @property
     def _limit_factor(self) -> int:
         """How many times as many graphs as torch's recompile limit allows for the code of one target."""
@@ -236,7 +231,7 @@ class CompiledRegion:
         try:
             # A target inside this one would else meet the stance too, and take it for its own first call.
             with self._isolation.uncompiled(), torch.compiler.set_stance(stance):  # type: ignore[arg-type]
-                return self._call_compiled(member, *args, **kwargs)
+                return self._compiled_beyond_limit(member.module, *args, **kwargs)
         except RuntimeError as error:
             if stance not in str(error):
                 raise

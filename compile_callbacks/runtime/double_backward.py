@@ -57,6 +57,7 @@ class _BackwardPasses:
         self._looked = False
         self._tensors: tuple[int, ...] = ()  # positions of the inputs that have a version
         self._position: int | None = None  # of an output by which autograd's node is found
+        self._direct = False  # whether that output's own node is it
         self._outputs: dict[int, tuple[int, bool]] = {}  # the node's output: its position, and whether as a view of it
         self._noted_down: set[int] = set()  # positions of inputs that the graph changes, without computing with them
         self._why_not: str | None = None
@@ -68,9 +69,13 @@ class _BackwardPasses:
         """
         if not self._looked:
             self._look(inputs, outputs)
-        if self._position is None or self._why_not or (found := _made_by(outputs[self._position])) is None:
+        if self._position is None or self._why_not:
             return
-        found[0].computed_from = inputs, [inputs[i]._version for i in self._tensors]
+        node = outputs[self._position].grad_fn
+        if not self._direct:
+            node, _, _ = _made_by(outputs[self._position]) or (None, 0, False)
+        if node is not None:
+            node.computed_from = inputs, [inputs[i]._version for i in self._tensors]
 
     def _look(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Find what is the same in every call."""
@@ -80,7 +85,8 @@ class _BackwardPasses:
         made = {i: found for i, output in enumerate(outputs) if (found := _made_by(output, earlier)) is not None}
         if not made:
             return  # nothing that it computes has a gradient
-        self._position, (node, _, _) = next(iter(made.items()))
+        self._position, (node, _, is_view) = next(iter(made.items()))
+        self._direct = not is_view
         self._outputs = {nr: (i, is_view) for i, (_, nr, is_view) in made.items()}
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         if len(tensors) != len(node.next_functions) or len(inputs) != len(node.needs_input_grad):

@@ -316,27 +316,25 @@ class CompileSession:
         Returns:
             Whether the step is timed.
         """
-        if self._left_garbage and gc.isenabled():
-            gc.collect()  # a compile leaves so many objects that an automatic collection takes longer than most steps
-        self._left_garbage = False
+        if self._left_garbage:
+            self._collect_garbage()
         if first:
             self._switch.suspect_weights()
-        self._listen()
+        self._recorder.listen_again()
         stage = self._stage
         counts = not (stage.sanity or stage.nested)
-        finds_targets = self._called is not None and not stage.nested and stage.name not in self._stages
+        finds_targets = False
         if not stage.nested:
+            finds_targets = self._called is not None and stage.name not in self._stages
             self._stages.add(stage.name)
-        self._step = step = _Step(
-            first=first,
-            measured=turn and counts and not finds_targets,
-            compiles_before=self._recorder.compiles_seen,
-            traces_before=self._recorder.traces_seen,
-        )
+        measured = turn and counts and not finds_targets
+        self._step = step = _Step(first, measured, False, self._recorder.compiles_seen, self._recorder.traces_seen)
         if (tuning := self._tunings.get(stage.phase)) is not None:
-            self._configs[stage.phase] = tuning.step_begins(measured=step.measured)
+            self._configs[stage.phase] = tuning.step_begins(measured=measured)
         in_baseline = counts and self.baseline(stage.phase).running
-        self._select(compiled=not (stage.sanity or finds_targets or in_baseline))
+        compiled = not (stage.sanity or finds_targets or in_baseline)
+        if compiled != self._compiled or self._selection_changes:
+            self._select(compiled=compiled)
         if self._cuda:
             torch.compiler.cudagraph_mark_step_begin()
             if self._compiled and stage.phase == "train" and not self._several_devices:
@@ -371,7 +369,8 @@ class CompileSession:
             work: Returns what was to be done in it; called if the step is timed.
         """
         phase, step = self._stage.phase, self._step
-        self._backward_thread.end()
+        if self._cuda:
+            self._backward_thread.end()
         if self._called is not None:
             self._switch.add(self._new_targets(self._called.stop()))
         disturbed = self._recorder.compiles_seen != step.compiles_before
@@ -397,7 +396,8 @@ class CompileSession:
                 tuning.step_ends(found, measured=step.measured)
             self._configs[phase] = tuning.config
         self._left_garbage = traced
-        self._select(compiled=True)
+        if not self._compiled or self._selection_changes:
+            self._select(compiled=True)
 
     def leave(self, phase: Phase) -> None:
         """A stage of this phase ends: say what ran and was not compiled, unless that has been said."""
@@ -412,7 +412,7 @@ class CompileSession:
 
     def baseline(self, phase: Phase) -> Baseline:
         """The baseline of a phase, which all sessions of a run share: its steps are eager in all of them."""
-        return self._shared.get(phase, self._baselines[phase])
+        return self._shared.get(phase) or self._baselines[phase]
 
     @property
     def measures(self) -> bool:
@@ -420,12 +420,18 @@ class CompileSession:
         return self._stage.phase not in self._shared
 
     @property
+    def _selection_changes(self) -> bool:
+        """Whether the compiled targets or their settings may change between two steps of a stage."""
+        return self._called is not None or bool(self._tunings)
+
+    @property
     def compares(self) -> bool:
         """Whether this session still compares step times in the active phase, and so needs a sample of each step."""
-        tuning = self._tunings.get(self._stage.phase)
-        return (self.measures and self._baselines[self._stage.phase].running) or (
-            tuning is not None and not tuning.winner
-        )
+        phase = self._stage.phase
+        if self._baselines[phase].running and self.measures:
+            return True
+        tuning = self._tunings.get(phase)
+        return tuning is not None and not tuning.winner
 
     # ------------------------------------------------------------------------------------------ what was measured
 
@@ -508,11 +514,11 @@ class CompileSession:
             tuning.settle("the run ended before all steps were taken")
         self._switch.select_by_grad_mode()
 
-    def _listen(self) -> None:
-        """Hear of compiles, also after the user called ``torch.compiler.reset()``, which ends that."""
-        self._recorder.listen()
-        if self._switch.installed:
-            self._switch.trace_settings.install()
+    def _collect_garbage(self) -> None:
+        """Collect what a compile left: so many objects that an automatic collection takes longer than most steps."""
+        self._left_garbage = False
+        if gc.isenabled():
+            gc.collect()
 
     def _new_targets(self, called: Sequence[Target]) -> Sequence[Compiled]:
         """The called modules and methods that are no targets yet; those that look alike share a graph."""
