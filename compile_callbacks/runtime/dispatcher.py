@@ -51,7 +51,6 @@ class Dispatcher(InstalledCall):
         self.eager = target.eager
         self.__wrapped__ = self.eager  # Lightning looks through it for what a method is, and which arguments it takes
         self.selected: Callable[..., Any] = self.eager
-        self.weights_stand_still = False  # what `by_grad_mode` may rely on
         self.session: Any = None  # whoever compiled the target, where it has to be found again from it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,10 +84,18 @@ class Dispatcher(InstalledCall):
             return operator.getitem, ([own], 0)
         return getattr, (self.target.module, self.target.method)
 
-    def by_grad_mode(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the region of the phase that the grad mode tells; for when no trainer selects one."""
-        phase: Phase = "train" if torch.is_grad_enabled() else "infer"
-        return self.call(phase, frozen=self.weights_stand_still)(*args, **kwargs)
+    def by_grad_mode(self, *, frozen: bool) -> Callable[..., Any]:
+        """The call of the target in the phase that the grad mode tells, if no trainer selects a phase.
+
+        Args:
+            frozen: Whether calls without grad run with weights baked in, if the config freezes.
+        """
+        train, infer = self.call("train"), self.call("infer", frozen=frozen)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return train(*args, **kwargs) if torch.is_grad_enabled() else infer(*args, **kwargs)
+
+        return call
 
 
 class PhaseSwitch:
@@ -271,8 +278,7 @@ class PhaseSwitch:
         """
         self._selected = None
         for dispatcher in self._dispatchers:
-            dispatcher.weights_stand_still = frozen
-            dispatcher.selected = dispatcher.by_grad_mode
+            dispatcher.selected = dispatcher.by_grad_mode(frozen=frozen)
 
     def free_compiled(self) -> None:
         """Give back what compiled code takes; where a target is called again, it is compiled again."""
