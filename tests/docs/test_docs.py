@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -48,6 +49,16 @@ def check_the_passes_of_the_page(namespace):
     result = check_pass(namespace["hard_tanh"], torch.nn.Tanh(), torch.randn(4, 8))
     assert result.changed
     result.assert_close(rtol=0, atol=0.5)
+
+
+def test_the_drawing_of_the_data_path_names_functions_that_exist():
+    drawn = re.findall(r"^ *([\w.]+)(?:, \.\w+)? +([\w/]+\.py)\b", PAGES["how_it_works.md"].read_text(), re.MULTILINE)
+    assert len(drawn) > 20
+    for name, path in drawn:
+        found = importlib.import_module("compile_callbacks." + path.removesuffix(".py").replace("/", "."))
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert callable(found), (name, path)
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
