@@ -44,7 +44,7 @@ def refresh_ms(folded: Candidate) -> float:
     for _ in range(10):
         for suspected in times:
             if suspected:
-                folded.switch.suspect_weights()
+                folded.switch.invalidate_weights()
             folded.synchronize()
             started = time.perf_counter()
             folded.step()
@@ -55,7 +55,11 @@ def refresh_ms(folded: Candidate) -> float:
 
 def check_us(folded: Candidate) -> float:
     """The time of a call that checks whether a weight changed."""
-    graphs = [graph for region in folded.switch.regions("infer") for graph in region.folded_graphs()]
+    graphs = [
+        graph
+        for compiled_target in folded.switch.compiled_targets("infer")
+        for graph in compiled_target.folded_graphs()
+    ]
     return sum(min(timeit.repeat(lambda g=g: g._knows(g._seen), number=1000, repeat=5)) * 1000 for g in graphs)
 
 

@@ -27,8 +27,8 @@ from compile_callbacks.passes.hooks import GraphKind, graph_kind
 from compile_callbacks.passes.library.record_graphs import graph_text
 from compile_callbacks.passes.nodes import count_ops
 from compile_callbacks.profiling.compile_events import CompileRecorder
-from compile_callbacks.runtime.compiled_target import CompiledRegion
-from compile_callbacks.runtime.target_settings import RegionSettings
+from compile_callbacks.runtime.compiled_target import CompiledTarget
+from compile_callbacks.runtime.target_settings import TargetSettings
 from compile_callbacks.runtime.targets import Target
 
 __all__ = ["CheckedGraph", "PassCheck", "check_pass"]
@@ -132,8 +132,8 @@ def check_pass(
         twin = copy.deepcopy(module).train(phase == "train")
         call: Any = twin
         if compiled:
-            recorder, settings = CompileRecorder(), RegionSettings(on_error="raise")
-            call = CompiledRegion(Target("module", twin), phase, config, recorder=recorder, settings=settings)
+            recorder, settings = CompileRecorder(), TargetSettings(on_error="raise")
+            call = CompiledTarget(Target("module", twin), phase, config, recorder=recorder, settings=settings)
         torch.manual_seed(0)
         results.append(_results(call, twin, copy.deepcopy(inputs), phase))
     graphs = tuple(

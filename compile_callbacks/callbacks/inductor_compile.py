@@ -40,9 +40,9 @@ from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.runtime.cache_dir import check_folder
 from compile_callbacks.runtime.checkpoint_keys import match_keys_on_load
 from compile_callbacks.runtime.fsdp import why_refused, why_strategy_refused
-from compile_callbacks.runtime.session import CompileSession, Stage
+from compile_callbacks.runtime.session import Session, Stage
 from compile_callbacks.runtime.several_callbacks import name_of, state_key, why_not_together
-from compile_callbacks.runtime.target_settings import NewShapes, OnError, RegionSettings, Verify
+from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings, Verify
 from compile_callbacks.runtime.targets import adopt_compiled, check_names, find_targets, named_targets
 
 _USERS_LINE = 5  # the stack level at which a warning of the constructor names the line that calls it
@@ -66,7 +66,7 @@ class _Call:
     trainer: Trainer
     report_folder: str | None
     key_matcher: RemovableHandle
-    outer: CompileSession | None
+    outer: Session | None
     go_on: Callable[[], None]
 
 
@@ -151,7 +151,7 @@ class InductorCompile(Callback):
         }
         self._left_alone = phases_left_alone(train_mode, infer_mode)
         self.targets = check_names(targets)
-        self._region_settings = RegionSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
+        self._region_settings = TargetSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
         self.passes = as_passes(passes, "passes")
         for settings in self.configs.values():
             if settings is not None:
@@ -172,7 +172,7 @@ class InductorCompile(Callback):
             rank_zero_warn(message, stacklevel=_USERS_LINE, category=CompileWarning)
         self.baseline_steps = baseline_steps
         self.keep_compiled = keep_compiled
-        self._session: CompileSession | None = None
+        self._session: Session | None = None
         self._calls: list[_Call] = []
         self._last = _LastReport()
         self._global_step_before = 0
@@ -335,7 +335,7 @@ class InductorCompile(Callback):
             )
         )
 
-    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> CompileSession:
+    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> Session:
         """Return the session of the run. At the first call in a run, begin the session and install the targets."""
         session = self._session
         others = tuple(callback.targets for callback in self._callbacks(trainer) if callback is not self)
@@ -351,7 +351,7 @@ class InductorCompile(Callback):
             taken = [target for names in others for target in named_targets(pl_module, names)]
             targets = find_targets(pl_module, self.targets, LightningModule, taken)
             self._others = others
-            session = self._session = CompileSession(
+            session = self._session = Session(
                 pl_module,
                 targets,
                 self.configs,

@@ -116,7 +116,7 @@ class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
         if getattr(self, "_hook", None) is not None:
             self._hook.remove()
 
-    def suspect_weights(self) -> None:
+    def invalidate_weights(self) -> None:
         """Run the weight half before the next call, even if no change of the weights is visible."""
         self._stale = True
 

@@ -18,7 +18,7 @@ from compile_callbacks.inference.saved_state import Sample, SavedBackend, as_sam
 from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.runtime.dispatcher import compiled_parts
 from compile_callbacks.runtime.fsdp import check_whole
-from compile_callbacks.runtime.target_settings import NewShapes, OnError, RegionSettings
+from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings
 
 State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
 
@@ -92,7 +92,7 @@ class InductorBackend:
         if config is None:
             raise ValueError(f"mode={mode!r} compiles nothing; give a mode of torch.compile, or call the module itself")
         self._config = config
-        self._settings = RegionSettings(on_error=on_error, new_shapes=new_shapes)
+        self._settings = TargetSettings(on_error=on_error, new_shapes=new_shapes)
         self._name = _as_name(name)
         self._state: State = "init"
         self._module: nn.Module | None = None

@@ -16,9 +16,9 @@ from compile_callbacks import _torch
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.inference.saved_state import Sample, on_device
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.runtime.session import CompileSession
+from compile_callbacks.runtime.session import Session
 from compile_callbacks.runtime.snapshot import Snapshot
-from compile_callbacks.runtime.target_settings import RegionSettings
+from compile_callbacks.runtime.target_settings import TargetSettings
 from compile_callbacks.runtime.targets import Target
 
 _is_training = operator.attrgetter("training")
@@ -82,17 +82,17 @@ class CompiledInference:
         samples: Sequence[Sample],
         device: torch.device,
         config: InductorConfig,
-        settings: RegionSettings,
+        settings: TargetSettings,
     ) -> None:
         self._module = module
         self._device = device
         self._placement = Placement(module)
-        self._session = CompileSession(
+        self._session = Session(
             module, [Target("forward", module)], {"train": None, "infer": config}, settings=settings
         )
         try:
             module.to(device).eval()
-            self._session.begin_by_grad_mode(weights_stand_still=True, found_from_module=False)
+            self._session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
             self._warm_up(samples)
         except BaseException:
             _end(self._session)
@@ -168,6 +168,6 @@ def _outside_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _end(session: CompileSession) -> None:
+def _end(session: Session) -> None:
     session.end()
     session.free_compiled()

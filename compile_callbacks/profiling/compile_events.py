@@ -31,7 +31,7 @@ Verdict = Literal["equal", "outputs only", "differs", "not compared"]
 CompilePart = Literal["graph", "backward", "cudagraph"]
 
 
-class Owner(NamedTuple):
+class CompileKey(NamedTuple):
     """The target and phase that a compile is for, whether weights are baked in, and the settings if they are tried."""
 
     target: str
@@ -94,11 +94,11 @@ class TargetCall(NamedTuple):
     """A call of a compiled target.
 
     Attributes:
-        owner: The target and its phase.
+        key: The target and its phase.
         on_trace: Called when Dynamo begins to trace in the call.
     """
 
-    owner: Owner
+    key: CompileKey
     on_trace: Callable[[], None]
 
 
@@ -111,12 +111,12 @@ class _Calling(threading.local):
 class CompileRecorder:
     """Listens while compiled targets run, and keeps a list of `CompileEvent`.
 
-    A compile is ours where one of our targets is being called (``owner``), or where it goes on with one that
+    A compile is ours where one of our targets is being called (``key``), or where it goes on with one that
     was (a CUDA graph that is recorded in backward). Compiles of the user's other code are not recorded.
 
     Args:
         clock: Seconds, rising.
-        on_start: Called with the owner when a compile of ours begins.
+        on_start: Called with the key when a compile of ours begins.
         on_end: Called when it ends.
     """
 
@@ -124,7 +124,7 @@ class CompileRecorder:
         self,
         clock: Callable[[], float] = time.perf_counter,
         *,
-        on_start: Callable[[Owner], None] = lambda owner: None,
+        on_start: Callable[[CompileKey], None] = lambda key: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.calling = _Calling()
@@ -133,13 +133,13 @@ class CompileRecorder:
         """Compiles in this process so far, the user's own too: a step in which this changes is no sample."""
         self.traces_seen = 0
         """Those of them that are not recordings of a CUDA graph."""
-        self.limits_hit: dict[Owner, str] = {}
+        self.limits_hit: dict[CompileKey, str] = {}
         """Targets and phases that torch compiles for no further inputs, and what it compiled anew for last."""
-        self.pass_runs: list[tuple[Owner, dict[str, Any]]] = []
+        self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
         """What each custom graph pass did to each graph, in order."""
         self.weight_refreshes: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         """Times that folded weights were computed anew."""
-        self.broken: set[Owner] = set()
+        self.broken: set[CompileKey] = set()
         """Targets and phases that have a graph break."""
         self.on_reset: Callable[[], None] = _nothing
         """Called after ``torch.compiler.reset()`` has removed all listeners, and this one listens again."""
@@ -147,21 +147,21 @@ class CompileRecorder:
         self._on_start = on_start
         self._on_end = on_end
         self._backward_seconds = 0.0
-        self._owners: dict[str, Owner] = {}
-        self._running: tuple[Owner | None, float] | None = None
+        self._keys: dict[str, CompileKey] = {}
+        self._running: tuple[CompileKey | None, float] | None = None
         self._listening = False
         self._graphs = 0
         self._part: CompilePart = "graph"
         self._breaks_seen = 0
-        self._reset_since: set[Owner] = set()  # whose graphs torch.compiler.reset() discarded
-        self._breaks: set[tuple[Owner, _torch.events.GraphBreak]] = set()
+        self._reset_since: set[CompileKey] = set()  # whose graphs torch.compiler.reset() discarded
+        self._breaks: set[tuple[CompileKey, _torch.events.GraphBreak]] = set()
         self._records_seen: set[int] = set()
 
     @property
-    def owner(self) -> Owner | None:
+    def key(self) -> CompileKey | None:
         """The target and phase that this thread is calling; ``None`` outside of our calls."""
         call = self.calling.current
-        return None if call is None else call.owner
+        return None if call is None else call.key
 
     def listen(self) -> None:
         """Begin to hear of compiles; called again, it notices if ``torch.compiler.reset()`` ended that."""
@@ -169,8 +169,8 @@ class CompileRecorder:
             self._listening = True
             return
         if self._listening:
-            self._reset_since = {owner for owner in self._owners.values() if owner is not None}
-            self._owners.clear()  # compile ids begin again
+            self._reset_since = {key for key in self._keys.values() if key is not None}
+            self._keys.clear()  # compile ids begin again
         self._listening = True
         _, self._breaks_seen = _torch.events.graph_breaks(0)
         for _ in _torch.events.compilation_records(self._records_seen):
@@ -199,17 +199,17 @@ class CompileRecorder:
         if is_backward:
             self._backward_seconds += seconds
 
-    def pass_ran(self, owner: Owner, run: dict[str, Any]) -> None:
+    def pass_ran(self, key: CompileKey, run: dict[str, Any]) -> None:
         """Called for each custom graph pass that ran on a graph."""
-        self.pass_runs.append((owner, run))
+        self.pass_runs.append((key, run))
 
-    def weights_refreshed(self, owner: Owner) -> None:
+    def weights_refreshed(self, key: CompileKey) -> None:
         """Called when folded weights were computed anew."""
-        self.weight_refreshes[owner.phase] += 1
+        self.weight_refreshes[key.phase] += 1
 
-    def add(self, kind: EventKind, owner: Owner, **what: Any) -> CompileEvent:
+    def add(self, kind: EventKind, key: CompileKey, **what: Any) -> CompileEvent:
         """Record something that happened to a target."""
-        event = CompileEvent(kind=kind, target=owner.target, phase=owner.phase, settings=owner.settings, **what)
+        event = CompileEvent(kind=kind, target=key.target, phase=key.phase, settings=key.settings, **what)
         self.events.append(event)
         return event
 
@@ -222,74 +222,74 @@ class CompileRecorder:
         if not self._listening:  # what compiles now is not ours, and after torch._dynamo.reset() ids begin anew
             return
         for record in _torch.events.compilation_records(self._records_seen):
-            owner = self._owners.get(record.compile_id)
-            if owner is None:
+            key = self._keys.get(record.compile_id)
+            if key is None:
                 self._look_for_limit(record)
                 continue
             if record.cache_hits or record.cache_misses:
-                self.add("cache", owner, cache_hits=record.cache_hits, cache_misses=record.cache_misses)
+                self.add("cache", key, cache_hits=record.cache_hits, cache_misses=record.cache_misses)
             if record.recompile_reason:
-                self.add("recompile", owner, reason=explain_recompile(record.recompile_reason))
+                self.add("recompile", key, reason=explain_recompile(record.recompile_reason))
             if record.cudagraph_skip_reason:
-                self.add("cudagraph_skip", owner, reason=record.cudagraph_skip_reason)
+                self.add("cudagraph_skip", key, reason=record.cudagraph_skip_reason)
 
     def _look_for_limit(self, record: _torch.events.CompilationRecord) -> None:
         """Torch gives up on a frame at its recompile limit without announcing a compile."""
         if not record.hit_recompile_limit:
             return
         frame = _torch.events.frame_of(record.compile_id)
-        owner = next((owner for known, owner in self._owners.items() if _torch.events.frame_of(known) == frame), None)
-        if owner is not None and owner not in self.limits_hit:
+        key = next((key for known, key in self._keys.items() if _torch.events.frame_of(known) == frame), None)
+        if key is not None and key not in self.limits_hit:
             last = explain_recompile(record.recompile_reason) if record.recompile_reason else "torch gives no reason"
-            self.limits_hit[owner] = last
-            self.add("fallback", owner, reason=f"torch's recompile limit is reached; the last reason: {last}")
+            self.limits_hit[key] = last
+            self.add("fallback", key, reason=f"torch's recompile limit is reached; the last reason: {last}")
 
     def _start(self, args: Any) -> None:
         self.collect()
         self.compiles_seen += 1
-        owner = self.owner
-        if owner is not None:
-            self._owners[args.compile_id] = owner
+        key = self.key
+        if key is not None:
+            self._keys[args.compile_id] = key
         elif args.callback_trigger is _torch.events.DYNAMO_TRIGGER:
-            self._owners.pop(args.compile_id, None)  # after torch._dynamo.reset() ids begin anew
+            self._keys.pop(args.compile_id, None)  # after torch._dynamo.reset() ids begin anew
         else:
-            owner = self._owners.get(args.compile_id)
+            key = self._keys.get(args.compile_id)
         self._graphs, self._backward_seconds = 0, 0.0
         self._part = _PARTS.get(args.callback_trigger.name, "graph")
         self.traces_seen += self._part != "cudagraph"
-        self._running = owner, self._clock()
-        if owner is not None:
+        self._running = key, self._clock()
+        if key is not None:
             if self._part == "graph" and self.calling.current is not None:
                 self.calling.current.on_trace()
-            self._on_start(owner)
+            self._on_start(key)
 
     def _end(self, args: Any) -> None:
         if self._running is None:
             return
-        owner, started = self._running
+        key, started = self._running
         self._running = None
         breaks, self._breaks_seen = _torch.events.graph_breaks(self._breaks_seen)
-        if owner is None:
+        if key is None:
             return
         self._on_end()
         self.add(
             "compile",
-            owner,
+            key,
             part=self._part,
             seconds=self._clock() - started,
             backward_seconds=self._backward_seconds or None,
             graphs=self._graphs,
         )
-        if owner in self._reset_since:
-            self._reset_since.discard(owner)
-            self.add("recompile", owner, reason="torch.compiler.reset() discarded the compiled graphs")
+        if key in self._reset_since:
+            self._reset_since.discard(key)
+            self.add("recompile", key, reason="torch.compiler.reset() discarded the compiled graphs")
         for found in breaks:
-            self.broken.add(owner)
+            self.broken.add(key)
             # One place breaks the graph of each frame that is traced through it, and again when recompiled.
-            if (owner, found) in self._breaks:
+            if (key, found) in self._breaks:
                 continue
-            self._breaks.add((owner, found))
-            self.add("graph_break", owner, reason=found.reason, file=found.file, line=found.line)
+            self._breaks.add((key, found))
+            self.add("graph_break", key, reason=found.reason, file=found.file, line=found.line)
 
 
 _PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}

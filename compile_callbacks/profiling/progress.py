@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from compile_callbacks.profiling.compile_events import Owner
+from compile_callbacks.profiling.compile_events import CompileKey
 
 FIRST_LINE_SECONDS = 1.0
 """A compile that takes less is over before anybody wonders."""
@@ -28,12 +28,12 @@ class CompileProgress:
         self._clock = clock
         self._over: threading.Event | None = None
 
-    def compile_begins(self, owner: Owner) -> None:
+    def compile_begins(self, key: CompileKey) -> None:
         """A compile begins; lines follow until `compile_ends`."""
         self._over = threading.Event()
         # A daemon: an interpreter that is told to stop while compiling does not wait for it.
         threading.Thread(
-            target=self._lines, args=(owner, self._clock(), self._over), name="compile-progress", daemon=True
+            target=self._lines, args=(key, self._clock(), self._over), name="compile-progress", daemon=True
         ).start()
 
     def compile_ends(self) -> None:
@@ -42,8 +42,8 @@ class CompileProgress:
             self._over.set()
             self._over = None
 
-    def _lines(self, owner: Owner, started: float, over: threading.Event) -> None:
-        what = f"{owner.target!r} for the {owner.phase} phase"
+    def _lines(self, key: CompileKey, started: float, over: threading.Event) -> None:
+        what = f"{key.target!r} for the {key.phase} phase"
         if over.wait(FIRST_LINE_SECONDS):
             return
         self._say(f"compiling {what} ...")

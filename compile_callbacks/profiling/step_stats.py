@@ -29,13 +29,13 @@ class StepStats:
     Attributes:
         samples: How many steps.
         median_ms: Their median, in milliseconds.
-        high_ms: Their 95th percentile.
+        p95_ms: Their 95th percentile.
         notch_ms: The median is known to plus or minus so much.
     """
 
     samples: int
     median_ms: float
-    high_ms: float
+    p95_ms: float
     notch_ms: float
 
     @classmethod

@@ -318,9 +318,9 @@ def build_phase_report(
         skipped_passes=len(of("pass_skipped")),
         trials=tuple(trial.to_dict() for trial in trials),
         passes=tuple(
-            {"target": owner.target, **run}
-            for owner, run in recorder.pass_runs
-            if owner.phase == phase and (of_tune is None or owner.settings == of_tune)
+            {"target": key.target, **run}
+            for key, run in recorder.pass_runs
+            if key.phase == phase and (of_tune is None or key.settings == of_tune)
         ),
         series=timer.series(phase),
         restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),

@@ -82,7 +82,7 @@ def _pass_row(phase: Phase, run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _trial_row(phase: Phase, trial: Mapping[str, Any]) -> tuple[str, ...]:
-    forms = {"median_ms": ".2f", "high_ms": ".2f", "samples": "d", "compile_seconds": ".1f"}
+    forms = {"median_ms": ".2f", "p95_ms": ".2f", "samples": "d", "compile_seconds": ".1f"}
     cells = [_number(trial[name], form) for name, form in forms.items()]
     return phase, trial["candidate"], *cells, trial["verdict"], trial["reason"] or _NOTHING
 

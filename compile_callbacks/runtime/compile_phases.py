@@ -21,8 +21,8 @@ from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.cache_dir import check_folder
 from compile_callbacks.runtime.dispatcher import compiled_parts
 from compile_callbacks.runtime.fsdp import why_refused
-from compile_callbacks.runtime.session import CompileSession
-from compile_callbacks.runtime.target_settings import NewShapes, OnError, RegionSettings, Verify
+from compile_callbacks.runtime.session import Session
+from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings, Verify
 from compile_callbacks.runtime.targets import check_names, find_targets
 
 
@@ -98,7 +98,7 @@ def compile_phases(
     for config in configs.values():
         if config is not None:
             config.check_beside(passes)
-    settings = RegionSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
+    settings = TargetSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
     folder = check_folder("cache_dir", cache_dir)
     if folder is not None and not any(configs.values()):
         message = "cache_dir has no effect: neither train_mode nor infer_mode compiles"
@@ -121,7 +121,7 @@ def compile_phases(
             "deactivate() where an InductorBackend compiled it"
         )
         raise ValueError(message)
-    session = CompileSession(
+    session = Session(
         module,
         found,
         configs,
@@ -202,18 +202,18 @@ class _Function(nn.Module):
         return self._function(*args, **kwargs)
 
 
-def _session_or_error(compiled: Any) -> CompileSession:
+def _session_or_error(compiled: Any) -> Session:
     session = _session_of(getattr(compiled, _HOLDER, compiled))
     if session is None:
         raise ValueError(f"{compiled!r} is not compiled by compile_phases")
     return session
 
 
-def _session_of(module: Any) -> CompileSession | None:
+def _session_of(module: Any) -> Session | None:
     """The session that a module is compiled in, from what stands on it: a registry would keep it alive."""
     for part in module.modules() if isinstance(module, nn.Module) else ():
         for value in vars(part).values():
             session = getattr(value, "session", None)
-            if isinstance(session, CompileSession) and session.module is module:
+            if isinstance(session, Session) and session.module is module:
                 return session
     return None

@@ -1,4 +1,4 @@
-"""One target compiled with one phase's settings, and called in its place."""
+"""`CompiledTarget`: one target, compiled with the config of one phase. A `Dispatcher` calls it."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from compile_callbacks._utils.errors import CompileError, WarnOnce
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.profiling.compile_events import CompileRecorder, Owner, TargetCall
+from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder, TargetCall
 from compile_callbacks.runtime.fallback import Fallback, describe
 from compile_callbacks.runtime.freezing import WeightWatch
-from compile_callbacks.runtime.graph_backend import GraphCompiler
+from compile_callbacks.runtime.graph_backend import GraphBackend
 from compile_callbacks.runtime.snapshot import Snapshot
-from compile_callbacks.runtime.target_settings import RegionSettings, ShapePolicy
+from compile_callbacks.runtime.target_settings import ShapePolicy, TargetSettings
 from compile_callbacks.runtime.targets import Compiled, RepeatedBlocks, Target
 
 if TYPE_CHECKING:
     from compile_callbacks.folding.folded import FoldedGraph
 
 
-class CompiledRegion:
-    """A target compiled for a phase; called in place of the target.
+class CompiledTarget:
+    """A target that is compiled for a phase.
 
-    Its graphs are compiled by a `GraphCompiler` of its own, so that every compile is known by target and phase.
+    Each has a separate `GraphBackend`, so that the target and the phase of every compile are known.
 
-    Blocks that are repeated share a region: one function, which is given the block, is compiled for all of them, and
-    torch's guards tell where a block needs a graph of its own.
+    Repeated blocks are one target: the compiled function takes the block as an argument. Torch's guards decide which
+    blocks need separate graphs.
 
     Args:
-        target: What is compiled.
-        phase: The phase it is compiled for.
-        config: The settings.
-        passes: Graph passes to run before those of ``config``.
-        recorder: Told of everything that happens.
-        isolation: Shared with the regions of the same switch.
-        warn: Warns of each subject once.
-        settings: What the region does beside compiling.
-        frozen: Bake the weights in, and anew when they changed; see `WeightWatch` and `suspect_weights`.
-        name: What the settings are called, where the phase has several.
+        target: The target.
+        phase: The phase.
+        config: The config.
+        passes: Graph passes that run before those of ``config``.
+        recorder: Records the compile events.
+        isolation: Shared by the compiled targets of a switch.
+        warn: Warns once about each subject.
+        settings: The settings other than the config.
+        frozen: Freeze the weights. They are frozen again when they change; see `WeightWatch` and `invalidate_weights`.
+        name: The name of the candidate, if the config is one of several.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class CompiledRegion:
         recorder: CompileRecorder,
         isolation: Isolation | None = None,
         warn: WarnOnce | None = None,
-        settings: RegionSettings | None = None,
+        settings: TargetSettings | None = None,
         frozen: bool = False,
         name: str | None = None,
     ) -> None:
-        settings = settings or RegionSettings()
-        self.owner = Owner(target.name, phase, frozen, name)
+        settings = settings or TargetSettings()
+        self.key = CompileKey(target.name, phase, frozen, name)
         self.called = False
         """Whether the target was called in the phase."""
         self.ran = False
@@ -76,38 +76,38 @@ class CompiledRegion:
         self._recorder = recorder
         self._isolation = isolation or Isolation()
         self._warn = warn or WarnOnce()
-        self._fallback = Fallback(self.owner, recorder, settings, self._warn)
-        self._compiler = GraphCompiler(target, self.owner, config, passes, recorder=recorder, fallback=self._fallback)
-        # Of each block: what calls the first of them differs from what calls the others (a gradient to pass on).
+        self._fallback = Fallback(self.key, recorder, settings, self._warn)
+        self._compiler = GraphBackend(target, self.key, config, passes, recorder=recorder, fallback=self._fallback)
+        # One for each block: the inputs of the first one differ from those of the others (requires_grad).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
         self._limits_shapes = settings.new_shapes != "recompile"
         self._uncompilable: set[Any] = set()
         self._guards_hooks = False
         self._hooks_seen = -1
-        self._weights = WeightWatch(self._members[0].module)  # baked in where there is one member alone
-        self._suspects_weights = True
+        self._weights = WeightWatch(self._members[0].module)  # frozen weights: of a single member
+        self._weights_are_suspect = True
         self._baked_in = False
         self._while_tracing = contextlib.ExitStack()
         self._compiled_of: dict[Any, set[Target]] = {}
         self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the target, compiled for the phase; of repeated blocks the first."""
+        """Call the compiled target; of repeated blocks, the first one."""
         return self._call(self._members[0], *args, **kwargs)
 
     def on(self, member: Target) -> Callable[..., Any]:
-        """What calls one of the target's members, compiled for the phase."""
+        """Return the compiled call of one member."""
         return functools.partial(self._call, member)
 
     def _call_transformed(self, member: Target, args: Any, kwargs: Any) -> Any:
-        """A call under a transform: torch would run it eagerly, and then compile no other call of the code either."""
-        target, phase = self.owner[:2]
+        """Call the member eagerly under a transform. Torch would too, but would never compile the code again."""
+        target, phase = self.key[:2]
         message = (
             f"calls of target {target!r} under a transform of torch.func or forward-mode AD run eagerly in the {phase} "
             "phase: torch compiles a transform together with what it transforms; name the method that holds both as "
             "the target"
         )
-        self._warn((target, phase, "transform"), message)  # also of a candidate: it holds for all
+        self._warn((target, phase, "transform"), message)  # also during a trial, because it is true of all candidates
         return member.eager(*args, **kwargs)
 
     def _call(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ class CompiledRegion:
         # compiled function continues to run: it executes the graphs that differ eagerly.
         if self._fallback.gave_up and not _torch.autograd.saves_through_hooks():
             return member.eager(*args, **kwargs)
-        if self.owner.frozen:
+        if self.key.frozen:
             self._refreeze_if_weights_changed()
         if self._hooks_seen != _torch.dynamo.hooks_registered():
             self._look_for_hooks()
@@ -132,7 +132,7 @@ class CompiledRegion:
         failure, graphs_before = None, self._compiler.graphs
         calling = self._recorder.calling
         outer = calling.current
-        calling.current = TargetCall(self.owner, functools.partial(self._remember, member, before_compile))
+        calling.current = TargetCall(self.key, functools.partial(self._remember, member, before_compile))
         try:
             stance = self._stance(member, args, kwargs) if self._limits_shapes else None
             if stance is not None:
@@ -161,29 +161,29 @@ class CompiledRegion:
 
     @property
     def blocks_differ(self) -> bool:
-        """Whether each of the repeated blocks that were to share a graph was compiled separately."""
+        """Whether each repeated block was compiled separately, although they were to share a graph."""
         return self._shares_as_asked and any(len(found) == len(self._members) for found in self._compiled_of.values())
 
     def _stance(self, member: Target, args: Any, kwargs: Any) -> str | None:
         policy = self._shapes[member]
         if self.on_trial:
-            # The first call of a candidate may be the odd one of a run, the last batch of an epoch for example.
+            # The first call of a candidate may have unusual shapes, in the last batch of an epoch for example.
             policy.admit(args, kwargs)
         return policy.stance(args, kwargs)
 
-    def suspect_weights(self) -> None:
-        """Believe no weight before the next call to be what it was: a stage begins, and may have swapped them."""
-        self._suspects_weights = True
+    def invalidate_weights(self) -> None:
+        """Compare all weights at the next call, because a stage begins, and weights may have been swapped for it."""
+        self._weights_are_suspect = True
         for graph in self.folded_graphs():
-            graph.suspect_weights()
+            graph.invalidate_weights()
 
     def free_folded_weights(self) -> None:
-        """Give back the memory that folded weights take, until the next call."""
+        """Free the memory of folded weights until the next call."""
         self._compiler.free_folded()
 
     @property
-    def compiler(self) -> GraphCompiler:
-        """What compiles the graphs; it does not keep the module."""
+    def compiler(self) -> GraphBackend:
+        """The backend; it holds no reference to the module."""
         return self._compiler
 
     def folded_graphs(self) -> list[FoldedGraph]:
@@ -191,13 +191,13 @@ class CompiledRegion:
         return self._compiler.folded_graphs()
 
     def free_compiled(self) -> None:
-        """Give back what compiled code takes, weights that are folded or baked in among it; the next call compiles."""
+        """Free the compiled code with its folded and frozen weights. The next call compiles again."""
         self._compiled = self._compiled_beyond_limit = self._compile_and_call
         self._baked_in = False
         self._compiler.free()
 
     def admit_shapes(self, args: Any, kwargs: Any) -> None:
-        """Have calls with inputs of these shapes compile, whatever new shapes do."""
+        """Let calls with inputs of these shapes compile, whatever ``new_shapes`` is."""
         for policy in self._shapes.values():
             policy.admit(args, kwargs)
 
@@ -206,21 +206,21 @@ class CompiledRegion:
         """Whether the settings are candidates of a `Tune`."""
         return self._fallback.settings.on_trial
 
-    def choose(self, settings: RegionSettings) -> None:
-        """The settings are on trial no more; what there was to say meanwhile is said at the next call."""
+    def choose(self, settings: TargetSettings) -> None:
+        """End the trial. Warnings that were held back are given at the next call."""
         self._fallback.settings = settings
 
     def _refreeze_if_weights_changed(self) -> None:
-        if self._weights.changed(thorough=self._suspects_weights) and self._baked_in:
-            self.free_compiled()  # else every set of weights that was ever baked in would stay
-        self._suspects_weights, self._baked_in = False, True
+        if self._weights.changed(thorough=self._weights_are_suspect) and self._baked_in:
+            self.free_compiled()  # otherwise every set of frozen weights would stay in memory
+        self._weights_are_suspect, self._baked_in = False, True
 
     @property
     def _limit_factor(self) -> int:
-        """How many times as many graphs as torch's recompile limit allows for the code of one target."""
-        # Behind a break, both phases' graphs are on the user's code.
-        phases = 2 if _torch.dynamo.SHARES_RECOMPILE_LIMIT and self.owner in self._recorder.broken else 1
-        # Blocks that differ are compiled each; below torch's limit there is nothing to lift, at 10 µs a call.
+        """The factor by which torch's recompile limit is raised."""
+        # After a graph break, the graphs of both phases belong to the user's code object.
+        phases = 2 if _torch.dynamo.SHARES_RECOMPILE_LIMIT and self.key in self._recorder.broken else 1
+        # Blocks that differ are compiled separately. Raising the limit takes 10 µs a call, so not before it is reached.
         many = (
             len(self._members) > 1
             and self._compiler.graphs > 1
@@ -229,15 +229,15 @@ class CompiledRegion:
         return phases * (len(self._members) if many else 1)
 
     def _call_under(self, stance: str, member: Target, args: Any, kwargs: Any) -> Any:
-        """A call of a shape that was not seen before, which is not to compile."""
+        """Call the member with new shapes, without a new compile."""
         try:
-            # A target inside this one would else meet the stance too, and take it for its own first call.
+            # Without this, the stance would apply to a target inside this one, whose first call could then not compile.
             with self._isolation.uncompiled(), torch.compiler.set_stance(stance):  # type: ignore[arg-type]
                 return self._compiled_beyond_limit(member.module, *args, **kwargs)
         except RuntimeError as error:
             if stance not in str(error):
                 raise
-        target, phase = self.owner[:2]
+        target, phase = self.key[:2]
         message = (
             f"target {target!r} was called in the {phase} phase with inputs of the shapes {shapes((args, kwargs))}, "
             "for which it is not compiled, and new_shapes='raise'; give 'recompile' or 'eager' to admit them"
@@ -245,7 +245,7 @@ class CompiledRegion:
         raise CompileError(message)
 
     def _compile(self) -> None:
-        name = re.sub(r"\W", "_", f"{self.owner.target}_{self.owner.phase}")
+        name = re.sub(r"\W", "_", f"{self.key.target}_{self.key.phase}")
         compiled = _torch.dynamo.compile_function(
             _torch.dynamo.function_with_own_cache(_calling(self._members[0].function), name),
             self._compiler.compile,
@@ -254,7 +254,7 @@ class CompiledRegion:
         )
         if self._guards_hooks:
             compiled = _torch.dynamo.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
-        as_chosen = self.owner.phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
+        as_chosen = self.key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
         if torch.distributed.is_available() and not as_chosen:
             compiled = _torch.distributed.outside_ddp(compiled)  # whole graphs were faster (docs/many_gpus.md)
         self._compiled = compiled
@@ -267,10 +267,10 @@ class CompiledRegion:
         return self._compiled(module, *args, **kwargs)
 
     def _look_for_hooks(self) -> None:
-        """Compile anew where the first hooks were registered: by torch's default a compiled module never learns.
+        """Compile again after the first hooks were registered: by default, torch does not notice them.
 
-        Guards on hooks would see it too, at a sixth more for each call's guards; so they are paid for only by a
-        module that has hooks, whose removal they notice.
+        Guards on hooks would, but they make the guards of each call a sixth slower. So only modules with hooks have
+        them; the guards also notice that a hook is removed.
         """
         self._hooks_seen = _torch.dynamo.hooks_registered()
         if not self._guards_hooks and any(member.has_hooks for member in self._members):
@@ -278,18 +278,18 @@ class CompiledRegion:
             self._compile()
 
     def _remember(self, member: Target, before_compile: list[Snapshot]) -> None:
-        """Dynamo begins to trace: if it fails after a graph break, the effects of the code before it are undone."""
+        """Save the module's state before Dynamo traces, to restore it if a compile fails after a graph break."""
         if not before_compile:
             before_compile.append(Snapshot(member.module))
             self._while_tracing.enter_context(_torch.dynamo.without_weak_references())
             self._while_tracing.enter_context(_torch.dynamo.without_odd_gradients())
 
     def _without_compiler(self, member: Target, failure: BaseException, args: Any, kwargs: Any) -> Any:
-        """The call done eagerly, after the compiler gave up on it."""
-        # Where the error is the user's own, the eager call raises it as it is, with its own traceback.
+        """Call the member eagerly, because its compile failed."""
+        # If the error is the user's, the eager call raises it again with the user's traceback.
         result = member.eager(*args, **kwargs)
         if self._fallback.settings.on_error == "raise":
-            target, phase = self.owner[:2]
+            target, phase = self.key[:2]
             message = f"compiling target {target!r} for the {phase} phase failed: {describe(failure)}"
             raise CompileError(message) from failure
         self._uncompilable.add(signature(args, kwargs))
@@ -298,10 +298,10 @@ class CompiledRegion:
 
 
 class Isolation:
-    """Lets all regions of a switch run eagerly.
+    """Makes all compiled targets of a switch run eagerly.
 
     Attributes:
-        eager: Whether they do so now.
+        eager: Whether they run eagerly now.
     """
 
     def __init__(self) -> None:
@@ -309,7 +309,7 @@ class Isolation:
 
     @contextlib.contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """A context in which all regions run eagerly."""
+        """Run all compiled targets eagerly in this context."""
         before, self.eager = self.eager, True
         try:
             yield
@@ -318,10 +318,10 @@ class Isolation:
 
 
 def _calling(function: Callable[..., Any]) -> Any:
-    # A function of this file: Dynamo compiles nothing where it is handed torch's own _call_impl (traps: torch
-    # 2.11 and 2.13 skip frames of torch.nn). The module is an argument, so that its weights are inputs of the graph,
-    # which then serves every module of the same structure.
-    def region(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    # A function of this file, because Dynamo skips frames of torch.nn (2.11 and 2.13): it would compile nothing of
+    # torch's _call_impl. The module is an argument, so that its weights are inputs of the graph, and modules of the
+    # same structure share it.
+    def compiled_target(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return function(module, *args, **kwargs)
 
-    return region
+    return compiled_target

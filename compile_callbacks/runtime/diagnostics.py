@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind, Owner
+from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey, CompileRecorder, EventKind
 from compile_callbacks.profiling.step_timer import LATEST_SAMPLES, StepTimer, median_ms, spread_ms
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
 from compile_callbacks.runtime.fsdp import MOVING_WEIGHTS
@@ -29,7 +29,7 @@ class SessionWarnings:
 
     Args:
         warn: Warns of each subject once.
-        switch: Has the targets and their compiled regions.
+        switch: Has the targets and their compiled compiled_targets.
         recorder: Has the compile events, and gets those of settings without effect.
         timer: Has the step times.
         tunings: The tuned phases. Only the report tells of the problems of their candidates.
@@ -79,19 +79,24 @@ class SessionWarnings:
                 f"{_IN_USERS_GRAPH}; name other modules or methods in targets=[...]"
             )
             self._warn((phase, "uncalled"), message)
-        for region in self._switch.regions(phase):
-            if not region.ran or region.on_trial:
+        for compiled_target in self._switch.compiled_targets(phase):
+            if not compiled_target.ran or compiled_target.on_trial:
                 continue
-            if (why := self._why_uncompiled(region.owner)) is not None:
-                self._warn(region.owner[:2], why)
-            if region.blocks_differ:
-                self._warn_of_differing_blocks(region.owner)
+            if (why := self._why_uncompiled(compiled_target.key)) is not None:
+                self._warn(compiled_target.key[:2], why)
+            if compiled_target.blocks_differ:
+                self._warn_of_differing_blocks(compiled_target.key)
         if config is not None and config.fold_weights:
             self._warn_of_folding(phase)
 
     def of_run(self) -> None:
         """Warn of each named target that no phase called, when a fit is over."""
-        called = {region.owner.target for phase in PHASES for region in self._switch.regions(phase) if region.called}
+        called = {
+            compiled_target.key.target
+            for phase in PHASES
+            for compiled_target in self._switch.compiled_targets(phase)
+            if compiled_target.called
+        }
         for target in self._switch.targets if called else ():
             if target.name not in called:
                 message = f"target {target.name!r} was never called, so it is not compiled. {_IN_USERS_GRAPH}"
@@ -121,17 +126,17 @@ class SessionWarnings:
     # ------------------------------------------------------------------------------------------ one subject each
 
     def _warn_of_limits(self) -> None:
-        for owner, reason in self._recorder.limits_hit.items():
-            tuning = self._tunings.get(owner.phase)
-            if tuning is not None and owner.settings != tuning.winner:
+        for key, reason in self._recorder.limits_hit.items():
+            tuning = self._tunings.get(key.phase)
+            if tuning is not None and key.settings != tuning.winner:
                 continue
             message = (
-                f"target {owner.target!r} reached torch's recompile limit in the {owner.phase} phase: inputs that fit "
+                f"target {key.target!r} reached torch's recompile limit in the {key.phase} phase: inputs that fit "
                 f"none of its graphs run eagerly. The reason of the last recompile: {reason} (all reasons: "
-                f"callback.report.{owner.phase}.events; if shapes are the cause, dynamic=True in {owner.phase}_mode or "
+                f"callback.report.{key.phase}.events; if shapes are the cause, dynamic=True in {key.phase}_mode or "
                 "constant shapes need fewer graphs)"
             )
-            self._warn((owner, "limit"), message)
+            self._warn((key, "limit"), message)
 
     def _is_uncalled(self, phase: Phase, config: InductorConfig | None) -> bool:
         """Whether steps of a phase ran compiled without calling a target."""
@@ -141,28 +146,28 @@ class SessionWarnings:
         if not (self._switch.targets or self._finds_targets):
             return False  # a warning says why each of the named targets is not compiled
         settings = tuning.winner if tuning is not None else None
-        called = any(region.called for region in self._switch.regions(phase))
+        called = any(compiled_target.called for compiled_target in self._switch.compiled_targets(phase))
         return not called and bool(self._timer.compiled_steps(phase, settings))
 
-    def _why_uncompiled(self, owner: Owner) -> str | None:
+    def _why_uncompiled(self, key: CompileKey) -> str | None:
         """Why a target that ran has no compiled graph; ``None`` if it has one, or if a fallback was reported."""
         for event in self._recorder.events:
-            same = (event.target, event.phase, event.settings) == (owner.target, owner.phase, owner.settings)
+            same = (event.target, event.phase, event.settings) == (key.target, key.phase, key.settings)
             if same and (event.kind == "fallback" or event.graphs):
                 return None
-        breaks = self._reasons("graph_break", owner)
+        breaks = self._reasons("graph_break", key)
         reason = breaks[-1] if breaks else "torch gives no reason; the target may compute nothing that can be compiled"
-        return f"target {owner.target!r} ran in the {owner.phase} phase without a compiled graph: {reason}"
+        return f"target {key.target!r} ran in the {key.phase} phase without a compiled graph: {reason}"
 
-    def _warn_of_differing_blocks(self, owner: Owner) -> None:
-        reasons = self._reasons("recompile", owner)
+    def _warn_of_differing_blocks(self, key: CompileKey) -> None:
+        reasons = self._reasons("recompile", key)
         why = f"; torch recompiled for the last one because of {reasons[-1]!r}" if reasons else ""
         message = (
-            f"blocks {owner.target!r} share no graph in the {owner.phase} phase: torch compiled each of them, because "
+            f"blocks {key.target!r} share no graph in the {key.phase} phase: torch compiled each of them, because "
             "they differ in a value that torch takes for constant, such as a number that the module holds"
-            f"{why} (all reasons: callback.report.{owner.phase}.events)"
+            f"{why} (all reasons: callback.report.{key.phase}.events)"
         )
-        self._warn((owner[:2], "blocks"), message)
+        self._warn((key[:2], "blocks"), message)
 
     def _warn_of_folding(self, phase: Phase) -> None:
         folds = self._recorder.of(phase, "fold")
@@ -174,12 +179,12 @@ class SessionWarnings:
             message = f"fold_weights=True has no effect in the {phase} phase: {reasons[-1] if reasons else nothing}"
             self._warn((phase, "fold"), message)
 
-    def _reasons(self, kind: EventKind, owner: Owner) -> list[str]:
-        return [e.reason for e in self._recorder.of(owner.phase, kind) if e.target == owner.target and e.reason]
+    def _reasons(self, kind: EventKind, key: CompileKey) -> list[str]:
+        return [e.reason for e in self._recorder.of(key.phase, kind) if e.target == key.target and e.reason]
 
     def _note(self, kind: EventKind, phase: Phase, reason: str) -> None:
         for target in self._switch.targets:
-            self._recorder.add(kind, Owner(target.name, phase), reason=reason)
+            self._recorder.add(kind, CompileKey(target.name, phase), reason=reason)
 
 
 def slower_steps(

@@ -1,4 +1,4 @@
-"""The phase switch: puts compiled callables on modules, selects the phase's, and takes them off again."""
+"""`PhaseSwitch` installs compiled targets on modules, selects those of a phase, and removes them. `Session` owns it."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileRecorder
-from compile_callbacks.runtime.compiled_target import CompiledRegion, Isolation
+from compile_callbacks.runtime.compiled_target import CompiledTarget, Isolation
 from compile_callbacks.runtime.freezing import why_not_watched
-from compile_callbacks.runtime.target_settings import RegionSettings
+from compile_callbacks.runtime.target_settings import TargetSettings
 from compile_callbacks.runtime.targets import Compiled, InstalledCall, Target
 
 _CALL_SLOT = "_compiled_call_impl"  # what nn.Module.compile() sets, and nn.Module.__call__ looks at
 
 
 class _Made(NamedTuple):
-    """The regions of a target for one config: the usual one, and one with frozen weights if the config freezes."""
+    """A target compiled with one config, and again with frozen weights if the config freezes."""
 
-    region: CompiledRegion
-    frozen: CompiledRegion | None
+    compiled_target: CompiledTarget
+    frozen: CompiledTarget | None
 
     @property
-    def regions(self) -> list[CompiledRegion]:
-        """Both, or the one that there is."""
-        return [self.region] if self.frozen is None else [self.region, self.frozen]
+    def compiled_targets(self) -> list[CompiledTarget]:
+        """Both, or the only one."""
+        return [self.compiled_target] if self.frozen is None else [self.compiled_target, self.frozen]
 
 
 class Dispatcher(InstalledCall):
-    """Stands in a target's slot and calls what is selected: a compiled region, or the module itself.
+    """Replaces a target's call. It calls the compiled target of the selected phase, or the module itself.
 
-    An object and not a closure, so that a copy or a pickle of the module can leave it behind: a copied call
-    would run the original's weights.
+    It is an object and not a closure, so that copies and pickles of the module can drop it: a copied call would run
+    with the weights of the original.
     """
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.compiled_by_user: Callable[..., Any] | None = None  # by module.compile(), for phases that are left alone
+        self.compiled_by_user: Callable[..., Any] | None = None  # by module.compile(); runs in `left_alone` phases
         self.left_alone: frozenset[Phase] = frozenset()
-        self.regions: dict[Phase, CompiledRegion] = {}
-        self.frozen_regions: dict[Phase, CompiledRegion] = {}
+        self.compiled_targets: dict[Phase, CompiledTarget] = {}
+        self.frozen_targets: dict[Phase, CompiledTarget] = {}
         self.eager = target.eager
-        self.__wrapped__ = self.eager  # Lightning looks through it for what a method is, and which arguments it takes
+        self.__wrapped__ = self.eager  # Lightning inspects the method and its arguments through it
         self.selected: Callable[..., Any] = self.eager
-        self.session: Any = None  # whoever compiled the target, where it has to be found again from it
+        self.session: Any = None  # the session, if `report_of` and `restore` find it from the module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is selected."""
-        if torch.compiler.is_compiling():  # inside another target's trace, or an export: be part of its graph
+        """Call the compiled target of the selected phase, or the module itself."""
+        if torch.compiler.is_compiling():  # another target or an export is traced: be part of its graph
             return self.eager(*args, **kwargs)
         if _is_redirected(self.target.module):
             return self.eager(*args, **kwargs)
@@ -68,16 +68,16 @@ class Dispatcher(InstalledCall):
 
         Args:
             phase: The phase.
-            compiled: Whether to run compiled, where the phase is.
-            frozen: Whether to run with weights baked in, where there is such.
+            compiled: Whether to run compiled, if the phase is compiled.
+            frozen: Whether to run with frozen weights, if the config freezes.
         """
         if self.compiled_by_user is not None and phase in self.left_alone:
             return self.compiled_by_user
-        region = (self.frozen_regions.get(phase) if frozen else None) or self.regions.get(phase)
-        return region.on(self.target) if compiled and region is not None else self.eager
+        compiled_target = (self.frozen_targets.get(phase) if frozen else None) or self.compiled_targets.get(phase)
+        return compiled_target.on(self.target) if compiled and compiled_target is not None else self.eager
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As what any process can load without this library: the module's own method.
+        # As the module's own method, which a process can load without this library.
         if self.target.method is None:
             return type(None), ()
         if (own := self.target.own_function) is not None:
@@ -88,7 +88,7 @@ class Dispatcher(InstalledCall):
         """The call of the target in the phase that the grad mode tells, if no trainer selects a phase.
 
         Args:
-            frozen: Whether calls without grad run with weights baked in, if the config freezes.
+            frozen: Whether calls without grad run with frozen weights, if the config freezes.
         """
         train, infer = self.call("train"), self.call("infer", frozen=frozen)
 
@@ -99,24 +99,23 @@ class Dispatcher(InstalledCall):
 
 
 class PhaseSwitch:
-    """Compiles targets with one set of settings a phase, in place, and selects between them.
+    """Compiles targets in place with one config for each phase, and selects the phase.
 
-    Nothing is compiled before a target is called. No wrapper module exists: ``state_dict`` keys,
-    ``isinstance``, hooks and optimizers see the original modules.
+    Nothing is compiled before a target is called. There is no wrapper module: ``state_dict`` keys, ``isinstance``,
+    hooks and optimizers see the original modules.
 
-    A phase whose config asks for freezing has a second region a target, with the weights baked in; it is selected
-    by `select` with ``frozen=True``, for stages in which the weights stand still.
+    If a config freezes, each target is compiled a second time with frozen weights, for the stages in which no weight
+    changes: `select` with ``frozen=True``.
 
-    The settings of a phase may change (`use`): what was compiled with others stays for when they are used again, until
-    `drop`.
+    `use` changes the config of a phase. The code that was compiled with the former config is kept until `drop`.
 
     Args:
-        targets: What is compiled.
-        configs: The settings by phase; ``None`` leaves a phase eager.
+        targets: The targets.
+        configs: The config of each phase; with ``None`` the phase is eager.
         left_alone: Phases in which a target that the user compiled in place runs as the user compiled it.
         passes: Graph passes for both phases, before those of each config.
-        recorder: Told of everything that happens while compiling.
-        settings: What regions do beside compiling.
+        recorder: Records the compile events.
+        settings: The settings of the targets other than the config.
         warn: Warns of each subject once.
     """
 
@@ -128,13 +127,13 @@ class PhaseSwitch:
         left_alone: frozenset[Phase] = frozenset(),
         passes: Sequence[Any] = (),
         recorder: CompileRecorder,
-        settings: RegionSettings | None = None,
+        settings: TargetSettings | None = None,
         warn: WarnOnce | None = None,
     ) -> None:
         self.targets: tuple[Compiled, ...] = ()
         self._passes = tuple(passes)
         self._recorder = recorder
-        self._settings = settings or RegionSettings()
+        self._settings = settings or TargetSettings()
         self._warn = warn or WarnOnce()
         self._isolation = Isolation()
         self._left_alone = left_alone
@@ -143,8 +142,8 @@ class PhaseSwitch:
         self._config_of: dict[tuple[Phase, str | None], InductorConfig] = {}
         self._in_use: dict[Phase, tuple[InductorConfig | None, str | None]] = {}
         self._trace_settings = _torch.events.TraceSettings(
-            ours=lambda: recorder.owner is not None,
-            frozen=lambda: recorder.owner is not None and recorder.owner.frozen,
+            ours=lambda: recorder.key is not None,
+            frozen=lambda: recorder.key is not None and recorder.key.frozen,
         )
         recorder.on_reset = self._trace_settings.install
         self._before: list[tuple[Dispatcher, str, Any]] | None = None
@@ -155,7 +154,7 @@ class PhaseSwitch:
 
     @property
     def shares_graphs(self) -> bool:
-        """Whether graphs serve several modules, so that no weights can be baked into them."""
+        """Whether several modules share a graph, so that their weights cannot be frozen in it."""
         return any(len(target.members) > 1 for target in self.targets)
 
     @property
@@ -164,7 +163,7 @@ class PhaseSwitch:
         return self._before is not None
 
     def install(self) -> None:
-        """Put a dispatcher on each target; it calls the module itself until a phase is selected."""
+        """Install a dispatcher on each target; it calls the module itself until a phase is selected."""
         for dispatcher in self._dispatchers:
             dispatcher.selected = dispatcher.eager
         self._selected = None
@@ -175,7 +174,7 @@ class PhaseSwitch:
         self._put(self._dispatchers)
 
     def add(self, targets: Sequence[Compiled]) -> None:
-        """Compile further targets, from their next call on."""
+        """Add targets. They are compiled at their next call."""
         dispatchers = [[Dispatcher(member) for member in target.members] for target in targets]
         for dispatcher in (one for of_target in dispatchers for one in of_target):
             dispatcher.left_alone = self._left_alone
@@ -204,26 +203,26 @@ class PhaseSwitch:
         return any(dispatcher.compiled_by_user is not None for dispatcher in self._dispatchers)
 
     def select(self, phase: Phase, *, compiled: bool = True, frozen: bool = False) -> None:
-        """Have the targets run with a phase's settings, or eagerly where ``compiled`` is false.
+        """Run the targets with the config of a phase from now on, or eagerly.
 
         Args:
             phase: The phase.
             compiled: Whether to run compiled.
-            frozen: Whether to run with weights baked in, where the config asks for it.
+            frozen: Whether to run with frozen weights, if the config freezes.
         """
-        if self._selected == (phase, compiled, frozen):  # as in most steps, and 10 µs a target else
+        if self._selected == (phase, compiled, frozen):  # as in most steps; a change takes 10 µs for each target
             return
         for dispatcher in self._dispatchers:
             dispatcher.selected = dispatcher.call(phase, compiled=compiled, frozen=frozen)
         self._selected = phase, compiled, frozen
 
     def use(self, phase: Phase, config: InductorConfig | None, name: str | None = None) -> None:
-        """Have a phase run with these settings from the next `select` on.
+        """Run a phase with this config from the next `select` on.
 
         Args:
             phase: The phase.
-            config: The settings; ``None`` for eager.
-            name: What they are called, where they are one of several candidates: they are on trial until `choose`.
+            config: The config; ``None`` for eager.
+            name: The name of the candidate, if the config is one of several. It is on trial until `choose`.
         """
         self._selected = None
         self._in_use[phase] = config, name
@@ -231,28 +230,28 @@ class PhaseSwitch:
             self._config_of[phase, name] = config
             self._made[phase, name] = [self._make(target, phase, config, name) for target in self.targets]
         for dispatcher in self._dispatchers:
-            dispatcher.regions.pop(phase, None)
-            dispatcher.frozen_regions.pop(phase, None)
+            dispatcher.compiled_targets.pop(phase, None)
+            dispatcher.frozen_targets.pop(phase, None)
         if config is None:
             return
         for made, dispatchers in zip(self._made[phase, name], self._dispatchers_of, strict=True):
             for dispatcher in dispatchers:
-                dispatcher.regions[phase] = made.region
+                dispatcher.compiled_targets[phase] = made.compiled_target
                 if made.frozen is not None:
-                    dispatcher.frozen_regions[phase] = made.frozen
+                    dispatcher.frozen_targets[phase] = made.frozen
 
     def choose(self, phase: Phase, name: str) -> None:
-        """Candidates that were on trial are the phase's settings: they are treated as such from here on."""
+        """End the trial of a candidate, which won: the config of the phase is its config from now on."""
         for made in self._made.get((phase, name), ()):
-            for region in made.regions:
-                region.choose(self._settings)
+            for compiled_target in made.compiled_targets:
+                compiled_target.choose(self._settings)
 
     def drop(self, phase: Phase, name: str) -> None:
         """Give back what was compiled with candidates that are not to be used again."""
         self._config_of.pop((phase, name), None)
         for made in self._made.pop((phase, name), ()):
-            for region in made.regions:
-                region.free_compiled()
+            for compiled_target in made.compiled_targets:
+                compiled_target.free_compiled()
 
     def belongs_to(self, session: Any) -> None:
         """Have the targets know who compiled them."""
@@ -264,33 +263,33 @@ class PhaseSwitch:
         """The settings that hold while the targets are traced."""
         return self._trace_settings
 
-    def suspect_weights(self) -> None:
+    def invalidate_weights(self) -> None:
         """Have weights that are baked in or folded looked at before they are used again."""
         for phase in PHASES:
-            for region in self.regions(phase):
-                region.suspect_weights()
+            for compiled_target in self.compiled_targets(phase):
+                compiled_target.invalidate_weights()
 
     def select_by_grad_mode(self, *, frozen: bool = False) -> None:
-        """Have each call choose: the train settings where grad is enabled, else the infer settings.
+        """Select by the grad mode of each call: the train phase if grad is enabled, else the infer phase.
 
         Args:
-            frozen: Whether calls without grad run with weights baked in, where the config asks for it.
+            frozen: Whether calls without grad run with frozen weights, if the config freezes.
         """
         self._selected = None
         for dispatcher in self._dispatchers:
             dispatcher.selected = dispatcher.by_grad_mode(frozen=frozen)
 
     def free_compiled(self) -> None:
-        """Give back what compiled code takes; where a target is called again, it is compiled again."""
+        """Free the memory of the compiled code. A target that is called again is compiled again."""
         for phase in PHASES:
-            for region in self.regions(phase):
-                region.free_compiled()
+            for compiled_target in self.compiled_targets(phase):
+                compiled_target.free_compiled()
 
     def remove(self) -> None:
-        """Leave every module as it was before `install`; what the user put into a slot since stays."""
+        """Remove the dispatchers. If the user has replaced one since `install`, the user's call stays."""
         for dispatcher, slot, before in self._before or ():
             module = dispatcher.target.module
-            dispatcher.selected = dispatcher.eager  # the user may hold it, in a function around it
+            dispatcher.selected = dispatcher.eager  # the user may hold it, in a wrapper for example
             if vars(module).get(slot) is not dispatcher:
                 continue
             if before is _ABSENT:
@@ -299,18 +298,18 @@ class PhaseSwitch:
                 object.__setattr__(module, slot, before)
         self._trace_settings.remove()
         for phase in PHASES:
-            for region in self.regions(phase):
-                region.free_folded_weights()
+            for compiled_target in self.compiled_targets(phase):
+                compiled_target.free_folded_weights()
         self._before = None
 
-    def regions(self, phase: Phase) -> list[CompiledRegion]:
-        """The compiled regions of a phase, those of candidates among them; none where the phase is left eager."""
+    def compiled_targets(self, phase: Phase) -> list[CompiledTarget]:
+        """The compiled targets of a phase, including those of candidates; empty if the phase is eager."""
         return [
-            region
+            compiled_target
             for (of_phase, _), all_made in self._made.items()
             if of_phase == phase
             for made in all_made
-            for region in made.regions
+            for compiled_target in made.compiled_targets
         ]
 
     @property
@@ -318,8 +317,8 @@ class PhaseSwitch:
         return (dispatcher for dispatchers in self._dispatchers_of for dispatcher in dispatchers)
 
     def _make(self, target: Compiled, phase: Phase, config: InductorConfig, name: str | None) -> _Made:
-        def region(*, frozen: bool) -> CompiledRegion:
-            return CompiledRegion(
+        def compiled_target(*, frozen: bool) -> CompiledTarget:
+            return CompiledTarget(
                 target,
                 phase,
                 config,
@@ -336,11 +335,11 @@ class PhaseSwitch:
         if freezes and (reason := why_not_watched(target.members[0].module)) is not None:
             freezes = False
             self._warn((target.name, "freezing"), f"freezing has no effect on target {target.name!r}: {reason}")
-        return _Made(region(frozen=False), region(frozen=True) if freezes else None)
+        return _Made(compiled_target(frozen=False), compiled_target(frozen=True) if freezes else None)
 
 
 def compiled_parts(module: nn.Module) -> list[str]:
-    """The names of a module's parts that are compiled in place by this library; ``"forward"`` is the module's own call.
+    """The names of the submodules and methods that this library compiled in place; ``"forward"`` is the module's call.
 
     Args:
         module: The module to look at.
@@ -354,12 +353,12 @@ def compiled_parts(module: nn.Module) -> list[str]:
 
 
 def _is_redirected(module: nn.Module) -> bool:
-    """Whether a call of the module is a step of its: Lightning has a wrapper around it, DDP for example, call the step.
+    """Whether a call of the module runs its step now: Lightning makes a wrapper such as DDP call the step this way.
 
-    It puts a function of its own in the place of ``forward`` for that call. Compiled, it would be the step as a whole.
+    It replaces ``forward`` by one of its functions for that call. Compiled, the graph would be the whole step.
     """
     forward = vars(module).get("forward")
-    # Not a method: those of Lightning's own demos are in its package too.
+    # Methods do not count: Lightning's demo modules are in its package too.
     return isinstance(forward, types.FunctionType) and forward.__module__.partition(".")[0] in _LIGHTNING
 
 

@@ -6,15 +6,15 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.passes import GraphPassError
-from compile_callbacks.profiling.compile_events import CompileRecorder, Owner
-from compile_callbacks.runtime.target_settings import RegionSettings
+from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
+from compile_callbacks.runtime.target_settings import TargetSettings
 
 
 class Fallback:
-    """Of one region: whether its target runs eagerly for good, and what a user is to be told of it.
+    """Of one compiled_target: whether its target runs eagerly for good, and what a user is to be told of it.
 
     Args:
-        owner: The target and the phase it is compiled for.
+        key: The target and the phase it is compiled for.
         recorder: Told of each failure.
         settings: What a failure does.
         warn: Warns of each subject once.
@@ -24,10 +24,10 @@ class Fallback:
         settings: What a failure does.
     """
 
-    def __init__(self, owner: Owner, recorder: CompileRecorder, settings: RegionSettings, warn: WarnOnce) -> None:
+    def __init__(self, key: CompileKey, recorder: CompileRecorder, settings: TargetSettings, warn: WarnOnce) -> None:
         self.gave_up = False
         self.settings = settings
-        self._owner = owner
+        self._key = key
         self._recorder = recorder
         self._warn = warn
         self._warned = False
@@ -41,10 +41,10 @@ class Fallback:
             what: What happened, for the user.
         """
         reason = describe(error)
-        self._recorder.add("fallback", self._owner, reason=reason)
+        self._recorder.add("fallback", self._key, reason=reason)
         if not self._warned:
             self._warned = True
-            target, phase = self._owner[:2]
+            target, phase = self._key[:2]
             message = (
                 f"target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
                 f"(the whole of it: callback.report.{phase}.events; more: "
@@ -58,7 +58,7 @@ class Fallback:
 
     def say(self, message: str, *, subject: str) -> None:
         """Warn once of a subject."""
-        self._warn((self._owner, subject), message)
+        self._warn((self._key, subject), message)
 
     def say_later(self, message: str, *, subject: str | None = None) -> None:
         """Warn when the call is over: within the backend, a warning that is made an error would end in Dynamo.
@@ -73,7 +73,7 @@ class Fallback:
         """Say what is unsaid; of a candidate, when it is chosen."""
         while self._unsaid and not self.settings.on_trial:
             message, subject = self._unsaid.pop(0)
-            self._warn((self._owner, subject or message), message)
+            self._warn((self._key, subject or message), message)
 
 
 def failed_pass(error: BaseException) -> GraphPassError | None:

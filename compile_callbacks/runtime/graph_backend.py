@@ -17,7 +17,7 @@ from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.folding.fold_settings import FoldSettings
 from compile_callbacks.passes import PassRun, pass_hook, pass_name, pass_options
-from compile_callbacks.profiling.compile_events import CompileRecorder, Owner
+from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.cudagraphs import with_lasting_outputs, with_repaired_warmup
 from compile_callbacks.runtime.double_backward import with_repeated_backward
 from compile_callbacks.runtime.fallback import Fallback, failed_pass
@@ -37,7 +37,7 @@ class _Attempt:
     skipped: list[Any] = field(default_factory=list)
 
 
-class GraphCompiler:
+class GraphBackend:
     """Compiles each graph that Dynamo captures of a target.
 
     A graph that Inductor fails on runs eagerly, forward and backward, where it stands; one on which a graph pass fails
@@ -45,7 +45,7 @@ class GraphCompiler:
 
     Args:
         target: What the graphs are of.
-        owner: The target and the phase it is compiled for.
+        key: The target and the phase it is compiled for.
         config: The settings.
         passes: Graph passes to run before those of ``config``.
         recorder: Told of everything that happens.
@@ -58,7 +58,7 @@ class GraphCompiler:
     def __init__(
         self,
         target: Compiled,
-        owner: Owner,
+        key: CompileKey,
         config: InductorConfig,
         passes: Sequence[Any],
         *,
@@ -69,12 +69,12 @@ class GraphCompiler:
         # Torch keeps every backend, which must not keep the module.
         self._first = weakref.ref(target.members[0])
         self._shared = len(target.members) > 1
-        self._owner = owner
+        self._key = key
         self._config = config
         self._passes = (*passes, *config.passes)
         self._recorder = recorder
         self._fallback = fallback
-        self._verification = Verification(owner, target.members, recorder=recorder, fallback=fallback)
+        self._verification = Verification(key, target.members, recorder=recorder, fallback=fallback)
         self._device = torch.device("cpu")
         self._fell_back = False
         self._template_said = False
@@ -115,7 +115,7 @@ class GraphCompiler:
             draws_as_eager=_torch.inductor.draws_as_eager(self._config.resolved_options(self._device)),
         )
         if torch.is_grad_enabled() and not self._member.sharded:
-            target = self._owner.target
+            target = self._key.target
             compiled = with_repeated_backward(compiled, eager, target=target, on_recompute=self._say_recomputed)
         if uses_cudagraphs:
             return with_lasting_outputs(with_repaired_warmup(compiled, self._device, self._say_repaired))
@@ -146,8 +146,8 @@ class GraphCompiler:
         self._generated.clear()
 
     def _patches(self, attempt: _Attempt) -> dict[str, Any]:
-        options = {**self._config.resolved_options(self._device), "freezing": self._owner.frozen}
-        passes = pass_options(self._passes, self._owner.phase, attempt.runs.append, skipped=attempt.skipped)
+        options = {**self._config.resolved_options(self._device), "freezing": self._key.frozen}
+        passes = pass_options(self._passes, self._key.phase, attempt.runs.append, skipped=attempt.skipped)
         return {**options, **passes}
 
     def _may_fall_back(self, error: Exception) -> bool:
@@ -160,7 +160,7 @@ class GraphCompiler:
 
     def _say_recomputed(self) -> None:
         """Say once that gradients are computed eagerly: it is paid for in each step that asks for it."""
-        target, phase = self._owner[:2]
+        target, phase = self._key[:2]
         message = (
             f"gradients of target {target!r} are differentiated in the {phase} phase (create_graph=True), so these "
             "are computed eagerly, once more from the target's inputs on; where most steps do so, "
@@ -170,7 +170,7 @@ class GraphCompiler:
 
     def _say_repaired(self) -> None:
         """Warn once that a warm-up of a CUDA graph failed, because its graph is warmed up and recorded again."""
-        target, phase = self._owner[:2]
+        target, phase = self._key[:2]
         message = (
             f"target {target!r} ({phase} phase): the first run of a CUDA graph raised an exception before this call, "
             "such as OutOfMemoryError; torch warms that graph up again at its next call"
@@ -184,18 +184,18 @@ class GraphCompiler:
         if self._template_said or (falls_back := self._config.template_falls_back(self._device)) is None:
             return
         self._template_said = True
-        self._recorder.add("template", self._owner, reason=falls_back)
-        self._fallback.say_later(f"{self._owner.phase}_mode: {falls_back}")
+        self._recorder.add("template", self._key, reason=falls_back)
+        self._fallback.say_later(f"{self._key.phase}_mode: {falls_back}")
 
     def _note_passes(self, attempt: _Attempt) -> None:
         """Report what passes did, and tell a graph that torch's cache gave back from one without a match."""
         for run in attempt.runs:
-            self._recorder.pass_ran(self._owner, run.to_dict())
+            self._recorder.pass_ran(self._key, run.to_dict())
         ran = {(run.name, run.hook) for run in attempt.runs}
         for graph_pass in self._passes:
             name, hook = pass_name(graph_pass), pass_hook(graph_pass)
             if (name, hook) not in ran and not any(graph_pass is other for other in attempt.skipped):
-                self._recorder.pass_ran(self._owner, {"name": name, "hook": hook, "from_cache": True})
+                self._recorder.pass_ran(self._key, {"name": name, "hook": hook, "from_cache": True})
 
     def _without_failed_pass(self, attempt: _Attempt, error: Exception) -> dict[str, Any] | None:
         """How to compile a graph once more where a custom pass failed on it: without that pass."""
@@ -206,10 +206,10 @@ class GraphCompiler:
             return None  # without the pass it would be other settings that are tried
         attempt.runs.clear()
         attempt.skipped.append(failure.failed)
-        self._recorder.add("pass_skipped", self._owner, reason=str(failure))
+        self._recorder.add("pass_skipped", self._key, reason=str(failure))
         if not any(failure.failed is other for other in self._passes_said):
             self._passes_said.append(failure.failed)
-            target, phase = self._owner[:2]
+            target, phase = self._key[:2]
             message = (
                 f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without it (each time: "
                 f"callback.report.{phase}.events; on_error='raise' ends the run)"
@@ -222,7 +222,7 @@ class GraphCompiler:
     @contextlib.contextmanager
     def _folding(self) -> Iterator[Callable[..., Any]]:
         """How to compile a graph of AOTAutograd's: with its weight arithmetic folded, where that is asked for."""
-        if self._owner.frozen or not self._config.folds_weights(self._owner.phase):
+        if self._key.frozen or not self._config.folds_weights(self._key.phase):
             yield _torch.inductor.compile_inner
         elif reason := self._why_not_folded():
             self._not_folded(reason)
@@ -250,15 +250,15 @@ class GraphCompiler:
             limit_mb=self._config.fold_limit_mb,
             on_folded=self._remember_folded,
             on_left_out=self._not_folded,
-            on_refresh=lambda: self._recorder.weights_refreshed(self._owner),
+            on_refresh=lambda: self._recorder.weights_refreshed(self._key),
         )
 
     def _remember_folded(self, graph: FoldedGraph) -> None:
         self._folded.append(weakref.ref(graph))
-        self._recorder.add("fold", self._owner, folded_mb=graph.folded_bytes / 2**20)
+        self._recorder.add("fold", self._key, folded_mb=graph.folded_bytes / 2**20)
 
     def _not_folded(self, reason: str) -> None:
-        self._recorder.add("fold", self._owner, reason=reason)
+        self._recorder.add("fold", self._key, reason=reason)
 
 
 def _device_of(example_inputs: Sequence[Any]) -> torch.device:

@@ -1,4 +1,4 @@
-"""`CompileSession`: what the callback's hooks, a loop without a Trainer and `InductorBackend` act on."""
+"""`Session`: what the callback's hooks, a loop without a Trainer and `InductorBackend` act on."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from compile_callbacks.runtime.distributed import Ranks
 from compile_callbacks.runtime.fsdp import is_sharded
 from compile_callbacks.runtime.model_record import ModelRecord, conditions
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
-from compile_callbacks.runtime.target_settings import RegionSettings
+from compile_callbacks.runtime.target_settings import TargetSettings
 from compile_callbacks.runtime.targets import Compiled, Target, group_targets, overlap
 
 STATE_VERSION = 1
-"""The version of `CompileSession.state_dict`."""
+"""The version of `Session.state_dict`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class _Step:
     traces_before: int = 0
 
 
-class CompileSession:
+class Session:
     """Compiles the targets of one module and measures both phases, over as many trainer runs as there are.
 
     Args:
@@ -113,7 +113,7 @@ class CompileSession:
         taken: Sequence[Target] = (),
         passes: Sequence[Any] = (),
         baseline_steps: int = 0,
-        settings: RegionSettings | None = None,
+        settings: TargetSettings | None = None,
         cache_dir: Path | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -247,22 +247,22 @@ class CompileSession:
 
         return go_on
 
-    def begin_by_grad_mode(self, *, weights_stand_still: bool = False, found_from_module: bool = True) -> None:
+    def begin_by_grad_mode(self, *, weights_frozen: bool = False, found_from_module: bool = True) -> None:
         """Compile in place for a loop without a trainer: each call tells its phase by the grad mode.
 
         Args:
-            weights_stand_still: Whether nobody trains meanwhile, so that weights may be baked in.
+            weights_frozen: Whether nobody trains meanwhile, so that weights may be baked in.
             found_from_module: Whether `report_of` and `restore` are to find this session.
         """
         self.begin()
         if found_from_module:
             self._switch.belongs_to(self)
-        self._switch.select_by_grad_mode(frozen=weights_stand_still)
+        self._switch.select_by_grad_mode(frozen=weights_frozen)
 
     def admit_shapes(self, args: Any, kwargs: Any) -> None:
         """Have inference with inputs of these shapes compile, whatever new shapes do."""
-        for region in self._switch.regions("infer"):
-            region.admit_shapes(args, kwargs)
+        for compiled_target in self._switch.compiled_targets("infer"):
+            compiled_target.admit_shapes(args, kwargs)
 
     def free_compiled(self) -> None:
         """Give back the memory that compiled code takes; what is called again is compiled again."""
@@ -271,7 +271,9 @@ class CompileSession:
     def listeners_end(self) -> Callable[[], None]:
         """What ends listening to torch once the module is gone, or the process; it does not keep the module."""
         recorder, trace_settings, cache = self._recorder, self._switch.trace_settings, self._cache
-        compilers = [region.compiler for phase in PHASES for region in self._switch.regions(phase)]
+        compilers = [
+            compiled_target.compiler for phase in PHASES for compiled_target in self._switch.compiled_targets(phase)
+        ]
 
         def end() -> None:
             for compiler in compilers:
@@ -319,7 +321,7 @@ class CompileSession:
         if self._left_garbage:
             self._collect_garbage()
         if first:
-            self._switch.suspect_weights()
+            self._switch.invalidate_weights()
         self._recorder.listen_again()
         stage = self._stage
         counts = not (stage.sanity or stage.nested)
@@ -528,7 +530,11 @@ class CompileSession:
 
     def _targets_of(self, phase: Phase) -> Sequence[Compiled]:
         """The targets for the report of a phase: the named ones, or those that compiled steps called."""
-        called = {region.owner.target for region in self._switch.regions(phase) if region.called}
+        called = {
+            compiled_target.key.target
+            for compiled_target in self._switch.compiled_targets(phase)
+            if compiled_target.called
+        }
         return [target for target in self._switch.targets if self._called is None or target.name in called]
 
     def _describe(self, work: Work, step: _Step, *, disturbed: bool) -> Work:

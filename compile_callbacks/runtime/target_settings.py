@@ -27,7 +27,7 @@ Verify = Literal["off", "warn", "eager", "raise"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegionSettings:
+class TargetSettings:
     """The arguments of a compiled target that are not compiler settings.
 
     Attributes:
@@ -51,7 +51,7 @@ class RegionSettings:
         check_choice("verify", self.verify, get_args(Verify))
         check_choice("new_shapes", self.new_shapes, get_args(NewShapes))
 
-    def for_trial(self) -> RegionSettings:
+    def for_trial(self) -> TargetSettings:
         """Return these settings for candidates of a `Tune`."""
         return replace(self, on_error="eager", verify="off" if self.verify == "off" else "eager", on_trial=True)
 

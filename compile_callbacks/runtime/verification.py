@@ -19,7 +19,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError
 from compile_callbacks._utils.messages import describe_failure
-from compile_callbacks.profiling.compile_events import CompileRecorder, Owner
+from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.accuracy import (
     Comparison,
     Results,
@@ -37,16 +37,16 @@ class Verification:
     """Compares the graphs of one target, and acts on differences.
 
     Args:
-        owner: The target and the phase that the graphs are compiled for.
+        key: The target and the phase that the graphs are compiled for.
         members: The modules that the graphs serve.
         recorder: Receives an event for each graph.
         fallback: Runs the target eagerly; its settings say what a difference does.
     """
 
     def __init__(
-        self, owner: Owner, members: Iterable[Target], *, recorder: CompileRecorder, fallback: Fallback
+        self, key: CompileKey, members: Iterable[Target], *, recorder: CompileRecorder, fallback: Fallback
     ) -> None:
-        self._owner = owner
+        self._key = key
         # Torch keeps what it compiled, and so this object, for as long as the process lives: not the modules.
         self._modules = [weakref.ref(member.module) for member in members]
         self._recorder = recorder
@@ -100,7 +100,7 @@ class Verification:
             accepted = self._accepts(first.compare(inputs))
         except _CompiledGraphFailedError as failure:
             if self._fallback.settings.on_error == "raise":
-                target, phase = self._owner[:2]
+                target, phase = self._key[:2]
                 message = f"compiling target {target!r} for the {phase} phase failed: {describe(failure.error)}"
                 raise CompileError(message) from failure.error
             self._fallback.gave_up = True
@@ -113,8 +113,8 @@ class Verification:
 
     def _accepts(self, comparison: Comparison) -> bool:
         """Report a comparison, and decide whether the compiled graph is used."""
-        settings, (target, phase) = self._fallback.settings, self._owner[:2]
-        self._recorder.add("verify", self._owner, **vars(comparison))
+        settings, (target, phase) = self._fallback.settings, self._key[:2]
+        self._recorder.add("verify", self._key, **vars(comparison))
         if comparison.verdict != "differs":
             return True
         if settings.on_trial:
@@ -124,7 +124,7 @@ class Verification:
         if settings.verify == "raise":
             raise CompileError(f"{message} (verify='raise')")
         if settings.verify == "eager":
-            self._recorder.add("fallback", self._owner, reason=comparison.reason)
+            self._recorder.add("fallback", self._key, reason=comparison.reason)
             self._fallback.give_up_on_difference()
             message += "; it runs eagerly from here on (verify='eager')"
         self._fallback.say_later(message, subject="difference")

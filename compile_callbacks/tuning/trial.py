@@ -77,12 +77,12 @@ class Trial:
         self.verdict, self.reason = verdict, reason
 
     def to_dict(self) -> dict[str, Any]:
-        """The trial as JSON-ready data: ``median_ms`` and ``high_ms`` (95th percentile) are those of the samples."""
+        """The trial as JSON-ready data: ``median_ms`` and ``p95_ms`` (95th percentile) are those of the samples."""
         return {
             "candidate": self.candidate,
             "verdict": self.verdict,
             "median_ms": self.stats and self.stats.median_ms,
-            "high_ms": self.stats and self.stats.high_ms,
+            "p95_ms": self.stats and self.stats.p95_ms,
             "samples": self.samples,
             "compile_seconds": self.compile_seconds,
             "reason": self.reason,

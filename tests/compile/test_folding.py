@@ -446,7 +446,7 @@ def test_edits_that_leave_no_trace_are_seen_where_a_stage_begins():
     folded.assert_equals_eager(torch.randn(shape))
     folded.module[0].weight.data.mul_(2)
     for graph in folded.graphs:
-        graph.suspect_weights()
+        graph.invalidate_weights()
     folded.assert_equals_eager(torch.randn(shape))
     folded.assert_equals_eager(torch.randn(shape))
     assert folded.refreshes == 2

@@ -18,7 +18,7 @@ from compile_callbacks import CompileWarning, InductorCompile, InductorConfig, g
 from compile_callbacks.folding.fold_settings import FoldSettings
 from compile_callbacks.folding.folded import folding
 from compile_callbacks.profiling.compile_events import CompileRecorder
-from compile_callbacks.runtime.compiled_target import CompiledRegion
+from compile_callbacks.runtime.compiled_target import CompiledTarget
 from compile_callbacks.runtime.targets import Target
 from tests.support.against_eager import assert_same_values
 from tests.support.convolutional import Convolutional, images
@@ -264,10 +264,10 @@ def test_weights_that_are_shards_are_left_alone():
     module = nn.Linear(FEATURES, CLASSES, bias=False).requires_grad_(False)
     module.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
     recorder = CompileRecorder()
-    region = CompiledRegion(Target("net", module), "infer", InductorConfig(), recorder=recorder)
+    compiled_target = CompiledTarget(Target("net", module), "infer", InductorConfig(), recorder=recorder)
     x = torch.randn(4, FEATURES, dtype=torch.bfloat16)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(region(x).a, nn.functional.linear(x, weight))
+        torch.testing.assert_close(compiled_target(x).a, nn.functional.linear(x, weight))
     (event,) = recorder.of("infer", "fold")
     assert event.folded_mb is None
     assert "tensor subclasses" in event.reason

@@ -11,7 +11,7 @@ from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile
 from compile_callbacks.profiling.compile_events import CompileRecorder
-from compile_callbacks.runtime.session import CompileSession
+from compile_callbacks.runtime.session import Session
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 
 pytestmark = pytest.mark.all_versions
@@ -44,7 +44,7 @@ def test_a_report_that_cannot_be_made_does_not_hide_the_exception_of_the_run(mon
     def report(session):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(CompileSession, "report", report)
+    monkeypatch.setattr(Session, "report", report)
     module = seeded(Failing)
     with pytest.raises(ValueError, match="the user's own") as raised:
         trainer(InductorCompile(targets=["net"])).fit(module, loader(1))

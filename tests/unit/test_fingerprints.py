@@ -67,13 +67,13 @@ def test_installed_version_is_none_for_a_missing_package():
 def test_device_fingerprint_depends_on_instructions_and_threads(monkeypatch):
     before = device_fingerprint(torch.device("cpu"))
     assert device_fingerprint(torch.device("cpu")) == before != device_fingerprint(torch.device("meta"))
-    for owner, name, value in (
+    for key, name, value in (
         (torch, "get_num_threads", lambda: 99),
         (torch.backends.cpu, "get_cpu_capability", lambda: "OTHER"),
         (fingerprints, "cpu_info", lambda *fields: "another CPU"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, value)
+            patch.setattr(key, name, value)
             assert device_fingerprint(torch.device("cpu")) != before
 
 

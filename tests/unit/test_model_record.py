@@ -104,7 +104,7 @@ def test_conditions_hold_whatever_may_change_the_fastest_settings(monkeypatch):
     changes = {"model": "n", "targets": ("head",), "passes": (Idle(),), "precision": "16-mixed", "ranks": 2}
     for name, value in {**changes, "device": torch.device("meta")}.items():
         assert made_for(**{name: value}) != before, name
-    for owner, name, value in (
+    for key, name, value in (
         (torch, "get_num_threads", lambda: 99),
         (torch, "get_float32_matmul_precision", lambda: "medium"),
         (torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT"),
@@ -112,6 +112,6 @@ def test_conditions_hold_whatever_may_change_the_fastest_settings(monkeypatch):
         (importlib.metadata, "version", lambda package: "0"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, value)
+            patch.setattr(key, name, value)
             assert made_for() != before, name
     assert json.dumps(conditions(model="m", targets=(), passes=(), precision="", device=torch.device("cpu")))

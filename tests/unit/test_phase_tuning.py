@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from compile_callbacks import Tune
-from compile_callbacks.profiling.compile_events import CompileRecorder, Owner
+from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.workload import Work
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
@@ -48,9 +48,9 @@ def run(tuning, recorder, ms, *, steps=400, fails=()):
         tuning.step_begins(measured=True)
         name = tuning.in_force or "eager"
         if name != "eager" and name not in ran:
-            owner = Owner("net", tuning.phase, settings=name)
+            key = CompileKey("net", tuning.phase, settings=name)
             what = {"reason": "no compiler"} if name in fails else {"graphs": 1, "seconds": 1.0}
-            recorder.add("fallback" if name in fails else "compile", owner, **what)
+            recorder.add("fallback" if name in fails else "compile", key, **what)
         ran.append(name)
         tuning._timer.last_step = Fixed(ms[name])
         tuning.step_ends(Work("w"), measured=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from compile_callbacks.profiling.compile_events import CompileRecorder, Owner
+from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.profiling.step_timer import LATEST_SAMPLES
 from compile_callbacks.runtime.diagnostics import slower_steps
 from tests.support.step_times import TimedSteps
 
-NET = Owner("net", "train")
+NET = CompileKey("net", "train")
 
 
 @pytest.fixture
