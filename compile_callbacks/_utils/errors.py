@@ -1,9 +1,13 @@
-"""The error and the warning that users see, and a way to issue each warning once."""
+"""The error and the warnings that users see. Each message ends with a code that ``compile-callbacks explain`` knows."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Hashable
+from pathlib import Path
+
+_INTERNAL_PACKAGES = ("compile_callbacks", "torch", "lightning", "pytorch_lightning", "lightning_fabric")
 
 
 class CompileError(RuntimeError):
@@ -19,24 +23,72 @@ class CompileWarning(UserWarning):
     """A part of the module does not run compiled as requested, or a setting has no effect."""
 
 
+def with_code(code: str, message: str) -> str:
+    """Append the code of a message, and the command that explains the code.
+
+    Example::
+
+        >>> with_code("CC104", "target 'net' was never called")
+        "target 'net' was never called [CC104: compile-callbacks explain CC104]"
+    """
+    return f"{message} [{code}: compile-callbacks explain {code}]"
+
+
+def warn_user(code: str, message: str) -> None:
+    """Issue a `CompileWarning` at the user's line: the innermost caller outside this library, torch and Lightning.
+
+    Args:
+        code: The code of the message, ``"CC104"``.
+        message: The text: what happened to which target in which phase; the effect; the fix.
+    """
+    warnings.warn(with_code(code, message), CompileWarning, stacklevel=_stack_level_of_user())
+
+
 class WarnOnce:
-    """Issue one `CompileWarning` for each subject."""
+    """Issue each warning once for each subject."""
 
     def __init__(self) -> None:
         self._subjects: set[Hashable] = set()
 
-    def __call__(self, subject: Hashable, message: str) -> bool:
-        """Warn, unless a warning for the subject was issued before.
+    def warn(self, code: str, message: str, *, about: Hashable = None) -> bool:
+        """Warn, unless a warning with this code was issued for the same subject.
 
         Args:
-            subject: What the warning is about.
+            code: The code of the message.
             message: The text of the warning.
+            about: The subject, such as a phase or a target's key.
 
         Returns:
-            Whether this was the first call for the subject.
+            Whether the warning was issued.
         """
+        if (code, about) in self._subjects:
+            return False
+        self._subjects.add((code, about))
+        warn_user(code, message)
+        return True
+
+    def __call__(self, subject: Hashable, message: str) -> bool:
+        """Warn without a code. Goes away with its last caller."""
         if subject in self._subjects:
             return False
         self._subjects.add(subject)
-        warnings.warn(message, CompileWarning, stacklevel=4)
+        warnings.warn(message, CompileWarning, stacklevel=_stack_level_of_user())
         return True
+
+
+def _stack_level_of_user() -> int:
+    """The ``stacklevel`` for the caller of this function that names the user's line.
+
+    Python 3.12 has ``skip_file_prefixes`` for it; this function can go when Python 3.11 is no longer supported.
+    """
+    internal = tuple(f"{folder}/" for package in _INTERNAL_PACKAGES if (folder := _folder_of(package)))
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(internal):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _folder_of(package: str) -> str | None:
+    module = sys.modules.get(package)
+    file = getattr(module, "__file__", None)
+    return str(Path(file).parent) if file else None
