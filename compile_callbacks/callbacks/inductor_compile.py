@@ -21,7 +21,7 @@ from compile_callbacks._utils import stack_chunks
 from compile_callbacks._utils.errors import CompileWarning
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.callbacks.trainer_progress import seconds_to_come, steps_to_come
+from compile_callbacks.callbacks.trainer_progress import remaining_seconds, remaining_steps
 from compile_callbacks.config.tune import Mode, Settings, as_settings, phases_left_alone
 from compile_callbacks.passes import as_passes
 from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs
@@ -377,7 +377,7 @@ class InductorCompile(Callback):
         """Tell how many steps are to come: what is tried out, or measured eagerly, must not take most of them."""
         if self._session and not trainer.sanity_checking and not self._is_within_run:
             timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
-            self._session.expect(steps_to_come(trainer), seconds_to_come(trainer, timers))
+            self._session.expect(remaining_steps(trainer), remaining_seconds(trainer, timers))
 
     def _step_begins(self, batch_idx: int) -> bool:
         """Begin a step; returns whether it is timed."""
@@ -460,7 +460,7 @@ class InductorCompile(Callback):
         """Warn of slow steps, and after a fit or the first call print the table."""
         if self._session is None or not report.has_figures:
             return
-        self._session.judge()
+        self._session.warn_about_slow_steps()
         if trainer.is_global_zero and (trainer.state.fn == "fit" or not self._printed):
             self._printed = True
             print_report(report, self._name_in(trainer))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Timer
 
 
-def steps_to_come(trainer: Trainer) -> Mapping[Phase, float]:
+def remaining_steps(trainer: Trainer) -> Mapping[Phase, float]:
     """Batches that remain of the run in each phase; ``math.inf`` where that is not known.
 
     To be asked when training, a validation, a test or a prediction starts: its loaders are there, and a run that is
@@ -30,7 +30,7 @@ def steps_to_come(trainer: Trainer) -> Mapping[Phase, float]:
     return {"infer": float(sum(batches.get(trainer.state.fn, ())))}
 
 
-def seconds_to_come(trainer: Trainer, timers: Sequence[Timer]) -> float:
+def remaining_seconds(trainer: Trainer, timers: Sequence[Timer]) -> float:
     """When a fit ends by the clock, ``max_time`` or a `Timer` of the user's; ``math.inf`` where it does not.
 
     Args:

@@ -23,12 +23,12 @@ class Baseline:
         self._most: float = 0
         self._planned_for: float | None = None
 
-    def plan(self, steps_to_come: float) -> None:
+    def plan(self, remaining_steps: float) -> None:
         """So many steps of the phase are to come, ``math.inf`` where that is not known; the first number counts."""
         if self._wanted == 0 or (self._planned_for is not None and math.isfinite(self._planned_for)):
             return
-        self._planned_for = steps_to_come + self._steps
-        room = math.inf if math.isinf(steps_to_come) else self._planned_for // 2
+        self._planned_for = remaining_steps + self._steps
+        room = math.inf if math.isinf(remaining_steps) else self._planned_for // 2
         self._wanted = int(min(self._wanted, room - WARMUP_STEPS))
         # Twice what is needed, for steps that turn out not to be samples (a ragged batch, another's compile).
         self._most = min(2 * self._wanted + WARMUP_STEPS, room) if self._wanted > 0 else 0

@@ -53,7 +53,7 @@ class SessionWarnings:
         self._tunings = tunings
         self._finds_targets = finds_targets
 
-    def of_settings(self, configs: Mapping[Phase, InductorConfig | None], *, sharded: bool, cuda: bool) -> None:
+    def check_settings(self, configs: Mapping[Phase, InductorConfig | None], *, sharded: bool, cuda: bool) -> None:
         """Warn of settings that have no effect on this module and this device."""
         for phase, config in configs.items():
             if config is None:
@@ -69,7 +69,7 @@ class SessionWarnings:
                 if self._warn((phase, "cudagraphs"), f"{reason}: they have no effect"):
                     self._note("cudagraph_skip", phase, reason)
 
-    def of_stage(self, phase: Phase, config: InductorConfig | None) -> None:
+    def check_stage(self, phase: Phase, config: InductorConfig | None) -> None:
         """Warn of targets that ran in a stage without a compiled graph, and of weights that were not folded."""
         self._warn_of_limits()
         if self._is_uncalled(phase, config):
@@ -89,7 +89,7 @@ class SessionWarnings:
         if config is not None and config.fold_weights:
             self._warn_of_folding(phase)
 
-    def of_run(self) -> None:
+    def check_targets(self) -> None:
         """Warn of each named target that no phase called, when a fit is over."""
         called = {
             compiled_target.key.target
@@ -102,17 +102,17 @@ class SessionWarnings:
                 message = f"target {target.name!r} was never called, so it is not compiled. {_IN_USERS_GRAPH}"
                 self._warn((target.name, "uncalled"), message)
 
-    def of_steps(self, phases: Sequence[Phase]) -> None:
+    def check_step_times(self, phases: Sequence[Phase]) -> None:
         """Warn if the latest compiled steps are slower than the eager ones."""
         for phase in phases:
             tuning = self._tunings.get(phase)
             if tuning is None or tuning.winner is not None:
                 for subject, message in slower_steps(
-                    phase, tuning.in_force if tuning else None, self._recorder, self._timer
+                    phase, tuning.active_candidate if tuning else None, self._recorder, self._timer
                 ):
                     self._warn(subject, message)
 
-    def of_cache_dir(self) -> None:
+    def check_cache_dir(self) -> None:
         """Warn if torch cached nothing of what it compiled."""
         events = self._recorder.events
         cached = any(event.cache_hits or event.cache_misses for event in events)

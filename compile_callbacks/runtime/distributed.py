@@ -1,4 +1,4 @@
-"""`Ranks`: what the ranks of a distributed run decide together, and timeouts that outlast a compile."""
+"""`ProcessGroupSync`: what the ranks of a distributed run decide together, and timeouts that outlast a compile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ out, so every rank raises its timeouts for the whole run.
 """
 
 
-class Ranks:
+class ProcessGroupSync:
     """The ranks of one run, from `join` to `leave`. A run of one process needs nothing of it.
 
     Ranks only have to agree on decisions that change which graphs all of them run, such as the choice of a `Tune`. A

@@ -76,7 +76,7 @@ class PhaseTuning:
         self._conditions: Mapping[str, str] = {}
         self._earlier: dict[str, tuple[str, str]] = {}  # by the key of the conditions, see `_remember`
         self._steps_left = self._seconds_left = math.inf
-        self._in_force: str | None = None
+        self._active_candidate: str | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -126,7 +126,7 @@ class PhaseTuning:
         """Resume from the `state` of an earlier run; data of another form is ignored."""
         self._remember(state, "won in the run that this one resumes")
 
-    def settle(self, reason: str) -> None:
+    def finalize(self, reason: str) -> None:
         """Choose now, until the next run, among the candidates that are faster than eager so far."""
         if self.winner is None:
             self._tuner.conclude(reason)
@@ -182,14 +182,14 @@ class PhaseTuning:
         return self._tuner.winner
 
     @property
-    def in_force(self) -> str | None:
+    def active_candidate(self) -> str | None:
         """The candidate that the targets run with now; ``None`` for eager."""
-        return self._in_force
+        return self._active_candidate
 
     @property
     def config(self) -> InductorConfig | None:
-        """The settings of `in_force`."""
-        return None if self._in_force is None else self._configs[self._in_force]
+        """The settings of `active_candidate`."""
+        return None if self._active_candidate is None else self._configs[self._active_candidate]
 
     def trials(self) -> Sequence[Trial]:
         """The result of each candidate so far; empty if the phase did not run."""
@@ -207,8 +207,8 @@ class PhaseTuning:
     # ------------------------------------------------------------------------------------------ blocks
 
     def _use(self, name: str) -> InductorConfig | None:
-        if (settings := _settings(name)) != self._in_force:
-            self._in_force = settings
+        if (settings := _settings(name)) != self._active_candidate:
+            self._active_candidate = settings
             self._switch.use(self.phase, self.config, settings)
         return self.config
 

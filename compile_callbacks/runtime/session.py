@@ -34,7 +34,7 @@ from compile_callbacks.runtime.called_targets import CalledTargets
 from compile_callbacks.runtime.cudagraphs import BackwardInCallingThread, LastingGradients, drop_overwritten_gradients
 from compile_callbacks.runtime.diagnostics import SessionWarnings
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
-from compile_callbacks.runtime.distributed import Ranks
+from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import is_sharded
 from compile_callbacks.runtime.model_record import ModelRecord, conditions
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
@@ -123,7 +123,7 @@ class Session:
         self._called = CalledTargets(module, others) if finds_targets and any(configs.values()) else None
         self._taken = tuple(taken)
         self._stages: set[str] = set()
-        self._ranks = Ranks()
+        self._processes = ProcessGroupSync()
         warn = WarnOnce()
         caches = cache_dir is not None and any(configs.values())
         self._cache = CompileCache(cache_dir, functools.partial(warn, "cache_dir")) if cache_dir and caches else None
@@ -155,7 +155,7 @@ class Session:
                 recorder=self._recorder,
                 timer=self._timer,
                 say=say,
-                gather=self._ranks.gather,
+                gather=self._processes.gather,
             )
             for phase, tune in tunes.items()
         }
@@ -205,13 +205,13 @@ class Session:
         self._device = device_of(self.module)
         self._cuda = self._device.type == "cuda"
         self._several_devices = len({weight.device for weight in self.module.parameters()}) > 1
-        self._ranks.join(together=together and any(self._settings.values()), decides=bool(self._tunings))
-        if self._ranks.is_global_zero:
-            self._warnings.of_settings(self._configs, sharded=is_sharded(self.module), cuda=self._cuda)
+        self._processes.join(together=together and any(self._settings.values()), decides=bool(self._tunings))
+        if self._processes.is_global_zero:
+            self._warnings.check_settings(self._configs, sharded=is_sharded(self.module), cuda=self._cuda)
         if any(self._settings.values()):
             _torch.inductor.import_inductor()
         if self._cache is not None:
-            self._cache.begin(clean=self._ranks.is_global_zero)
+            self._cache.begin(clean=self._processes.is_global_zero)
         self._recorder.listen()
         self._switch.install()
         self._precision = precision
@@ -225,7 +225,7 @@ class Session:
             self._stop_recording,
             self._backward_thread.end,  # an exception ends a run within a step
             self._drop_gradients,
-            self._ranks.leave,
+            self._processes.leave,
             self._recorder.stop,
             self._timer.abandon,
             self._end_cache,
@@ -299,7 +299,7 @@ class Session:
             steps: Steps to come by phase, ``math.inf`` where that is not known.
             seconds: When the run ends by the clock.
         """
-        of_ranks = self._ranks.gather((dict(steps), seconds))
+        of_ranks = self._processes.gather((dict(steps), seconds))
         for phase in steps:
             least = min(of_rank[phase] for of_rank, _ in of_ranks)
             if phase not in self._shared:
@@ -407,8 +407,8 @@ class Session:
         if (tuning := self._tunings.get(phase)) is not None:
             tuning.stage_ends()
             self._configs[phase] = tuning.config
-        self._warnings.of_stage(phase, self._configs[phase])
-        self._warnings.of_steps([phase])
+        self._warnings.check_stage(phase, self._configs[phase])
+        self._warnings.check_step_times([phase])
 
     # ------------------------------------------------------------------------------------------ several sessions
 
@@ -476,7 +476,7 @@ class Session:
         if report:
             self._before = CompileReport.from_dict({**report, "before": None})
         device = data.get("device")
-        if not all(self._ranks.gather(isinstance(device, str) and device == self._device_name())):
+        if not all(self._processes.gather(isinstance(device, str) and device == self._device_name())):
             return
         for phase, tuning in self._tunings.items():
             tuning.restore(winners.get(phase))
@@ -486,11 +486,11 @@ class Session:
             if baseline:
                 self._baselines[phase].skip()
 
-    def judge(self) -> None:
+    def warn_about_slow_steps(self) -> None:
         """Warn where compiled steps turn out slower than eager ones, and of the cause."""
-        self._warnings.of_steps(PHASES)
+        self._warnings.check_step_times(PHASES)
         if self._called is None and "train" in self._stages:
-            self._warnings.of_run()
+            self._warnings.check_targets()
 
     # ------------------------------------------------------------------------------------------ what these call
 
@@ -507,13 +507,13 @@ class Session:
             return
         try:
             if self._cache.active:
-                self._warnings.of_cache_dir()
+                self._warnings.check_cache_dir()
         finally:
             self._cache.end()
 
     def _stay_compiled(self) -> None:
         for tuning in self._tunings.values():
-            tuning.settle("the run ended before all steps were taken")
+            tuning.finalize("the run ended before all steps were taken")
         self._switch.select_by_grad_mode()
 
     def _collect_garbage(self) -> None:
@@ -557,20 +557,20 @@ class Session:
     def _candidate(self) -> str | None:
         """The candidate that the step runs with, where the phase is tuned."""
         tuning = self._tunings.get(self._stage.phase)
-        return tuning.in_force if tuning is not None else None
+        return tuning.active_candidate if tuning is not None else None
 
     def _begin_tunings(self, precision: str) -> None:
         device, record = device_of(self.module), None
         model = digest([architecture_fingerprint(self.module), code_fingerprint(self.module)])
         if self._cache_dir is not None:
-            record = ModelRecord(self._cache_dir, model, read_only=not self._ranks.is_global_zero)
+            record = ModelRecord(self._cache_dir, model, read_only=not self._processes.is_global_zero)
         made_for = conditions(
             model=model,
             targets=[target.name for target in self._switch.targets],
             passes=self._passes,
             precision=precision,
             device=device,
-            ranks=self._ranks.size,
+            ranks=self._processes.size,
         )
         for phase, tuning in self._tunings.items():
             tuning.begin(device, record=record, conditions=made_for)
@@ -582,7 +582,7 @@ class Session:
         name = device_name(device)
         if device.type == "cpu":
             name += f", {torch.get_num_threads()} threads"
-        return name if self._ranks.size == 1 else f"{self._ranks.size} x {name}"
+        return name if self._processes.size == 1 else f"{self._processes.size} x {name}"
 
 
 def _mapping(value: object) -> Mapping[Any, Any]:

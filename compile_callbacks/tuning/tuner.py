@@ -90,7 +90,7 @@ class Tuner:
         if not self.started:
             return
         self._turns.pop(0)
-        self._rule_out_losers()
+        self._drop_slower_candidates()
         in_play = self._in_play()
         if len(in_play) == 1 and self._is_clear(in_play[0], self._eager, self._tune.min_speedup):
             self._choose(in_play[0])
@@ -147,7 +147,7 @@ class Tuner:
     def _in_play(self) -> list[Trial]:
         return [one for one in self.trials.values() if one.verdict == "undecided" and one is not self._eager]
 
-    def _rule_out_losers(self) -> None:
+    def _drop_slower_candidates(self) -> None:
         """Rule out candidates that are clearly not faster than eager, or clearly slower than another one."""
         for one in self._in_play():
             if self._is_clear(self._eager, one, 1 / self._tune.min_speedup):

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Timer
 from torch.utils.data import DataLoader, IterableDataset
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.callbacks.trainer_progress import seconds_to_come, steps_to_come
+from compile_callbacks.callbacks.trainer_progress import remaining_seconds, remaining_steps
 from tests.support.models import Classifier, Manual, loader, trainer
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
@@ -26,7 +26,7 @@ class Told(pl.Callback):
 
     def _ask(self, trainer, *_):
         if not trainer.sanity_checking:
-            told = steps_to_come(trainer)
+            told = remaining_steps(trainer)
             self.steps.append((told["train"], told["infer"]))
 
     on_train_start = on_validation_start = _ask
@@ -90,7 +90,7 @@ def test_a_run_that_ends_by_the_clock_says_when(settings, seconds):
     class Asked(pl.Callback):
         def on_train_start(self, trainer, *_):
             timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
-            self.seconds = seconds_to_come(trainer, timers)
+            self.seconds = remaining_seconds(trainer, timers)
 
     asked = Asked()
     trainer(asked, **settings).fit(Classifier(), loader(1))

@@ -17,7 +17,7 @@ from compile_callbacks.runtime.phase_tuning import BLOCK_STEPS, PhaseTuning
 from tests.support.step_times import Fixed
 
 
-class Ranks:
+class FakeProcesses:
     """Gathers the values of threads. A call that not all of them make fails after a minute."""
 
     def __init__(self, size):
@@ -46,7 +46,7 @@ def run(tuning, recorder, ms, *, steps=400, fails=()):
         if tuning.winner is not None:
             break
         tuning.step_begins(measured=True)
-        name = tuning.in_force or "eager"
+        name = tuning.active_candidate or "eager"
         if name != "eager" and name not in ran:
             key = CompileKey("net", tuning.phase, settings=name)
             what = {"reason": "no compiler"} if name in fails else {"graphs": 1, "seconds": 1.0}
@@ -58,7 +58,7 @@ def run(tuning, recorder, ms, *, steps=400, fails=()):
 
 
 def test_ranks_run_the_same_candidates_and_choose_by_the_slowest_rank():
-    ranks = Ranks(2)
+    ranks = FakeProcesses(2)
     ms = [{"eager": 10, "default": 5, "aten": 6, "lite": 1}, {"eager": 9, "default": 20, "aten": 1, "lite": 1}]
 
     def rank_of(rank):
@@ -77,7 +77,7 @@ def test_ranks_run_the_same_candidates_and_choose_by_the_slowest_rank():
 
 
 def test_ranks_of_inference_take_the_winner_of_rank_zero_at_the_end_of_the_stage(tmp_path):
-    ranks = Ranks(3)
+    ranks = FakeProcesses(3)
     ms = [{"eager": 10, "default": 5, "aten": 6}, {"eager": 9, "default": 20, "aten": 1}]
 
     def rank_of(rank):
