@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from compile_callbacks.cli import bench as bench_command
 from compile_callbacks.cli import doctor as doctor_command
+from compile_callbacks.cli import explain as explain_command
 from compile_callbacks.cli import modes as modes_command
 from compile_callbacks.cli import report as report_command
 
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="compile-callbacks", description="What compiling costs, gains and needs.")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (doctor_command, modes_command, bench_command, report_command):
+    for module in (doctor_command, modes_command, bench_command, report_command, explain_command):
         module.add_parser(subparsers)
     args = parser.parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command

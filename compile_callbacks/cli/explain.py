@@ -1,0 +1,60 @@
+"""``compile-callbacks explain``: print the entry of a code such as CC104. The docs page is made of the same texts."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+EXPLANATIONS = Path(__file__).parent / "explanations"
+"""The folder of the Markdown files. Each has a title, and an entry ``## CC101: Title`` for each code of its range."""
+
+_DESCRIPTION = "Explain a warning or an error by its code. Without CODE, list all codes."
+_ENTRY = re.compile(r"^## (CC\d{3}): ([^\n]+)\n\n(.+?)\n*(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+
+
+class Entry(NamedTuple):
+    """The explanation of a code."""
+
+    code: str
+    title: str
+    text: str
+
+
+def read_entries() -> dict[str, Entry]:
+    """Read the entry of each code, in the order of the files."""
+    files = [file.read_text(encoding="utf-8") for file in sorted(EXPLANATIONS.glob("*.md"))]
+    return {code: Entry(code, *entry) for file in files for code, *entry in _ENTRY.findall(file)}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "explain", help="explain a warning or an error by its code", description=_DESCRIPTION
+    )
+    parser.add_argument("code", nargs="?", metavar="CODE", help="a code at the end of a message, such as CC104")
+    parser.set_defaults(command=explain)
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Print the entry of a code, or the list of all codes.
+
+    Returns:
+        The exit status: 2 if there is no such code.
+    """
+    entries = read_entries()
+    if args.code is None:
+        sys.stdout.writelines(f"{entry.code}  {entry.title}\n" for entry in entries.values())
+        return 0
+    entry = entries.get(args.code.upper())
+    if entry is None:
+        near = difflib.get_close_matches(args.code.upper(), entries)
+        hint = f"; codes near it: {', '.join(near)}" if near else "; `compile-callbacks explain` lists all codes"
+        sys.stderr.write(f"compile-callbacks explain: there is no code {args.code!r}{hint}\n")
+        return 2
+    plain = entry.text.replace("**", "")
+    sys.stdout.write(f"{entry.code}: {entry.title}\n\n{plain}\n")
+    return 0

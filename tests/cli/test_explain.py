@@ -1,0 +1,38 @@
+"""``compile-callbacks explain``: each code that the package uses has an entry, and each entry is used."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from compile_callbacks.cli.explain import EXPLANATIONS, read_entries
+from compile_callbacks.cli.main import main
+
+
+def test_explain_prints_the_entry_of_a_code(capsys):
+    assert main(["explain", "cc104"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("CC104: A target cannot be compiled\n\nWhat happened. ")
+    assert printed.count("\n\n") == 3
+
+
+def test_explain_lists_all_codes(capsys):
+    assert main(["explain"]) == 0
+    assert [line[:5] for line in capsys.readouterr().out.splitlines()] == list(read_entries())
+
+
+@pytest.mark.parametrize(("code", "hint"), [("CC014", "codes near it: CC104"), ("slow", "lists all codes")])
+def test_explain_refuses_an_unknown_code(code, hint, capsys):
+    assert main(["explain", code]) == 2
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", sorted(EXPLANATIONS.glob("*.md")), ids=lambda file: file.name)
+def test_every_entry_has_its_three_paragraphs(file):
+    entries = [entry for entry in read_entries().values() if entry.code[2] == file.name[0]]
+    assert re.findall(r"^## (.*)", file.read_text(), re.MULTILINE) == [f"{e.code}: {e.title}" for e in entries]
+    assert sorted(entry.code for entry in entries) == [entry.code for entry in entries]
+    for entry in entries:
+        paragraphs = [paragraph.partition(".**")[0] for paragraph in entry.text.split("\n\n")]
+        assert paragraphs == ["**What happened", "**Why", "**What to do"], entry.code
