@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -41,9 +42,14 @@ import torch._dynamo.config
 import torch._inductor.config
 from torch._dynamo.callback import callback_handler
 
+from compile_callbacks import CompileWarning
+from compile_callbacks.cli.explain import read_entries
+
 # For doctests, pytest would import these modules a second time, under another name: custom operators of theirs would be
 # registered twice.
 collect_ignore = ["support"]
+
+ENTRIES = read_entries()
 
 
 def pytest_unconfigure() -> None:
@@ -78,6 +84,16 @@ def _fresh_compiler():
     assert callback_handler.end_callbacks == []
     changed = {name for name, value in os.environ.items() if environment.get(name) != value}
     assert not {name for name in changed if not name.startswith(_SET_BY_OTHERS)}
+
+
+@pytest.fixture(autouse=True)
+def _warnings_have_entries(monkeypatch):
+    """Each warning of the library has a code that ``compile-callbacks explain`` knows."""
+    messages: list[str] = []
+    monkeypatch.setattr(CompileWarning, "__init__", lambda warning, *args: messages.extend(map(str, args)))
+    yield
+    codes = [re.findall(r"\[(CC\d{3}): compile-callbacks explain \1\]$", message) for message in messages]
+    assert {code for found in codes for code in found} <= set(ENTRIES)
 
 
 def _global_hooks() -> dict[str, list[int]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+import compile_callbacks
 from compile_callbacks.cli.explain import EXPLANATIONS, read_entries
 from compile_callbacks.cli.main import main
 
@@ -22,7 +24,7 @@ def test_explain_lists_all_codes(capsys):
     assert [line[:5] for line in capsys.readouterr().out.splitlines()] == list(read_entries())
 
 
-@pytest.mark.parametrize(("code", "hint"), [("CC014", "codes near it: CC104"), ("slow", "lists all codes")])
+@pytest.mark.parametrize(("code", "hint"), [("CC109", "codes near it: CC104"), ("slow", "lists all codes")])
 def test_explain_refuses_an_unknown_code(code, hint, capsys):
     assert main(["explain", code]) == 2
     assert hint in capsys.readouterr().err
@@ -36,3 +38,9 @@ def test_every_entry_has_its_three_paragraphs(file):
     for entry in entries:
         paragraphs = [paragraph.partition(".**")[0] for paragraph in entry.text.split("\n\n")]
         assert paragraphs == ["**What happened", "**Why", "**What to do"], entry.code
+
+
+def test_every_code_of_the_package_has_an_entry():
+    package = Path(compile_callbacks.__file__).parent
+    used = {code for file in package.rglob("*.py") for code in re.findall(r'"(CC\d{3})"', file.read_text())}
+    assert used - set(read_entries()) == set()
