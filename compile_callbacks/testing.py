@@ -28,8 +28,8 @@ from compile_callbacks.passes.library.record_graphs import graph_text
 from compile_callbacks.passes.nodes import count_ops
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.runtime.compiled_target import CompiledTarget
+from compile_callbacks.runtime.target import Target
 from compile_callbacks.runtime.target_settings import TargetSettings
-from compile_callbacks.runtime.targets import Target
 
 __all__ = ["CheckedGraph", "PassCheck", "check_pass"]
 

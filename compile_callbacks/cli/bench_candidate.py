@@ -20,7 +20,7 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
-from compile_callbacks.runtime.targets import Target
+from compile_callbacks.runtime.target import Target
 
 _WARMUP_STEPS = 4  # a CUDA graph is warmed up in the first step, recorded in the second, then replayed
 

@@ -18,8 +18,8 @@ from compile_callbacks.inference.saved_state import Sample, on_device
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.session import Session
 from compile_callbacks.runtime.snapshot import Snapshot
+from compile_callbacks.runtime.target import Target
 from compile_callbacks.runtime.target_settings import TargetSettings
-from compile_callbacks.runtime.targets import Target
 
 _is_training = operator.attrgetter("training")
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from compile_callbacks import _torch
 from compile_callbacks.runtime.fsdp import innermost_units
-from compile_callbacks.runtime.targets import Target, call_of, contains, is_opaque, overlap
+from compile_callbacks.runtime.target import Target, call_of, contains, is_opaque, overlap
 
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 _NO_FORWARD_PASS = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}  # recomputed forwards run in them

@@ -20,9 +20,10 @@ from compile_callbacks.profiling.compile_events import CompileKey, CompileRecord
 from compile_callbacks.runtime.fallback import Fallback, describe
 from compile_callbacks.runtime.freezing import WeightWatch
 from compile_callbacks.runtime.graph_backend import GraphBackend
+from compile_callbacks.runtime.repeated import Compiled, RepeatedBlocks
 from compile_callbacks.runtime.snapshot import Snapshot
+from compile_callbacks.runtime.target import Target
 from compile_callbacks.runtime.target_settings import ShapePolicy, TargetSettings
-from compile_callbacks.runtime.targets import Compiled, RepeatedBlocks, Target
 
 if TYPE_CHECKING:
     from compile_callbacks.folding.folded import FoldedGraph

@@ -17,8 +17,9 @@ from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.runtime.compiled_target import CompiledTarget, Isolation
 from compile_callbacks.runtime.freezing import why_not_watched
+from compile_callbacks.runtime.repeated import Compiled
+from compile_callbacks.runtime.target import InstalledCall, Target
 from compile_callbacks.runtime.target_settings import TargetSettings
-from compile_callbacks.runtime.targets import Compiled, InstalledCall, Target
 
 _CALL_SLOT = "_compiled_call_impl"  # what nn.Module.compile() sets, and nn.Module.__call__ looks at
 

@@ -22,7 +22,8 @@ from compile_callbacks.runtime.cudagraphs import with_lasting_outputs, with_repa
 from compile_callbacks.runtime.double_backward import with_repeated_backward
 from compile_callbacks.runtime.fallback import Fallback, failed_pass
 from compile_callbacks.runtime.fsdp import MOVING_WEIGHTS
-from compile_callbacks.runtime.targets import Compiled, Target
+from compile_callbacks.runtime.repeated import Compiled
+from compile_callbacks.runtime.target import Target
 from compile_callbacks.runtime.verification import Verification
 
 if TYPE_CHECKING:

@@ -2,17 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from compile_callbacks._utils.errors import CompileWarning
 from compile_callbacks.runtime.fsdp import without_wrappers
+from compile_callbacks.runtime.target import Target, call_of
+
+Repeated = Literal["repeated"]
+REPEATED: Repeated = "repeated"
+"""As the ``targets`` argument: repeated blocks, which share one graph. In a list it is a name like others."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SHOWN = 3  # more places than this are no help in a name
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedBlocks:
+    """Blocks of one structure that are compiled with one function: what is compiled for one serves the others.
+
+    Attributes:
+        name: What reports call them, ``"encoder.layers.*"``.
+        members: The blocks, each of them once.
+        count: How many places they stand in.
+        asked_for: Whether the user asked for a shared graph (``targets="repeated"``).
+    """
+
+    name: str
+    members: tuple[Target, ...]
+    count: int
+    asked_for: bool = False
+
+    def described(self, graphs: int) -> str:
+        """The blocks in a report, in which so many graphs were compiled of them."""
+        compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
+        return f"{self.name} ({self.count} blocks{compiled})"
+
+
+Compiled: TypeAlias = Target | RepeatedBlocks
+"""What is compiled with one function."""
+
+
+def group_targets(
+    root: nn.Module, targets: Sequence[Target], shares: Callable[[Target], bool] = lambda target: True
+) -> Sequence[Compiled]:
+    """Leave out targets that cannot be compiled, with a warning, and let those that look alike share a graph.
+
+    Args:
+        root: The module that the targets are in.
+        targets: The targets; each of them counts once.
+        shares: Whether a target may share a graph.
+    """
+    once: dict[tuple[int, str | None], Target] = {}
+    for target in targets:
+        once.setdefault((id(target.module), target.method), target)
+    for key, target in list(once.items()):
+        if (reason := target.why_not_compiled()) is not None:
+            del once[key]
+            _warn(f"target {target.name!r} is not compiled: {reason}")
+    alike: dict[Any, list[Target]] = {}
+    for key, target in once.items():
+        alike.setdefault(_look(target) if shares(target) else key, []).append(target)
+    return [found[0] if len(found) == 1 else _sharing(root, found) for found in alike.values()]
+
+
+def repeated_blocks(root: nn.Module) -> list[RepeatedBlocks]:
+    """The repeated blocks of a module; none where nothing in it is repeated. Where FSDP shards them, see `call_of`."""
+    alike: dict[Any, list[Target]] = {}
+    for blocks in find_repetitions(root):
+        for path, block in blocks.items():
+            for target in call_of(path, block):
+                if target.why_not_compiled() is None:
+                    alike.setdefault(_look(target), []).append(target)
+    return [_sharing(root, found) for found in alike.values()]
+
+
+def _look(target: Target) -> Any:
+    return target.method, target.own_function, structure_of(target.module)
+
+
+def _warn(message: str) -> None:
+    """Warn, in one of several processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        warnings.warn(message, CompileWarning, stacklevel=3)
+
+
+def _sharing(root: nn.Module, targets: Sequence[Target]) -> RepeatedBlocks:
+    once: dict[int, Target] = {}
+    for target in targets:
+        once.setdefault(id(target.module), target)
+    return RepeatedBlocks(name_of(root, [target.name for target in targets]), tuple(once.values()), len(targets))
+
+
+def blocks_or_error(root: nn.Module) -> list[RepeatedBlocks]:
+    """Return the repeated blocks for ``targets="repeated"``.
+
+    Raises:
+        ValueError: Nothing is repeated.
+    """
+    if found := repeated_blocks(root):
+        return [replace(blocks, asked_for=True) for blocks in found]
+    raise ValueError(
+        f"targets={REPEATED!r} finds nothing to share a graph in {type(root).__name__}: no two blocks in its "
+        "Sequentials and in its lists and dicts of modules have the same classes and shapes of weights. Give names of "
+        f"its parts, or None to have it compiled as a whole (targets=[{REPEATED!r}] is the part of that name)"
+    )
 
 
 def find_repetitions(root: nn.Module) -> list[dict[str, nn.Module]]:

@@ -38,8 +38,9 @@ from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import is_sharded
 from compile_callbacks.runtime.model_record import ModelRecord, conditions
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
+from compile_callbacks.runtime.repeated import Compiled, group_targets
+from compile_callbacks.runtime.target import Target, overlap
 from compile_callbacks.runtime.target_settings import TargetSettings
-from compile_callbacks.runtime.targets import Compiled, Target, group_targets, overlap
 
 STATE_VERSION = 1
 """The version of `Session.state_dict`."""

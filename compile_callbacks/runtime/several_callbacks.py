@@ -10,7 +10,8 @@ from typing import Protocol
 
 from torch import nn
 
-from compile_callbacks.runtime.targets import named_targets, overlap
+from compile_callbacks.runtime.target import overlap
+from compile_callbacks.runtime.targets import named_targets
 
 Names = Sequence[str] | str | None
 """The ``targets`` of a callback."""

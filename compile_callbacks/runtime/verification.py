@@ -30,7 +30,7 @@ from compile_callbacks.runtime.accuracy import (
 )
 from compile_callbacks.runtime.fallback import Fallback, describe
 from compile_callbacks.runtime.snapshot import RandomState
-from compile_callbacks.runtime.targets import Target
+from compile_callbacks.runtime.target import Target
 
 
 class Verification:

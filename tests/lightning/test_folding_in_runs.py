@@ -19,7 +19,7 @@ from compile_callbacks.folding.fold_settings import FoldSettings
 from compile_callbacks.folding.folded import folding
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.runtime.compiled_target import CompiledTarget
-from compile_callbacks.runtime.targets import Target
+from compile_callbacks.runtime.target import Target
 from tests.support.against_eager import assert_same_values
 from tests.support.convolutional import Convolutional, images
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, seeded, trainer

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks._utils.errors import CompileError, CompileWarning
-from compile_callbacks.runtime.targets import RepeatedBlocks, check_names, find_targets
+from compile_callbacks.runtime.repeated import RepeatedBlocks
+from compile_callbacks.runtime.targets import check_names, find_targets
 from tests.support.against_eager import assert_same_module, assert_same_values
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 

@@ -1,0 +1,137 @@
+"""`Target`: a module or a method that is compiled as one piece."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_callbacks import _torch
+from compile_callbacks.runtime.fsdp import innermost_units, is_sharded, without_wrappers, wrapped_by_fsdp1
+
+
+class InstalledCall:
+    """What takes the place of a target's call while it is compiled.
+
+    Attributes:
+        target: The target.
+    """
+
+    target: Target
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """Something that is compiled as one piece.
+
+    Attributes:
+        name: What reports call it: its dotted name in the root module, ``"forward"`` for the root's own.
+        module: The module that is called.
+        method: ``None`` for the module's call; else the method that is compiled instead. ``"forward"`` is what the
+            module computes between its own hooks.
+    """
+
+    name: str
+    module: nn.Module
+    method: str | None = None
+
+    def __post_init__(self) -> None:
+        # An attribute of the module itself wins over its class: net.forward = patched.
+        own = vars(self.module).get(self.method) if self.method else None
+        object.__setattr__(self, "_own", own.target.own_function if isinstance(own, InstalledCall) else own)
+
+    @property
+    def members(self) -> tuple[Target, ...]:
+        """What is compiled with one function: this target alone."""
+        return (self,)
+
+    @property
+    def own_function(self) -> Callable[..., Any] | None:
+        """The function that the module itself has in place of its class's method, if it has one."""
+        own: Callable[..., Any] | None = vars(self)["_own"]
+        return own
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What the target does uncompiled, hooks included, as a function of the module."""
+        if (own := self.own_function) is None:
+            function: Callable[..., Any] = getattr(type(self.module), self.method or "_call_impl")
+            return function
+        if isinstance(own, types.MethodType) and own.__self__ is self.module:
+            return own.__func__
+
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs)
+
+        return call
+
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """What the target does uncompiled, hooks included."""
+        call: Callable[..., Any] = self.function.__get__(self.module)
+        return call
+
+    def described(self, graphs: int) -> str:
+        """The target in a report, in which so many graphs were compiled of it."""
+        return self.name
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks run in what is compiled."""
+        return _torch.dynamo.has_call_hooks(self.module, own=self.method is None)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered from shards for each call, and freed after it."""
+        return is_sharded(self.module)
+
+    def why_not_compiled(self) -> str | None:
+        """Why the target runs as it is, whatever the settings; ``None`` if it can be compiled."""
+        if isinstance(self.module, torch.jit.ScriptModule):
+            return "it is a TorchScript module, which torch.compile cannot trace"
+        method = self.method or "forward"
+        function = vars(self.module).get(method, getattr(type(self.module), method, None))
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            return f"its {method} is an async function, and a compiled one would not return a coroutine"
+        return None
+
+
+def call_of(name: str, module: nn.Module) -> list[Target]:
+    """A module's call as targets: one, or where FSDP shards it in parts, each that holds no other.
+
+    It is without what FSDP does around it: torch traces none of that, and ends the graph there.
+    """
+    name = without_wrappers(name)
+    if not (units := innermost_units(module)):
+        return [Target(name, module)]
+    called = "" if name == "forward" else name.removesuffix(".forward")
+    targets = []
+    for path, unit in units:
+        unit_name = ".".join(part for part in (called, path) if part) or name
+        wrapped = wrapped_by_fsdp1(unit)
+        targets.append(Target(unit_name, unit, "forward") if wrapped is None else Target(unit_name, wrapped))
+    return targets
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Whether a module is a target only if it is named: a metric (it is state, not computation), or TorchScript."""
+    classes = type(module).__mro__
+    is_metric = any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics.") for cls in classes)
+    return is_metric or isinstance(module, torch.jit.ScriptModule)
+
+
+def overlap(one: Target, other: Target) -> bool:
+    """Whether two targets are the same call, or the module of one contains the module of the other."""
+    if one.module is other.module:
+        return (one.method or "forward") == (other.method or "forward")
+    return contains(one.module, other.module) or contains(other.module, one.module)
+
+
+def contains(outer: nn.Module, inner: nn.Module) -> bool:
+    """Whether a module is another one, or a part of it."""
+    return any(part is inner for part in outer.modules())
