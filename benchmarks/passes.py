@@ -17,9 +17,10 @@ import torch
 from models import make
 from tables import Row, parser_for, print_columns, save, say
 
-from compile_callbacks import InductorConfig, TritonMaxPoolBackward, TritonSqueezeExcitation
+from compile_callbacks import InductorConfig
 from compile_callbacks.cli.bench_candidate import Subject
 from compile_callbacks.cli.bench_measure import measure
+from compile_callbacks.passes import TritonMaxPoolBackward, TritonSqueezeExcitation
 
 ROWS = [
     (TritonSqueezeExcitation, "infer", ["efficientnet_b0", "mobilenet_v3_large", "regnet_y_3_2gf"]),

@@ -1,32 +1,28 @@
-"""Lightning callbacks that compile a module: one set of Inductor settings for training, another for inference.
+"""Lightning callbacks that compile a module with Inductor: one config for training, another for inference.
 
 One line is enough::
 
     Trainer(callbacks=[InductorCompile(train_mode="reduce-overhead", infer_mode="max-autotune")])
+
+Each name is imported when it is first used, so that ``import compile_callbacks`` imports neither torch nor Lightning.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from compile_callbacks._utils.errors import CompileError, CompileWarning
-from compile_callbacks.config import templates
-from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.tune import Tune
-from compile_callbacks.exporting.loaded_package import ExportError, load_exported
-from compile_callbacks.exporting.package import export
-from compile_callbacks.inference.backend import InductorBackend
-from compile_callbacks.passes import GraphPass, GraphPassError, graph_pass, pattern_pass
-from compile_callbacks.passes.library import (
-    RecordGraphs,
-    TritonMaxPoolBackward,
-    TritonSqueezeExcitation,
-)
-from compile_callbacks.report.export_report import ExportReport
-from compile_callbacks.report.report import CompileReport, PhaseReport
-from compile_callbacks.runtime.compile_phases import compile_phases, report_of, restore
-
 if TYPE_CHECKING:
+    from compile_callbacks._utils.errors import CompileError, CompileWarning
     from compile_callbacks.callbacks.aot_export import AOTInductorExport
     from compile_callbacks.callbacks.inductor_compile import InductorCompile
+    from compile_callbacks.config import templates
+    from compile_callbacks.config.inductor_config import InductorConfig
+    from compile_callbacks.config.tune import Tune
+    from compile_callbacks.exporting.loaded_package import ExportError, load_exported
+    from compile_callbacks.exporting.package import export
+    from compile_callbacks.inference.backend import InductorBackend
+    from compile_callbacks.passes.base import GraphPass, graph_pass
+    from compile_callbacks.report.report import CompileReport, PhaseReport
+    from compile_callbacks.runtime.compile_phases import compile_phases, report_of, restore
 
 __all__ = [
     "AOTInductorExport",
@@ -34,37 +30,51 @@ __all__ = [
     "CompileReport",
     "CompileWarning",
     "ExportError",
-    "ExportReport",
     "GraphPass",
-    "GraphPassError",
     "InductorBackend",
     "InductorCompile",
     "InductorConfig",
     "PhaseReport",
-    "RecordGraphs",
-    "TritonMaxPoolBackward",
-    "TritonSqueezeExcitation",
     "Tune",
     "compile_phases",
     "export",
     "graph_pass",
     "load_exported",
-    "pattern_pass",
     "report_of",
     "restore",
     "templates",
 ]
 
+_MODULES = {
+    "AOTInductorExport": "callbacks.aot_export",
+    "CompileError": "_utils.errors",
+    "CompileReport": "report.report",
+    "CompileWarning": "_utils.errors",
+    "ExportError": "exporting.loaded_package",
+    "GraphPass": "passes.base",
+    "InductorBackend": "inference.backend",
+    "InductorCompile": "callbacks.inductor_compile",
+    "InductorConfig": "config.inductor_config",
+    "PhaseReport": "report.report",
+    "Tune": "config.tune",
+    "compile_phases": "runtime.compile_phases",
+    "export": "exporting.package",
+    "graph_pass": "passes.base",
+    "load_exported": "exporting.loaded_package",
+    "report_of": "runtime.compile_phases",
+    "restore": "runtime.compile_phases",
+    "templates": "config.templates",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for: they take Lightning with them, whose import fails where torchvision does not fit torch.
-    # `compile-callbacks doctor` says so, and has to run there.
-    if name == "InductorCompile":
-        from compile_callbacks.callbacks.inductor_compile import InductorCompile
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    value = module if name == "templates" else getattr(module, name)
+    globals()[name] = value
+    return value
 
-        return InductorCompile
-    if name == "AOTInductorExport":
-        from compile_callbacks.callbacks.aot_export import AOTInductorExport
 
-        return AOTInductorExport
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from compile_callbacks import InductorCompile, pattern_pass
-from compile_callbacks.testing import check_pass
+from compile_callbacks import InductorCompile
+from compile_callbacks.passes import pattern_pass
+from compile_callbacks.passes.testing import check_pass
 
 
 def exact_gelu(x):

@@ -23,7 +23,7 @@ from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.callbacks.trainer_progress import remaining_seconds, remaining_steps
 from compile_callbacks.config.tune import Mode, Settings, as_settings, phases_left_alone
-from compile_callbacks.passes import as_passes
+from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.profiling.baseline import Baseline
 from compile_callbacks.profiling.workload import Work, work_of

@@ -16,7 +16,8 @@ from compile_callbacks._utils.messages import check_fields
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config import templates
 from compile_callbacks.config.options import as_options, check_loaded, check_mode
-from compile_callbacks.passes import HOOK_OPTIONS, GraphPass, as_passes, pass_hook, pass_identity, pass_name
+from compile_callbacks.passes.base import GraphPass, as_passes, pass_hook, pass_identity, pass_name
+from compile_callbacks.passes.hooks import HOOK_OPTIONS
 
 _DEFAULT_FOLD_LIMIT_MB = 1024
 

@@ -12,7 +12,8 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import unknown
-from compile_callbacks.passes import HOOK_OPTIONS, as_passes
+from compile_callbacks.passes.base import as_passes
+from compile_callbacks.passes.hooks import HOOK_OPTIONS
 
 # Inductor annotates these as `str`; they select among its own backends, and their values are names in a list.
 _BACKEND_LISTS = re.compile(r"max_autotune_(gemm|conv\w*)_backends")

@@ -1,1 +1,5 @@
-"""A module as a package to deploy."""
+"""Export of a module to a ``.pt2`` package, and loading of packages."""
+
+from compile_callbacks.report.export_report import ExportReport
+
+__all__ = ["ExportReport"]

@@ -26,7 +26,7 @@ from compile_callbacks.config.mode import Mode
 from compile_callbacks.exporting.call_spec import CallSpec, has_batch, in_own_layout
 from compile_callbacks.exporting.loaded_package import SPEC_KEY, ExportedModule, ExportError, Format, load_after_trial
 from compile_callbacks.exporting.package_options import check_path, check_settings, check_writable, package_options
-from compile_callbacks.passes import GraphPassError, pass_options
+from compile_callbacks.passes.manager import GraphPassError, pass_options
 from compile_callbacks.runtime.accuracy import Comparison, Results, compare_results, tolerance
 from compile_callbacks.runtime.fsdp import check_whole
 from compile_callbacks.runtime.snapshot import Snapshot

@@ -12,7 +12,8 @@ import torch
 
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.mode import EAGER, Mode, as_config
-from compile_callbacks.passes import HOOK_OPTIONS, pass_hook, pass_name
+from compile_callbacks.passes.base import pass_hook, pass_name
+from compile_callbacks.passes.hooks import HOOK_OPTIONS
 
 _NO_CUDAGRAPHS = "a package records no CUDA graphs"
 _NO_TORCH_CALLS = "it runs on torch's own calls, and torch.export gives ATen operators"

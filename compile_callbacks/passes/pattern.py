@@ -13,7 +13,7 @@ from torch.fx import Graph
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.passes.graph_pass import GraphPass
+from compile_callbacks.passes.base import GraphPass
 from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS
 
 _HOOKS = [hook for hook in HOOK_OPTIONS if hook != "pre_grad"]

@@ -16,7 +16,7 @@ from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.mode import Mode
 from compile_callbacks.config.tune import Settings, Tune, as_settings, phases_left_alone
-from compile_callbacks.passes import as_passes
+from compile_callbacks.passes.base import as_passes
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.cache_dir import check_folder
 from compile_callbacks.runtime.dispatcher import compiled_parts

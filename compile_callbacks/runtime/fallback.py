@@ -5,7 +5,7 @@ from __future__ import annotations
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.messages import describe_failure, in_one_line
-from compile_callbacks.passes import GraphPassError
+from compile_callbacks.passes.manager import GraphPassError
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.target_settings import TargetSettings
 

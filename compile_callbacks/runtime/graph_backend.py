@@ -16,7 +16,8 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.folding.fold_settings import FoldSettings
-from compile_callbacks.passes import PassRun, pass_hook, pass_name, pass_options
+from compile_callbacks.passes.base import pass_hook, pass_name
+from compile_callbacks.passes.manager import PassRun, pass_options
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.cudagraphs import with_lasting_outputs, with_repaired_warmup
 from compile_callbacks.runtime.double_backward import with_repeated_backward

@@ -11,7 +11,7 @@ import torch
 from compile_callbacks._utils.device import device_name
 from compile_callbacks._utils.files import read_json, write_json
 from compile_callbacks._utils.fingerprints import device_fingerprint, installed_version
-from compile_callbacks.passes import pass_identity
+from compile_callbacks.passes.base import pass_identity
 
 VERSION = 1
 

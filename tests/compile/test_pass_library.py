@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torchvision.ops import SqueezeExcitation
 
-from compile_callbacks import TritonMaxPoolBackward, TritonSqueezeExcitation
+from compile_callbacks.passes import TritonMaxPoolBackward, TritonSqueezeExcitation
 from compile_callbacks.passes.library.max_pool_backward import max_pool2d_backward
 from compile_callbacks.passes.library.squeeze_excitation import two_layers
-from compile_callbacks.testing import check_pass
+from compile_callbacks.passes.testing import check_pass
 
 PASSES = [TritonMaxPoolBackward, TritonSqueezeExcitation]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -7,9 +7,17 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from compile_callbacks import CompileError, InductorCompile, RecordGraphs, graph_pass, pattern_pass
-from compile_callbacks.passes import call_before, count_ops, find_nodes, replace_node
-from compile_callbacks.testing import check_pass
+from compile_callbacks import InductorCompile, graph_pass
+from compile_callbacks.passes import (
+    GraphPassError,
+    RecordGraphs,
+    call_before,
+    count_ops,
+    find_nodes,
+    pattern_pass,
+    replace_node,
+)
+from compile_callbacks.passes.testing import check_pass
 from tests.support.models import Classifier, loader, trainer
 
 aten = torch.ops.aten
@@ -137,7 +145,7 @@ def test_helpers_refuse_what_would_go_wrong(does, said):
     def wrong(graph, is_inference):
         does(next(node for node in graph.nodes if node.target is aten.relu.default))
 
-    with pytest.raises(CompileError, match=f"'wrong'.*{said}"):
+    with pytest.raises(GraphPassError, match=f"'wrong'.*{said}"):
         check_pass(wrong, nn.Sequential(nn.Linear(8, 16), nn.ReLU()), torch.randn(4, 8))
 
 

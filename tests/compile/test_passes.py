@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compile_callbacks import GraphPass, graph_pass
-from compile_callbacks.passes import PassSequence, pass_options
+from compile_callbacks.passes.manager import PassManager, pass_options
 
 pytestmark = pytest.mark.all_versions
 
@@ -99,13 +99,13 @@ def test_uuid_keeps_to_the_arguments_as_they_were_given():
 def test_uuid_of_a_sequence_covers_order_and_phase():
     a, b = Scale(2), Scale(3)
     uuids = {
-        PassSequence((a, b), "post_grad_post", "train").uuid(),
-        PassSequence((b, a), "post_grad_post", "train").uuid(),
-        PassSequence((a, b), "post_grad_post", "infer").uuid(),
-        PassSequence((a, b), "post_grad_pre", "train").uuid(),
+        PassManager((a, b), "post_grad_post", "train").uuid(),
+        PassManager((b, a), "post_grad_post", "train").uuid(),
+        PassManager((a, b), "post_grad_post", "infer").uuid(),
+        PassManager((a, b), "post_grad_pre", "train").uuid(),
     }
     assert len(uuids) == 4
-    assert PassSequence((a, Scale(object())), "post_grad_post", "train").uuid() is None
+    assert PassManager((a, Scale(object())), "post_grad_post", "train").uuid() is None
 
 
 def test_copies_are_the_same_pass_and_pickles_keep_the_uuid():

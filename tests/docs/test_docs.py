@@ -15,7 +15,7 @@ import yaml
 from lightning.pytorch import LightningDataModule
 
 from compile_callbacks.cli import main as cli
-from compile_callbacks.testing import check_pass
+from compile_callbacks.passes.testing import check_pass
 from tests.support.models import CLASSES, FEATURES, Classifier, loader
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,8 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
-from compile_callbacks import GraphPass, InductorCompile, InductorConfig, TritonMaxPoolBackward, Tune, graph_pass
+from compile_callbacks import GraphPass, InductorCompile, InductorConfig, Tune, graph_pass
+from compile_callbacks.passes import TritonMaxPoolBackward
 from tests.support.models import QUIET, Classifier, loader
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +154,7 @@ def test_cli_passes_by_import_path_and_by_class(tmp_path):
         f"{__name__}:changes_nothing",
         f"{__name__}.changes_nothing",
         {"class_path": f"{__name__}.Scaled", "init_args": {"factor": 2.0}},
-        {"class_path": "compile_callbacks.TritonMaxPoolBackward"},
+        {"class_path": "compile_callbacks.passes.TritonMaxPoolBackward"},
     ]
     made = callback_of(cli(tmp_path, run=False, passes=passes)).passes
     assert made[:2] == (changes_nothing, changes_nothing)

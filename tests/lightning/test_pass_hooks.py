@@ -10,8 +10,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile, graph_pass
-from compile_callbacks.passes import HOOK_OPTIONS, pass_options
-from compile_callbacks.passes.hooks import graph_kind
+from compile_callbacks.passes.hooks import HOOK_OPTIONS, graph_kind
+from compile_callbacks.passes.manager import pass_options
 from compile_callbacks.report.table import to_markdown
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, trainer
 from tests.support.processes import run_in_new_process
@@ -169,7 +169,7 @@ def test_the_same_setup_hits_torchs_cache_and_another_argument_misses(hook):
 SCRIPT = """
 import torch
 from compile_callbacks import GraphPass
-from compile_callbacks.passes import pass_options
+from compile_callbacks.passes.manager import pass_options
 from torch._dynamo.utils import counters
 
 class First(GraphPass):

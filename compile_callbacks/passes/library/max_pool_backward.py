@@ -9,8 +9,9 @@ import torch
 from torch.fx import Graph, Node
 
 from compile_callbacks import _torch
-from compile_callbacks.passes import GraphPass, call_before, find_nodes
+from compile_callbacks.passes.base import GraphPass
 from compile_callbacks.passes.library.operators import define, is_channels_last
+from compile_callbacks.passes.nodes import call_before, find_nodes
 
 _aten = torch.ops.aten
 _SAME = (_aten.clone.default, _aten.reshape.default, torch.ops.prims.convert_element_type.default)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.fx import Graph
 
 from compile_callbacks._utils.messages import unknown
-from compile_callbacks.passes.graph_pass import GraphPass
+from compile_callbacks.passes.base import GraphPass
 from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS, GraphKind, graph_kind
+from compile_callbacks.passes.nodes import count_ops
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,14 @@ class RecordedGraph:
         kind: What the graph holds.
         is_inference: Whether no autograd graph is behind it.
         text: A line for each node.
+        ops: The number of calls of each operator, by name: ``"aten.mul.Tensor"``.
     """
 
     title: str
     kind: GraphKind
     is_inference: bool
     text: str
+    ops: Counter[str]
 
 
 class RecordGraphs(GraphPass):
@@ -69,7 +73,7 @@ class RecordGraphs(GraphPass):
         """Write the graph down."""
         kind = graph_kind(self.hook, graph)
         title = f"{len(self.graphs):03d}_{self.phase or 'no_phase'}_{kind}_{self.hook}"
-        recorded = RecordedGraph(title, kind, is_inference, graph_text(graph))
+        recorded = RecordedGraph(title, kind, is_inference, graph_text(graph), count_ops(graph))
         self.graphs.append(recorded)
         if self.folder is not None:
             (self.folder / f"{title}.txt").write_text(recorded.text)

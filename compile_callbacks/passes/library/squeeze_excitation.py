@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from compile_callbacks.passes import GraphPass, call_before, find_nodes
+from compile_callbacks.passes.base import GraphPass
 from compile_callbacks.passes.library.operators import define
+from compile_callbacks.passes.nodes import call_before, find_nodes
 
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default

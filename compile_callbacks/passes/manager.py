@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from compile_callbacks import _torch
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.passes.graph_pass import GraphPass, pass_hook, pass_name, running_in
+from compile_callbacks.passes.base import GraphPass, pass_hook, pass_name, running_in
 from compile_callbacks.passes.hooks import HOOK_OPTIONS, GraphKind, graph_kind, is_inference_graph
 
 
@@ -57,7 +57,7 @@ class PassRun:
         return asdict(self)
 
 
-class PassSequence(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
+class PassManager(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
     """The one pass that torch is given for a hook point.
 
     Args:
@@ -124,10 +124,10 @@ class PassSequence(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
             return None
         return digest([self.hook, self.phase, *map(repr, uuids)])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PassSequence:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassManager:
         return self
 
-    def __copy__(self) -> PassSequence:
+    def __copy__(self) -> PassManager:
         return self
 
     def __reduce__(self) -> Any:
@@ -189,7 +189,7 @@ def pass_options(
     on_run: Callable[[PassRun], None] = lambda run: None,
     *,
     skipped: Collection[Any] = (),
-) -> dict[str, PassSequence]:
+) -> dict[str, PassManager]:
     """The Inductor options that run these passes in one phase.
 
     Args:
@@ -202,5 +202,5 @@ def pass_options(
     for hook, option in HOOK_OPTIONS.items():
         here = tuple(p for p in passes if pass_hook(p) == hook and not any(p is other for other in skipped))
         if here:
-            options[option] = PassSequence(here, hook, phase, on_run)
+            options[option] = PassManager(here, hook, phase, on_run)
     return options

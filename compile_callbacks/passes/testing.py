@@ -1,0 +1,160 @@
+"""`check_pass`: for tests of a graph pass, compiles a module with the pass and compares it with eager.
+
+Example::
+
+    def test_my_pass():
+        result = check_pass(MyPass(), torch.nn.Linear(4, 4), torch.randn(2, 4), phase="infer")
+        assert result.ops_after["aten.mul.Tensor"] == 0
+        result.assert_close()
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from compile_callbacks import _torch
+from compile_callbacks._utils.messages import check_choice
+from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.passes.base import as_passes, pass_hook
+from compile_callbacks.passes.hooks import GraphKind
+from compile_callbacks.passes.library.record_graphs import RecordGraphs
+from compile_callbacks.passes.manager import GraphPassError, pass_options
+
+__all__ = ["CheckedGraph", "PassCheck", "check_pass"]
+
+
+@dataclass(frozen=True)
+class CheckedGraph:
+    """One graph before and after the pass.
+
+    Attributes:
+        kind: The kind of graph: ``"module"``, ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
+        is_inference: The flag that the pass got.
+        before: The graph before the pass, as text.
+        after: The graph after the pass, as text.
+        ops_before: The number of calls of each operator before the pass, by name: ``"aten.mul.Tensor"``.
+        ops_after: The number of calls of each operator after the pass.
+    """
+
+    kind: GraphKind
+    is_inference: bool
+    before: str
+    after: str
+    ops_before: Counter[str]
+    ops_after: Counter[str]
+
+
+@dataclass(frozen=True)
+class PassCheck:
+    """The graphs and the results of a module that was compiled with a pass.
+
+    Attributes:
+        graphs: The graphs that the pass got, in order.
+        actual: The compiled outputs; in training also the gradients of inputs and parameters.
+        expected: The same from the eager module.
+    """
+
+    graphs: tuple[CheckedGraph, ...]
+    actual: Any
+    expected: Any
+
+    @property
+    def changed(self) -> bool:
+        """Whether the pass changed a graph."""
+        return any(graph.before != graph.after for graph in self.graphs)
+
+    @property
+    def ops_before(self) -> Counter[str]:
+        """The number of calls of each operator in all graphs before the pass."""
+        return sum((graph.ops_before for graph in self.graphs), Counter())
+
+    @property
+    def ops_after(self) -> Counter[str]:
+        """The number of calls of each operator in all graphs after the pass."""
+        return sum((graph.ops_after for graph in self.graphs), Counter())
+
+    @property
+    def max_abs_error(self) -> float:
+        """The largest absolute difference from eager in any element."""
+        pairs = zip(tree_leaves(self.actual), tree_leaves(self.expected), strict=True)
+        tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and a.numel()]
+        return max((float((a.double() - b.double()).abs().max()) for a, b in tensors), default=0.0)
+
+    def assert_close(self, *, rtol: float | None = None, atol: float | None = None) -> None:
+        """Compare with eager by `torch.testing.assert_close`.
+
+        Raises:
+            AssertionError: A result differs from eager by more than the tolerances.
+        """
+        torch.testing.assert_close(self.actual, self.expected, rtol=rtol, atol=atol)
+
+
+def check_pass(
+    graph_pass: Any,
+    module: nn.Module,
+    *inputs: Any,
+    phase: Phase = "infer",
+    options: Mapping[str, Any] | None = None,
+) -> PassCheck:
+    """Compile a copy of a module with a pass, call the copy once, and compare the results with eager.
+
+    Args:
+        graph_pass: The pass.
+        module: The module. Its copy is in training mode in the train phase, and in evaluation mode in the infer phase.
+        inputs: The positional inputs of the call.
+        phase: ``"infer"`` calls the module without gradients. ``"train"`` calls it with gradients, and runs backward
+            through the sum of its outputs.
+        options: Inductor options to compile with.
+
+    Raises:
+        TypeError: The pass is not a graph pass, or the module is not a module.
+        ValueError: The phase is unknown.
+        GraphPassError: The pass raised an exception, or left an invalid graph.
+    """
+    (graph_pass,) = as_passes((graph_pass,), "graph_pass")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}")
+    check_choice("phase", phase, PHASES)
+    before, after = RecordGraphs(hook=pass_hook(graph_pass)), RecordGraphs(hook=pass_hook(graph_pass))
+    # A code object for each check, because torch's recompile limit counts the graphs of one code object.
+    call = torch.compile(
+        _torch.dynamo.function_with_own_cache(_call_module, "checked_module"),  # type: ignore[arg-type]
+        options={**(options or {}), **pass_options((before, graph_pass, after), phase)},
+    )
+    try:
+        actual = _results(call, module, inputs, phase)
+    except Exception as error:
+        failure = next((cause for cause in _torch.dynamo.causes(error) if isinstance(cause, GraphPassError)), None)
+        raise failure or error from None
+    graphs = tuple(
+        CheckedGraph(b.kind, b.is_inference, b.text, a.text, b.ops, a.ops)
+        for b, a in zip(before.graphs, after.graphs, strict=True)
+    )
+    return PassCheck(graphs, actual, _results(_call_module, module, inputs, phase))
+
+
+def _call_module(module: nn.Module, *inputs: Any) -> Any:
+    return module(*inputs)
+
+
+def _results(call: Callable[..., Any], module: nn.Module, inputs: tuple[Any, ...], phase: Phase) -> Any:
+    module, inputs = copy.deepcopy(module).train(phase == "train"), copy.deepcopy(inputs)
+    torch.manual_seed(0)
+    with torch.set_grad_enabled(phase == "train"):
+        outputs = call(module, *inputs)
+    if phase == "infer":
+        return outputs
+    differentiable = [out for out in tree_leaves(outputs) if isinstance(out, torch.Tensor) and out.requires_grad]
+    if differentiable:
+        torch.autograd.backward([out.sum() for out in differentiable])
+    leaves = [*module.parameters(), *(x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor))]
+    gradients = [leaf.grad for leaf in leaves if leaf.requires_grad]
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs), gradients
