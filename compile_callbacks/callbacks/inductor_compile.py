@@ -38,12 +38,12 @@ from compile_callbacks.report.loggers import (
 )
 from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.runtime.cache_dir import check_folder
-from compile_callbacks.runtime.checkpoint_keys import match_keys_on_load
-from compile_callbacks.runtime.fsdp import why_refused, why_strategy_refused
+from compile_callbacks.runtime.checkpoint_keys import match_orig_mod_keys
+from compile_callbacks.runtime.fsdp import unsupported_reason, unsupported_strategy_reason
 from compile_callbacks.runtime.session import Session, Stage
 from compile_callbacks.runtime.several_callbacks import name_of, state_key, why_not_together
 from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings, Verify
-from compile_callbacks.runtime.targets import adopt_compiled, check_names, find_targets, named_targets
+from compile_callbacks.runtime.targets import check_target_names, named_targets, resolve_targets, unwrap_compiled
 
 _USERS_LINE = 5  # the stack level at which a warning of the constructor names the line that calls it
 _STATE_KEY = "compile_callbacks"
@@ -150,7 +150,7 @@ class InductorCompile(Callback):
             "infer": as_settings(infer_mode, "infer_mode"),
         }
         self._left_alone = phases_left_alone(train_mode, infer_mode)
-        self.targets = check_names(targets)
+        self.targets = check_target_names(targets)
         self._region_settings = TargetSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
         self.passes = as_passes(passes, "passes")
         for settings in self.configs.values():
@@ -199,7 +199,7 @@ class InductorCompile(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if refused := why_strategy_refused(trainer.strategy):
+        if refused := unsupported_strategy_reason(trainer.strategy):
             raise MisconfigurationException(refused)
         with contextlib.suppress(ValueError):  # configure_model may still make the module of an unknown name
             self._check_together(trainer, pl_module)
@@ -314,7 +314,7 @@ class InductorCompile(Callback):
 
     def _adopt(self, pl_module: LightningModule) -> None:
         """Undo what the user compiled, so that state_dict keys are clean and this callback's settings hold."""
-        if adopted := adopt_compiled(pl_module, self._left_alone):
+        if adopted := unwrap_compiled(pl_module, self._left_alone):
             rank_zero_info(
                 f"InductorCompile replaces your torch.compile of {', '.join(adopted)}: it compiles the original module "
                 "with train_mode and infer_mode while a trainer runs. If a mode is None, its phase runs as you compiled"
@@ -345,11 +345,11 @@ class InductorCompile(Callback):
                 session.end()
                 session.free_compiled()
             self._adopt(pl_module)  # configure_model comes after setup
-            if refused := why_refused(pl_module, self.configs):
+            if refused := unsupported_reason(pl_module, self.configs):
                 raise MisconfigurationException(refused)
             self._check_together(trainer, pl_module)
             taken = [target for names in others for target in named_targets(pl_module, names)]
-            targets = find_targets(pl_module, self.targets, LightningModule, taken)
+            targets = resolve_targets(pl_module, self.targets, LightningModule, taken)
             self._others = others
             session = self._session = Session(
                 pl_module,
@@ -412,7 +412,7 @@ class InductorCompile(Callback):
         call = _Call(
             trainer=trainer,
             report_folder=report_folder(trainer),  # a collective, so that no other hook asks for it
-            key_matcher=match_keys_on_load(pl_module),
+            key_matcher=match_orig_mod_keys(pl_module),
             outer=outer,
             go_on=outer.interrupt() if outer else lambda: None,
         )

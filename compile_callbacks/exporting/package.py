@@ -28,7 +28,7 @@ from compile_callbacks.exporting.loaded_package import SPEC_KEY, ExportedModule,
 from compile_callbacks.exporting.package_options import check_path, check_settings, check_writable, package_options
 from compile_callbacks.passes.manager import GraphPassError, pass_options
 from compile_callbacks.runtime.accuracy import Comparison, Results, compare_results, tolerance
-from compile_callbacks.runtime.fsdp import check_whole
+from compile_callbacks.runtime.fsdp import check_not_sharded
 from compile_callbacks.runtime.snapshot import Snapshot
 
 
@@ -274,7 +274,7 @@ def as_deployed(module: nn.Module) -> Iterator[None]:
 def _check_inputs(module: object, example_inputs: object, example_kwargs: object) -> dict[str, Any]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}")
-    check_whole(module)
+    check_not_sharded(module)
     if not isinstance(example_inputs, tuple):
         hint = "; one tensor is (tensor,)" if isinstance(example_inputs, torch.Tensor) else ""
         raise TypeError(

@@ -16,8 +16,8 @@ from compile_callbacks.config.mode import Mode, as_config
 from compile_callbacks.inference.compiled_module import CompiledInference, Placement, free_memory
 from compile_callbacks.inference.saved_state import Sample, SavedBackend, as_samples
 from compile_callbacks.report.report import CompileReport, uncompiled_report
-from compile_callbacks.runtime.dispatcher import compiled_parts
-from compile_callbacks.runtime.fsdp import check_whole
+from compile_callbacks.runtime.dispatcher import compiled_target_names
+from compile_callbacks.runtime.fsdp import check_not_sharded
 from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings
 
 State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
@@ -371,8 +371,8 @@ def _check_module(module: object) -> None:
         raise TypeError(f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}")
     if is_dynamo_wrapper(module):
         raise ValueError("module is the result of torch.compile; give the original module")
-    check_whole(module)
-    if compiled := compiled_parts(module):
+    check_not_sharded(module)
+    if compiled := compiled_target_names(module):
         message = (
             f"module is compiled by this library already, at {', '.join(map(repr, compiled))}; undo that first: "
             "deactivate() if an InductorBackend compiled it, or restore()"

@@ -126,7 +126,7 @@ class CompiledInference:
         try:
             for sample in samples:
                 args, kwargs = on_device(sample, self._device)
-                self._session.admit_shapes(args, kwargs)
+                self._session.allow_shapes(args, kwargs)
                 self(*args, **kwargs)
         finally:
             before.restore()

@@ -26,7 +26,7 @@ class _Target(Protocol):
     @property
     def name(self) -> str: ...
 
-    def described(self, graphs: int) -> str: ...
+    def label(self, graphs: int) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +289,7 @@ def build_phase_report(
     peak = memory.peak(phase, compiled=True, settings=of_tune)
     return PhaseReport(
         mode=chosen or (config.describe() if config else USER if left_alone else EAGER),
-        targets=tuple(target.described(graphs[target.name]) for target in targets) if config else (),
+        targets=tuple(target.label(graphs[target.name]) for target in targets) if config else (),
         compile_seconds=seconds,
         graphs=graphs.total(),
         graph_breaks=len(of("graph_break")),

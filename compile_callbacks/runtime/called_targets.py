@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from compile_callbacks import _torch
-from compile_callbacks.runtime.fsdp import innermost_units
-from compile_callbacks.runtime.target import Target, call_of, contains, is_opaque, overlap
+from compile_callbacks.runtime.fsdp import innermost_fsdp_units
+from compile_callbacks.runtime.target import Target, call_targets, contains, only_if_named, overlap
 
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 _NO_FORWARD_PASS = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}  # recomputed forwards run in them
@@ -89,7 +89,7 @@ class CalledTargets:
             module = frame.f_locals.get("self")
             if not isinstance(module, nn.Module):
                 return
-            if is_opaque(module) or (
+            if only_if_named(module) or (
                 module is self._root and code is _MODULE_CALL and not (_steps(module) or self._others)
             ):
                 self._inside = frame
@@ -121,8 +121,8 @@ class CalledTargets:
 
     def _add(self, module: nn.Module, method: str | None) -> None:
         path = self._names[id(module)]
-        if method is None or (method == "forward" and innermost_units(module)):
-            targets = call_of(path, module)
+        if method is None or (method == "forward" and innermost_fsdp_units(module)):
+            targets = call_targets(path, module)
         else:
             targets = [Target(f"{path}.{method}", module, method)]
         for target in targets:

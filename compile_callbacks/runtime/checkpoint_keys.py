@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 _PREFIX = "_orig_mod."  # torch.compile(module) puts it in front of each key of the module that it wraps
 
 
-def match_keys_on_load(module: nn.Module) -> RemovableHandle:
+def match_orig_mod_keys(module: nn.Module) -> RemovableHandle:
     """Rename the keys of each state_dict that is loaded into a module, until the handle is removed.
 
     A key gets ``_orig_mod.`` where the module's own key has it, which is nowhere in most modules. A callback's

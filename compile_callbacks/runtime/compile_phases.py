@@ -19,11 +19,11 @@ from compile_callbacks.config.tune import Settings, Tune, as_settings, phases_le
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.cache_dir import check_folder
-from compile_callbacks.runtime.dispatcher import compiled_parts
-from compile_callbacks.runtime.fsdp import why_refused
+from compile_callbacks.runtime.dispatcher import compiled_target_names
+from compile_callbacks.runtime.fsdp import unsupported_reason
 from compile_callbacks.runtime.session import Session
 from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings, Verify
-from compile_callbacks.runtime.targets import check_names, find_targets
+from compile_callbacks.runtime.targets import check_target_names, resolve_targets
 
 
 def compile_phases(
@@ -110,12 +110,12 @@ def compile_phases(
             )
             warnings.warn(message, CompileWarning, stacklevel=3)
     module = target if isinstance(target, nn.Module) else _Function(target)
-    names = check_names(targets)
-    found = find_targets(module, names or ("forward",), nn.Module)
-    if refused := why_refused(module, configs):
+    names = check_target_names(targets)
+    found = resolve_targets(module, names or ("forward",), nn.Module)
+    if refused := unsupported_reason(module, configs):
         raise ValueError(refused)
     parts = {member.name for part in found for member in part.members}
-    if _session_of(module) is not None or parts & set(compiled_parts(module)):
+    if _session_of(module) is not None or parts & set(compiled_target_names(module)):
         message = (
             f"target={type(module).__name__} is compiled by this library already; undo that first: restore(), or "
             "deactivate() where an InductorBackend compiled it"

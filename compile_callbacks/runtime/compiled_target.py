@@ -169,7 +169,7 @@ class CompiledTarget:
         policy = self._shapes[member]
         if self.on_trial:
             # The first call of a candidate may have unusual shapes, in the last batch of an epoch for example.
-            policy.admit(args, kwargs)
+            policy.allow(args, kwargs)
         return policy.stance(args, kwargs)
 
     def invalidate_weights(self) -> None:
@@ -197,17 +197,17 @@ class CompiledTarget:
         self._baked_in = False
         self._compiler.free()
 
-    def admit_shapes(self, args: Any, kwargs: Any) -> None:
+    def allow_shapes(self, args: Any, kwargs: Any) -> None:
         """Let calls with inputs of these shapes compile, whatever ``new_shapes`` is."""
         for policy in self._shapes.values():
-            policy.admit(args, kwargs)
+            policy.allow(args, kwargs)
 
     @property
     def on_trial(self) -> bool:
         """Whether the settings are candidates of a `Tune`."""
         return self._fallback.settings.on_trial
 
-    def choose(self, settings: TargetSettings) -> None:
+    def end_trial(self, settings: TargetSettings) -> None:
         """End the trial. Warnings that were held back are given at the next call."""
         self._fallback.settings = settings
 

@@ -10,7 +10,7 @@ from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey, CompileRecorder, EventKind
 from compile_callbacks.profiling.step_timer import LATEST_SAMPLES, StepTimer, median_ms, spread_ms
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
-from compile_callbacks.runtime.fsdp import MOVING_WEIGHTS
+from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
 
 SAMPLES_TO_COMPARE = 5
@@ -60,7 +60,7 @@ class SessionWarnings:
                 continue
             mode = f"{phase}_mode={config.describe()!r}"
             if phase == "infer" and config.freezes and (sharded or self._switch.shares_graphs):
-                why = MOVING_WEIGHTS if sharded else "repeated blocks share a graph, and each has its own weights"
+                why = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph, and each has its own weights"
                 message = f"{mode} asks for freezing, which has no effect: {why}"
                 if self._warn((phase, "freezing"), message):
                     self._note("fold", phase, message)

@@ -16,7 +16,7 @@ from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.runtime.compiled_target import CompiledTarget, Isolation
-from compile_callbacks.runtime.freezing import why_not_watched
+from compile_callbacks.runtime.freezing import unwatchable_reason
 from compile_callbacks.runtime.repeated import Compiled
 from compile_callbacks.runtime.target import InstalledCall, Target
 from compile_callbacks.runtime.target_settings import TargetSettings
@@ -108,7 +108,7 @@ class PhaseSwitch:
     If a config freezes, each target is compiled a second time with frozen weights, for the stages in which no weight
     changes: `select` with ``frozen=True``.
 
-    `use` changes the config of a phase. The code that was compiled with the former config is kept until `drop`.
+    `set_config` changes the config of a phase. The compiled code of the former config is kept until `free_candidate`.
 
     Args:
         targets: The targets.
@@ -150,7 +150,7 @@ class PhaseSwitch:
         self._before: list[tuple[Dispatcher, str, Any]] | None = None
         self._selected: tuple[Phase, bool, bool] | None = None
         for phase, config in configs.items():
-            self.use(phase, config)
+            self.set_config(phase, config)
         self.add(targets)
 
     @property
@@ -172,7 +172,7 @@ class PhaseSwitch:
             return
         self._before = []
         self._trace_settings.install()
-        self._put(self._dispatchers)
+        self._install_dispatchers(self._dispatchers)
 
     def add(self, targets: Sequence[Compiled]) -> None:
         """Add targets. They are compiled at their next call."""
@@ -184,11 +184,11 @@ class PhaseSwitch:
         for (phase, name), made in self._made.items():
             made += [self._make(target, phase, self._config_of[phase, name], name) for target in targets]
         for phase, (config, name) in self._in_use.items():
-            self.use(phase, config, name)
+            self.set_config(phase, config, name)
         if self.installed:
-            self._put([one for of_target in dispatchers for one in of_target])
+            self._install_dispatchers([one for of_target in dispatchers for one in of_target])
 
-    def _put(self, dispatchers: Iterable[Dispatcher]) -> None:
+    def _install_dispatchers(self, dispatchers: Iterable[Dispatcher]) -> None:
         assert self._before is not None
         for dispatcher in dispatchers:
             module, slot = dispatcher.target.module, dispatcher.target.method or _CALL_SLOT
@@ -217,13 +217,13 @@ class PhaseSwitch:
             dispatcher.selected = dispatcher.call(phase, compiled=compiled, frozen=frozen)
         self._selected = phase, compiled, frozen
 
-    def use(self, phase: Phase, config: InductorConfig | None, name: str | None = None) -> None:
+    def set_config(self, phase: Phase, config: InductorConfig | None, name: str | None = None) -> None:
         """Run a phase with this config from the next `select` on.
 
         Args:
             phase: The phase.
             config: The config; ``None`` for eager.
-            name: The name of the candidate, if the config is one of several. It is on trial until `choose`.
+            name: The name of the candidate, if the config is one of several. It is on trial until `end_trial`.
         """
         self._selected = None
         self._in_use[phase] = config, name
@@ -241,20 +241,20 @@ class PhaseSwitch:
                 if made.frozen is not None:
                     dispatcher.frozen_targets[phase] = made.frozen
 
-    def choose(self, phase: Phase, name: str) -> None:
+    def end_trial(self, phase: Phase, name: str) -> None:
         """End the trial of a candidate, which won: the config of the phase is its config from now on."""
         for made in self._made.get((phase, name), ()):
             for compiled_target in made.compiled_targets:
-                compiled_target.choose(self._settings)
+                compiled_target.end_trial(self._settings)
 
-    def drop(self, phase: Phase, name: str) -> None:
+    def free_candidate(self, phase: Phase, name: str) -> None:
         """Give back what was compiled with candidates that are not to be used again."""
         self._config_of.pop((phase, name), None)
         for made in self._made.pop((phase, name), ()):
             for compiled_target in made.compiled_targets:
                 compiled_target.free_compiled()
 
-    def belongs_to(self, session: Any) -> None:
+    def set_session(self, session: Any) -> None:
         """Have the targets know who compiled them."""
         for dispatcher in self._dispatchers:
             dispatcher.session = session
@@ -333,13 +333,13 @@ class PhaseSwitch:
             )
 
         freezes = config.freezes and phase == "infer" and len(target.members) == 1 and not target.members[0].sharded
-        if freezes and (reason := why_not_watched(target.members[0].module)) is not None:
+        if freezes and (reason := unwatchable_reason(target.members[0].module)) is not None:
             freezes = False
             self._warn((target.name, "freezing"), f"freezing has no effect on target {target.name!r}: {reason}")
         return _Made(compiled_target(frozen=False), compiled_target(frozen=True) if freezes else None)
 
 
-def compiled_parts(module: nn.Module) -> list[str]:
+def compiled_target_names(module: nn.Module) -> list[str]:
     """The names of the submodules and methods that this library compiled in place; ``"forward"`` is the module's call.
 
     Args:

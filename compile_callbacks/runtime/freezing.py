@@ -66,7 +66,7 @@ def contents(module: nn.Module) -> tuple[int, ...]:
     return tuple(torch.stack(hashes).tolist()) if hashes else ()
 
 
-def why_not_watched(module: nn.Module) -> str | None:
+def unwatchable_reason(module: nn.Module) -> str | None:
     """Why changes of a module's weights cannot be seen; ``None`` if they can."""
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
         try:

@@ -18,21 +18,21 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 
 __all__ = [
-    "MOVING_WEIGHTS",
-    "check_whole",
-    "innermost_units",
+    "WEIGHTS_ARE_SHARDED",
+    "check_not_sharded",
+    "fsdp1_wrapped",
+    "innermost_fsdp_units",
     "is_sharded",
-    "why_refused",
-    "why_strategy_refused",
-    "without_wrappers",
-    "wrapped_by_fsdp1",
+    "strip_fsdp1_names",
+    "unsupported_reason",
+    "unsupported_strategy_reason",
 ]
 
-MOVING_WEIGHTS = "the weights are sharded: they are gathered for each call, at another address, and freed after it"
+WEIGHTS_ARE_SHARDED = "the weights are sharded: they are gathered for each call, at another address, and freed after it"
 """Why weights are neither baked in nor folded, and no CUDA graph is recorded."""
 
 
-def innermost_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
+def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that FSDP gathers weights for and that hold no other such.
 
     Returns:
@@ -44,18 +44,18 @@ def innermost_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
         if _torch.fsdp.is_fsdp2_unit(part) or _torch.fsdp.is_fsdp1_unit(part)
     }
     return [
-        (without_wrappers(name), unit)
+        (strip_fsdp1_names(name), unit)
         for name, unit in units.items()
         if not any(other != name and (not name or other.startswith(f"{name}.")) for other in units)
     ]
 
 
-def wrapped_by_fsdp1(module: nn.Module) -> nn.Module | None:
+def fsdp1_wrapped(module: nn.Module) -> nn.Module | None:
     """What an FSDP1 wrapper calls; ``None`` where the module is none."""
     return module.module if _torch.fsdp.is_fsdp1_unit(module) else None  # type: ignore[return-value]
 
 
-def why_refused(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
+def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
     """Why settings cannot hold for a module whose weights are sharded; ``None`` where they can, or none are.
 
     Candidates of a `Tune` are not looked at: it leaves out what cannot hold.
@@ -75,12 +75,12 @@ def why_refused(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
         if isinstance(config, InductorConfig) and config.uses_cudagraphs:
             return (
                 f"{phase}_mode={config.describe()!r} records CUDA graphs, which replay on weights that stay where they "
-                f"were, and {MOVING_WEIGHTS}. Give 'default' or 'max-autotune-no-cudagraphs'"
+                f"were, and {WEIGHTS_ARE_SHARDED}. Give 'default' or 'max-autotune-no-cudagraphs'"
             )
     return None
 
 
-def check_whole(module: nn.Module) -> None:
+def check_not_sharded(module: nn.Module) -> None:
     """Refuse a module of which each process holds a part.
 
     Raises:
@@ -93,7 +93,7 @@ def check_whole(module: nn.Module) -> None:
         )
 
 
-def why_strategy_refused(strategy: object) -> str | None:
+def unsupported_strategy_reason(strategy: object) -> str | None:
     """Why nothing is compiled under a Trainer's strategy; ``None`` where it is one to compile under.
 
     It is told by the name of its class: DeepSpeed need not be installed.
@@ -107,6 +107,6 @@ def why_strategy_refused(strategy: object) -> str | None:
     )
 
 
-def without_wrappers(name: str) -> str:
+def strip_fsdp1_names(name: str) -> str:
     """A module's dotted name as it is where FSDP1 wraps nothing."""
     return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")

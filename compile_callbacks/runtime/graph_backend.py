@@ -22,7 +22,7 @@ from compile_callbacks.profiling.compile_events import CompileKey, CompileRecord
 from compile_callbacks.runtime.cudagraphs import with_lasting_outputs, with_repaired_warmup
 from compile_callbacks.runtime.double_backward import with_repeated_backward
 from compile_callbacks.runtime.fallback import Fallback, failed_pass
-from compile_callbacks.runtime.fsdp import MOVING_WEIGHTS
+from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.runtime.repeated import Compiled
 from compile_callbacks.runtime.target import Target
 from compile_callbacks.runtime.verification import Verification
@@ -240,7 +240,7 @@ class GraphBackend:
         if self._config.resolved_options(self._device).get("cpp_wrapper"):
             return "cpp_wrapper: Inductor tunes its kernels with the inputs of the graph as a whole"
         if self._member.sharded:
-            return MOVING_WEIGHTS
+            return WEIGHTS_ARE_SHARDED
         if self._shared:
             return "repeated blocks share a graph, and each has weights of its own"
         if _torch.graphs.has_tensor_subclasses(self._member.module):

@@ -20,7 +20,7 @@ from compile_callbacks.profiling.step_series import Span
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS, StepTimer
 from compile_callbacks.profiling.workload import Work
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
-from compile_callbacks.runtime.fsdp import MOVING_WEIGHTS
+from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.runtime.model_record import ModelRecord
 from compile_callbacks.tuning.candidates import candidates_of, why_not_compiled
 from compile_callbacks.tuning.trial import Block, Trial, Verdict, compared_work
@@ -108,7 +108,7 @@ class PhaseTuning:
                 self._remember(winner, f"won in an earlier run; delete {record.path} to measure again")
         if not self._lasts:
             if self.winner not in (None, EAGER):
-                self._switch.drop(self.phase, str(self.winner))
+                self._switch.free_candidate(self.phase, str(self.winner))
             self._reset()
         self._use(self.winner or EAGER)
 
@@ -209,7 +209,7 @@ class PhaseTuning:
     def _use(self, name: str) -> InductorConfig | None:
         if (settings := _settings(name)) != self._active_candidate:
             self._active_candidate = settings
-            self._switch.use(self.phase, self.config, settings)
+            self._switch.set_config(self.phase, self.config, settings)
         return self.config
 
     def _block_ends(self) -> None:
@@ -263,8 +263,8 @@ class PhaseTuning:
             self.tune,
             self.phase,
             self._device,
-            no_freezing=MOVING_WEIGHTS if sharded else no_freezing,
-            no_cudagraphs=MOVING_WEIGHTS if sharded else no_cudagraphs,
+            no_freezing=WEIGHTS_ARE_SHARDED if sharded else no_freezing,
+            no_cudagraphs=WEIGHTS_ARE_SHARDED if sharded else no_cudagraphs,
             shapes_vary=shapes_vary,
         )
         self._tuner.start(skipped)
@@ -292,10 +292,10 @@ class PhaseTuning:
         self._use(self.winner or EAGER)
         for name, trial in self._tuner.trials.items():
             if trial.verdict not in ("undecided", "chosen"):
-                self._switch.drop(self.phase, name)
+                self._switch.free_candidate(self.phase, name)
         if self.winner is None:
             return
-        self._switch.choose(self.phase, self.winner)
+        self._switch.end_trial(self.phase, self.winner)
         eager, chosen = self._tuner.trials[EAGER], self._tuner.trials[self.winner]
         line = f"{self.phase} phase: {self.winner} is chosen"
         if chosen is not eager and chosen.stats and eager.stats:

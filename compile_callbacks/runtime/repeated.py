@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from compile_callbacks._utils.errors import CompileWarning
-from compile_callbacks.runtime.fsdp import without_wrappers
-from compile_callbacks.runtime.target import Target, call_of
+from compile_callbacks.runtime.fsdp import strip_fsdp1_names
+from compile_callbacks.runtime.target import Target, call_targets
 
 Repeated = Literal["repeated"]
 REPEATED: Repeated = "repeated"
@@ -40,7 +40,7 @@ class RepeatedBlocks:
     count: int
     asked_for: bool = False
 
-    def described(self, graphs: int) -> str:
+    def label(self, graphs: int) -> str:
         """The blocks in a report, in which so many graphs were compiled of them."""
         compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
         return f"{self.name} ({self.count} blocks{compiled})"
@@ -64,7 +64,7 @@ def group_targets(
     for target in targets:
         once.setdefault((id(target.module), target.method), target)
     for key, target in list(once.items()):
-        if (reason := target.why_not_compiled()) is not None:
+        if (reason := target.uncompilable_reason()) is not None:
             del once[key]
             _warn(f"target {target.name!r} is not compiled: {reason}")
     alike: dict[Any, list[Target]] = {}
@@ -74,12 +74,12 @@ def group_targets(
 
 
 def repeated_blocks(root: nn.Module) -> list[RepeatedBlocks]:
-    """The repeated blocks of a module; none where nothing in it is repeated. Where FSDP shards them, see `call_of`."""
+    """Return the repeated blocks of a module. If FSDP shards them, see `call_targets`."""
     alike: dict[Any, list[Target]] = {}
     for blocks in find_repetitions(root):
         for path, block in blocks.items():
-            for target in call_of(path, block):
-                if target.why_not_compiled() is None:
+            for target in call_targets(path, block):
+                if target.uncompilable_reason() is None:
                     alike.setdefault(_look(target), []).append(target)
     return [_sharing(root, found) for found in alike.values()]
 
@@ -181,7 +181,7 @@ def name_of(root: nn.Module, paths: Sequence[str]) -> str:
     if len({len(names) for names in split}) == 1:
         glob = [names[0] if len(set(names)) == 1 else "*" for names in zip(*split, strict=True)]
         named = root.named_modules(remove_duplicate=False)
-        others = {without_wrappers(path) for path, part in named if path and _has_parameters(part)}
+        others = {strip_fsdp1_names(path) for path, part in named if path and _has_parameters(part)}
         if sum(_means(glob, path.split(".")) for path in others) == len(paths):
             return ".".join(glob)
     by_parent = groupby(sorted(paths, key=_parent), key=_parent)

@@ -257,13 +257,13 @@ class Session:
         """
         self.begin()
         if found_from_module:
-            self._switch.belongs_to(self)
+            self._switch.set_session(self)
         self._switch.select_by_grad_mode(frozen=weights_frozen)
 
-    def admit_shapes(self, args: Any, kwargs: Any) -> None:
+    def allow_shapes(self, args: Any, kwargs: Any) -> None:
         """Have inference with inputs of these shapes compile, whatever new shapes do."""
         for compiled_target in self._switch.compiled_targets("infer"):
-            compiled_target.admit_shapes(args, kwargs)
+            compiled_target.allow_shapes(args, kwargs)
 
     def free_compiled(self) -> None:
         """Give back the memory that compiled code takes; what is called again is compiled again."""

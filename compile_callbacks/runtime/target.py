@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.runtime.fsdp import innermost_units, is_sharded, without_wrappers, wrapped_by_fsdp1
+from compile_callbacks.runtime.fsdp import fsdp1_wrapped, innermost_fsdp_units, is_sharded, strip_fsdp1_names
 
 
 class InstalledCall:
@@ -76,7 +76,7 @@ class Target:
         call: Callable[..., Any] = self.function.__get__(self.module)
         return call
 
-    def described(self, graphs: int) -> str:
+    def label(self, graphs: int) -> str:
         """The target in a report, in which so many graphs were compiled of it."""
         return self.name
 
@@ -90,7 +90,7 @@ class Target:
         """Whether weights are gathered from shards for each call, and freed after it."""
         return is_sharded(self.module)
 
-    def why_not_compiled(self) -> str | None:
+    def uncompilable_reason(self) -> str | None:
         """Why the target runs as it is, whatever the settings; ``None`` if it can be compiled."""
         if isinstance(self.module, torch.jit.ScriptModule):
             return "it is a TorchScript module, which torch.compile cannot trace"
@@ -101,24 +101,24 @@ class Target:
         return None
 
 
-def call_of(name: str, module: nn.Module) -> list[Target]:
+def call_targets(name: str, module: nn.Module) -> list[Target]:
     """A module's call as targets: one, or where FSDP shards it in parts, each that holds no other.
 
     It is without what FSDP does around it: torch traces none of that, and ends the graph there.
     """
-    name = without_wrappers(name)
-    if not (units := innermost_units(module)):
+    name = strip_fsdp1_names(name)
+    if not (units := innermost_fsdp_units(module)):
         return [Target(name, module)]
     called = "" if name == "forward" else name.removesuffix(".forward")
     targets = []
     for path, unit in units:
         unit_name = ".".join(part for part in (called, path) if part) or name
-        wrapped = wrapped_by_fsdp1(unit)
+        wrapped = fsdp1_wrapped(unit)
         targets.append(Target(unit_name, unit, "forward") if wrapped is None else Target(unit_name, wrapped))
     return targets
 
 
-def is_opaque(module: nn.Module) -> bool:
+def only_if_named(module: nn.Module) -> bool:
     """Whether a module is a target only if it is named: a metric (it is state, not computation), or TorchScript."""
     classes = type(module).__mro__
     is_metric = any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics.") for cls in classes)

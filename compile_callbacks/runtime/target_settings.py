@@ -68,7 +68,7 @@ class ShapePolicy:
         self._known: set[Any] = set()
         self._calls: Counter[Any] = Counter()
 
-    def admit(self, args: Any, kwargs: Any) -> None:
+    def allow(self, args: Any, kwargs: Any) -> None:
         """Let calls with these shapes compile."""
         self._known.add(signature(args, kwargs))
 

@@ -12,7 +12,7 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.runtime.fsdp import innermost_units
+from compile_callbacks.runtime.fsdp import innermost_fsdp_units
 from compile_callbacks.runtime.repeated import (
     REPEATED,
     Compiled,
@@ -21,12 +21,12 @@ from compile_callbacks.runtime.repeated import (
     group_targets,
     repeated_blocks,
 )
-from compile_callbacks.runtime.target import Target, call_of, is_opaque, overlap
+from compile_callbacks.runtime.target import Target, call_targets, only_if_named, overlap
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: what is called is what they hold
 
 
-def check_names(targets: object) -> tuple[str, ...] | Repeated | None:
+def check_target_names(targets: object) -> tuple[str, ...] | Repeated | None:
     """The ``targets`` argument as names.
 
     Returns:
@@ -51,7 +51,7 @@ def check_names(targets: object) -> tuple[str, ...] | Repeated | None:
     return tuple(names)
 
 
-def find_targets(
+def resolve_targets(
     root: nn.Module, names: Sequence[str] | None, base: type[nn.Module], others: Sequence[Target] = ()
 ) -> Sequence[Compiled]:
     """The targets that ``names`` mean in ``root``.
@@ -81,7 +81,7 @@ def find_targets(
 
 
 def named_targets(root: nn.Module, names: Sequence[str] | None) -> list[Target]:
-    """The targets that ``names`` mean in ``root``, see `find_targets`; ``None`` names nothing.
+    """The targets that ``names`` mean in ``root``, see `resolve_targets`; ``None`` names nothing.
 
     Raises:
         ValueError: A name that matches nothing.
@@ -91,7 +91,7 @@ def named_targets(root: nn.Module, names: Sequence[str] | None) -> list[Target]:
     return [target for name in names or () for target in _matching(root, name)]
 
 
-def adopt_compiled(root: nn.Module, left_alone: frozenset[Phase] = frozenset()) -> list[str]:
+def unwrap_compiled(root: nn.Module, left_alone: frozenset[Phase] = frozenset()) -> list[str]:
     """Take the wrappers that ``torch.compile`` returned out of a module, and return where they were.
 
     The original takes the place of each submodule that ``torch.compile(module)`` wrapped, and is compiled in place as
@@ -129,7 +129,7 @@ _STEPS: dict[Phase, tuple[str, ...]] = {
 
 def _chosen(root: nn.Module, base: type[nn.Module]) -> Iterator[Target]:
     if type(root).forward is not base.forward:
-        yield from call_of("forward", root)
+        yield from call_targets("forward", root)
     yield from _children(root, "")
 
 
@@ -139,23 +139,23 @@ def _children(parent: nn.Module, prefix: str) -> Iterator[Target]:
             continue
         if isinstance(child, _CONTAINERS):
             yield from _children(child, f"{prefix}{name}.")
-        elif not is_opaque(child) and type(child).forward is not nn.Module.forward:
-            yield from call_of(prefix + name, child)
+        elif not only_if_named(child) and type(child).forward is not nn.Module.forward:
+            yield from call_targets(prefix + name, child)
 
 
 def _matching(root: nn.Module, name: str) -> Iterator[Target]:
     if name == "forward":
-        yield from call_of("forward", root)
+        yield from call_targets("forward", root)
         return
     modules = {path: module for path, module in root.named_modules(remove_duplicate=False) if path}
     if matches := [path for path in modules if fnmatch.fnmatchcase(path, name)]:
-        yield from (target for path in matches for target in call_of(path, modules[path]))
+        yield from (target for path in matches for target in call_targets(path, modules[path]))
         return
     owner_path, _, method = name.rpartition(".")
     owner = modules.get(owner_path) if owner_path else root
     if owner is not None and _has_method(owner, method):
-        sharded_call = method == "forward" and innermost_units(owner)
-        yield from call_of(name, owner) if sharded_call else [Target(name, owner, method)]
+        sharded_call = method == "forward" and innermost_fsdp_units(owner)
+        yield from call_targets(name, owner) if sharded_call else [Target(name, owner, method)]
         return
     raise ValueError(unknown("targets", name, ["forward", *modules]))
 

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from compile_callbacks import InductorBackend, InductorCompile, Tune, compile_phases, export, report_of, restore
-from compile_callbacks.runtime.fsdp import MOVING_WEIGHTS
-from compile_callbacks.runtime.targets import find_targets
+from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
+from compile_callbacks.runtime.targets import resolve_targets
 from tests.support.against_eager import FLOAT32
 from tests.support.pairs import made_once, run_pairs
 from tests.support.sharded_models import BLOCKS, WIDTH, Blocks, Whole, data, loader, one_device
@@ -127,9 +127,9 @@ def test_sharded_weights_are_not_baked_in(seen):
         assert rank["apart_moved"] < 1e-5
         assert rank["moved"] > 0.1
         assert len(rank["warned"]) == (1 if number == 0 else 0)  # the first process warns for all
-        assert all("freezing" in message and MOVING_WEIGHTS in message for message in rank["warned"])
+        assert all("freezing" in message and WEIGHTS_ARE_SHARDED in message for message in rank["warned"])
         reasons = {event.get("reason") for event in rank["report"]["infer"]["events"] if event["kind"] == "fold"}
-        assert MOVING_WEIGHTS in reasons  # folding
+        assert WEIGHTS_ARE_SHARDED in reasons  # folding
         assert rank["report"]["infer"]["folded_mb"] is None
 
 
@@ -217,7 +217,7 @@ def test_targets_of_a_sharded_module_are_its_innermost_parts(mesh):
     root = Stack(mesh)
 
     def found(names):
-        targets = [member for target in find_targets(root, names, LightningModule) for member in target.members]
+        targets = [member for target in resolve_targets(root, names, LightningModule) for member in target.members]
         return [(target.name, target.method) for target in targets]
 
     parts = [(name, "forward") for name in PARTS]
@@ -225,10 +225,12 @@ def test_targets_of_a_sharded_module_are_its_innermost_parts(mesh):
     assert found(["net"]) == found(["forward"]) == found(["net.forward"]) == parts
     assert found(["net.layers.?"]) == parts
     assert found("repeated") == parts
-    assert [target.name for target in find_targets(root, "repeated", LightningModule)] == ["net.layers.*"]
+    assert [target.name for target in resolve_targets(root, "repeated", LightningModule)] == ["net.layers.*"]
     assert found(["net.layers.1"]) == [("net.layers.1", "forward")]
     assert found(["net.head", "net.layers.1.inner"]) == [("net.head", None), ("net.layers.1.inner", None)]
-    sharded = {target.name: target.sharded for target in find_targets(root, ["net.head", "teacher"], LightningModule)}
+    sharded = {
+        target.name: target.sharded for target in resolve_targets(root, ["net.head", "teacher"], LightningModule)
+    }
     assert sharded == {"net.head": True, "teacher": False}
 
 
@@ -300,7 +302,7 @@ def test_cuda_graphs_of_sharded_weights_are_refused_and_not_tried(mesh):
     ours = InductorCompile(Tune(["reduce-overhead"]), None)
     one_device(ours, max_epochs=9).fit(Trained(), loader(1))
     reasons = {trial["candidate"]: trial["reason"] for trial in ours.report.train.to_dict()["trials"]}
-    assert MOVING_WEIGHTS in reasons["reduce-overhead"]
+    assert WEIGHTS_ARE_SHARDED in reasons["reduce-overhead"]
 
 
 def test_deepspeed_is_refused():

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks._utils.errors import CompileError, CompileWarning
 from compile_callbacks.runtime.repeated import RepeatedBlocks
-from compile_callbacks.runtime.targets import check_names, find_targets
+from compile_callbacks.runtime.targets import check_target_names, resolve_targets
 from tests.support.against_eager import assert_same_module, assert_same_values
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 
@@ -70,17 +70,17 @@ def fit(module: pl.LightningModule, *callbacks: pl.Callback, validate: bool = Fa
 
 
 def names(module, targets="repeated"):
-    return [target.name for target in find_targets(module, targets, pl.LightningModule)]
+    return [target.name for target in resolve_targets(module, targets, pl.LightningModule)]
 
 
 # ------------------------------------------------------------------------------------------ what is repeated
 
 
 def test_blocks_of_a_list_are_one_target():
-    (found,) = find_targets(stacked(), "repeated", pl.LightningModule)
+    (found,) = resolve_targets(stacked(), "repeated", pl.LightningModule)
     assert isinstance(found, RepeatedBlocks)
     assert [member.name for member in found.members] == ["net.layers.0", "net.layers.1", "net.layers.2"]
-    assert [found.described(graphs) for graphs in (0, 1, 2)] == [
+    assert [found.label(graphs) for graphs in (0, 1, 2)] == [
         "net.layers.* (3 blocks)", "net.layers.* (3 blocks, one graph)", "net.layers.* (3 blocks, 2 graphs)",
     ]  # fmt: skip
 
@@ -96,8 +96,8 @@ def test_the_outermost_repetition_wins():
 
 def test_a_block_in_several_places_is_repeated():
     block = Block()
-    (found,) = find_targets(nn.Sequential(block, block, block), "repeated", nn.Module)
-    assert (len(found.members), found.described(1)) == (1, "* (3 blocks, one graph)")
+    (found,) = resolve_targets(nn.Sequential(block, block, block), "repeated", nn.Module)
+    assert (len(found.members), found.label(1)) == (1, "* (3 blocks, one graph)")
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_a_block_in_several_places_is_repeated():
 def test_unlike_blocks_are_not_repeated(unlike):
     module = nn.ModuleList([unlike(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Linear(WIDTH, WIDTH)])
     with pytest.raises(ValueError, match=r"targets='repeated' finds nothing .* in ModuleList: .* None to have it"):
-        find_targets(module, "repeated", nn.Module)
+        resolve_targets(module, "repeated", nn.Module)
 
 
 def test_a_part_of_that_name_is_reached_in_a_list():
     module = Classifier()
     module.repeated = nn.Linear(2, 2)
-    assert check_names(["repeated"]) == ("repeated",)
-    assert names(module, check_names(["repeated"])) == ["repeated"]
+    assert check_target_names(["repeated"]) == ("repeated",)
+    assert names(module, check_target_names(["repeated"])) == ["repeated"]
 
 
 # ------------------------------------------------------------------------------------------ one graph

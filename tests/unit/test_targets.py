@@ -6,12 +6,12 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from compile_callbacks.runtime.targets import find_targets
+from compile_callbacks.runtime.targets import resolve_targets
 from tests.support.models import ChildOnly, Classifier
 
 
 def names(module, targets=None):
-    return [target.name for target in find_targets(module, targets, pl.LightningModule)]
+    return [target.name for target in resolve_targets(module, targets, pl.LightningModule)]
 
 
 class Parts(pl.LightningModule):
