@@ -2,6 +2,7 @@
 # make test: the test suite, on the newest torch
 # make test-oldest: what depends on torch or Lightning, on their oldest versions that are supported
 # make test-random: 200 random modules, each trained with the callback and without
+# make test-models: small models of other packages, each trained with the callback and without
 # make examples: every example in a short form
 # make lint: ruff and mypy
 # make docs: the documentation site, in site/index.html
@@ -16,6 +17,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 BIN_OLDEST := .venv-oldest/bin
 INSTALLED_OLDEST := .venv-oldest/.installed
+BIN_MODELS := .venv-models/bin
+INSTALLED_MODELS := .venv-models/.installed
 OLDEST := torch==2.11.0 torchvision==0.26.0 lightning==2.5.6
 
 # The longest first. What makes one short stands behind it.
@@ -28,7 +31,7 @@ export UV_HTTP_TIMEOUT ?= 300
 # Lightning anew, for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest test-random examples lint docs dist clean
+.PHONY: demo test test-oldest test-random test-models examples lint docs dist clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/resnet_digits.py --min-accuracy 0.95 $(ARGS)
@@ -41,6 +44,9 @@ test-oldest: $(INSTALLED_OLDEST)
 
 test-random: $(INSTALLED)
 	COMPILE_CALLBACKS_EXAMPLES=200 $(BIN)/python -m pytest tests/lightning/test_random_modules.py --timeout 3600 $(ARGS)
+
+test-models: $(INSTALLED_MODELS)
+	$(BIN_MODELS)/python -m pytest tests/models -m models --timeout 900 $(ARGS)
 
 # Two at a time: each spends most of its time in one thread. What one prints is shown when it ends.
 examples: $(INSTALLED)
@@ -74,7 +80,7 @@ dist: $(INSTALLED)
 
 # Logs and checkpoints of the examples, in runs, stay.
 clean:
-	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
+	rm -rf .venv .venv-oldest .venv-models .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 
 # torch and torchvision come together, from one index: a torchvision beside another build of torch cannot be imported.
 $(INSTALLED): pyproject.toml
@@ -86,4 +92,9 @@ $(INSTALLED): pyproject.toml
 $(INSTALLED_OLDEST): $(INSTALLED)
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-oldest
 	$(BIN)/uv pip install --quiet --python $(BIN_OLDEST)/python --editable '.[dev]' $(OLDEST)
+	touch $@
+
+$(INSTALLED_MODELS): $(INSTALLED)
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-models
+	$(BIN)/uv pip install --quiet --python $(BIN_MODELS)/python --editable '.[models]'
 	touch $@

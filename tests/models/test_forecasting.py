@@ -1,0 +1,146 @@
+"""pytorch-forecasting and neuralforecast: models of time series."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.trial import Run, Trial, check, describe, difference, equal, figures
+
+
+@functools.cache
+def series(kind: str):
+    import numpy as np
+    import pandas as pd
+    from pytorch_forecasting import TimeSeriesDataSet
+
+    rng = np.random.default_rng(0)
+    frames = [
+        pd.DataFrame(
+            {
+                "value": np.sin(np.arange(60) / 5 + group) + 0.1 * rng.standard_normal(60),
+                "time": np.arange(60),
+                "group": str(group),
+            }
+        )
+        for group in range(4)
+    ]
+    data = pd.concat(frames, ignore_index=True).astype({"value": "float32"})
+    common: dict[str, Any] = {
+        "time_idx": "time",
+        "target": "value",
+        "group_ids": ["group"],
+        "max_encoder_length": 12,
+        "max_prediction_length": 4,
+        "time_varying_unknown_reals": ["value"],
+    }
+    if kind == "tft":
+        common |= {
+            "min_encoder_length": 6,
+            "static_categoricals": ["group"],
+            "time_varying_known_reals": ["time"],
+            "add_relative_time_idx": True,
+            "add_encoder_length": True,
+        }
+    return TimeSeriesDataSet(data, **common)
+
+
+def tft():
+    from pytorch_forecasting import TemporalFusionTransformer
+
+    return TemporalFusionTransformer.from_dataset(
+        series("tft"), hidden_size=16, attention_head_size=2, hidden_continuous_size=8, dropout=0.0,
+        optimizer="sgd", learning_rate=0.01, log_interval=-1,
+    )  # fmt: skip
+
+
+def nbeats():
+    from pytorch_forecasting import NBeats
+
+    return NBeats.from_dataset(
+        series("nbeats"), widths=[16, 32], num_blocks=[1, 1], num_block_layers=[1, 1], backcast_loss_ratio=0.0,
+        dropout=0.0, optimizer="sgd", learning_rate=0.01, log_interval=-1,
+    )  # fmt: skip
+
+
+def batches(kind: str, *, train: bool):
+    return series(kind).to_dataloader(train=train, batch_size=16 if train else 32, num_workers=0)
+
+
+TRIALS = [
+    Trial(
+        name="pytorch-forecasting TFT",
+        make=tft,
+        train=lambda: batches("tft", train=True),
+        validate=lambda: batches("tft", train=False),
+        settings={"limit_train_batches": 10, "limit_val_batches": 4, "gradient_clip_val": 0.1},
+        graph_breaks=True,
+    ),
+    Trial(
+        name="pytorch-forecasting N-BEATS",
+        make=nbeats,
+        train=lambda: batches("nbeats", train=True),
+        validate=lambda: batches("nbeats", train=False),
+        settings={"limit_train_batches": 10, "limit_val_batches": 4, "gradient_clip_val": 0.1},
+    ),
+]
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
+def test_time_series_equal_eager(trial):
+    check(figures(trial), graph_breaks=trial.graph_breaks)
+
+
+def neuralforecast_run(*callbacks: Any) -> Run:
+    """Train NHITS, whose Trainer is that of the package ``pytorch_lightning``."""
+    import numpy as np
+    import pandas as pd
+    from neuralforecast import NeuralForecast
+    from neuralforecast.models import NHITS
+
+    rng = np.random.default_rng(0)
+    dates = pd.date_range("2020-01-01", periods=80, freq="D")
+    frames = [
+        pd.DataFrame({"unique_id": str(i), "ds": dates, "y": np.sin(np.arange(80) / 5 + i) + rng.normal(size=80) / 10})
+        for i in range(4)
+    ]
+    model = NHITS(
+        h=4, input_size=12, max_steps=40, mlp_units=3 * [[16, 16]], random_seed=1, accelerator="cpu",
+        enable_progress_bar=False, enable_model_summary=False, logger=False, enable_checkpointing=False,
+        callbacks=list(callbacks), optimizer=torch.optim.SGD, optimizer_kwargs={"lr": 0.01}, learning_rate=0.01,
+    )  # fmt: skip
+    forecast = NeuralForecast(models=[model], freq="D")
+    began = time.perf_counter()
+    forecast.fit(pd.concat(frames), val_size=0)
+    predicted = forecast.predict()["NHITS"].to_numpy()
+    result = Run(seconds=time.perf_counter() - began, outputs=[torch.from_numpy(predicted)])
+    result.losses = [torch.tensor(loss) for _, loss in model.train_trajectories]
+    result.weights = dict(model.state_dict())
+    return result
+
+
+def neuralforecast_figures(**arguments: Any) -> dict[str, Any]:
+    from compile_callbacks import InductorCompile
+
+    eager = neuralforecast_run()
+    callback = InductorCompile(**{"baseline_steps": 5, **arguments})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = neuralforecast_run(callback)
+    row = describe(callback.report, caught)
+    row["seconds"] = {"eager": round(eager.seconds, 1), "compiled": round(compiled.seconds, 1)}
+    for phase in ("train", "infer"):
+        of_phase = callback.report.phase(phase)
+        row[phase] |= {"eager_ms": of_phase.eager_step_ms, "compiled_ms": of_phase.compiled_step_ms}
+    row["difference"] = difference(eager, compiled)
+    row["equal"] = equal(eager, compiled, {"rtol": 1e-3, "atol": 1e-4})
+    return row
+
+
+def test_neuralforecast_equals_eager():
+    check(neuralforecast_figures())

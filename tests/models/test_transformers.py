@@ -1,0 +1,165 @@
+"""transformers and peft: BERT, GPT-2 with ``generate``, T5, and LoRA adapters."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.models.trial import Trial, check, figures
+
+WIDTH, WORDS = 32, 64
+
+
+class _Texts(pl.LightningModule):
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net.train()
+
+    def training_step(self, batch, batch_idx):
+        return self.net(**batch).loss
+
+    def validation_step(self, batch, batch_idx):
+        return self.net(**batch).logits
+
+    def configure_optimizers(self):
+        return torch.optim.SGD((w for w in self.parameters() if w.requires_grad), lr=0.05)
+
+
+class _Generates(_Texts):
+    def validation_step(self, batch, batch_idx):
+        loss = self.net(**batch).loss
+        words = self.net.generate(batch["input_ids"], max_new_tokens=8, do_sample=False, pad_token_id=0)
+        return loss, words
+
+
+def bert(*, checkpointing: bool = False, width: int = WIDTH):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=WORDS,
+        hidden_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=2 * width,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+    )
+    net = BertForSequenceClassification(config)
+    if checkpointing:
+        net.gradient_checkpointing_enable()
+    return net
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=WORDS,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=WORDS, d_model=WIDTH, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def lora():
+    from peft import LoraConfig, get_peft_model
+
+    # A TaskType would need the name of a pretrained model.
+    return get_peft_model(bert(width=48), LoraConfig(r=4, target_modules=["query", "value"], lora_dropout=0.0))
+
+
+def merge(module: pl.LightningModule) -> None:
+    module.net = module.net.merge_and_unload()
+
+
+def texts(batches: int, *, labels: str, seed: int = 0) -> DataLoader:
+    """Texts of varying length, padded to the longest of each batch of four; the last batch has three."""
+    generator = torch.Generator().manual_seed(seed)
+    data = []
+    for _ in range(batches * 4 - 1):
+        length = int(torch.randint(6, 24, (), generator=generator))
+        data.append(torch.randint(2, WORDS, (length,), generator=generator))
+
+    def collate(samples):
+        words = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+        batch = {"input_ids": words, "attention_mask": (words != 0).long()}
+        batch["labels"] = (words.sum(1) % 2) if labels == "class" else words.masked_fill(words == 0, -100)
+        return batch
+
+    return DataLoader(data, batch_size=4, collate_fn=collate)
+
+
+def same_length(batches: int, seed: int = 0) -> DataLoader:
+    """Prompts of one length, as ``generate`` wants them, in batches of varying length."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch(length: int):
+        words = torch.randint(2, WORDS, (4, length), generator=generator)
+        return {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words.clone()}
+
+    return DataLoader([batch(8 + i % 5) for i in range(batches)], batch_size=None)
+
+
+def _nothing(module: pl.LightningModule) -> None:
+    pass
+
+
+TRIALS = [
+    Trial(
+        name="BERT, padded to the longest",
+        make=lambda: _Texts(bert()),
+        train=lambda: texts(24, labels="class"),
+        validate=lambda: texts(8, labels="class", seed=1),
+        after=_nothing,
+    ),
+    Trial(
+        name="BERT, activation checkpointing",
+        make=lambda: _Texts(bert(checkpointing=True, width=40)),
+        train=lambda: texts(24, labels="class"),
+        validate=lambda: texts(8, labels="class", seed=1),
+    ),
+    Trial(
+        name="GPT-2 with generate()",
+        make=lambda: _Generates(gpt2()),
+        train=lambda: texts(16, labels="words"),
+        validate=lambda: same_length(6),
+        after=_nothing,
+    ),
+    Trial(
+        name="T5",
+        make=lambda: _Texts(t5()),
+        train=lambda: texts(16, labels="words"),
+        validate=lambda: texts(8, labels="words", seed=1),
+    ),
+    Trial(
+        name="peft LoRA, merged",
+        make=lambda: _Texts(lora()),
+        train=lambda: texts(16, labels="class"),
+        validate=lambda: texts(8, labels="class", seed=1),
+        after=merge,
+    ),
+]
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
+def test_texts_of_varying_length_equal_eager(trial):
+    check(figures(trial))

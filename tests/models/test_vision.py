@@ -1,0 +1,269 @@
+"""timm, lightly, segmentation_models_pytorch, monai and torchvision: image models."""
+
+from __future__ import annotations
+
+import copy
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.models.trial import Trial, check, figures
+
+CLASSES = 4
+
+
+class _Images(pl.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class _Mixed(_Images):
+    """With timm's mixup, which draws from NumPy's generator."""
+
+    def __init__(self, net: nn.Module) -> None:
+        from timm.data import Mixup
+
+        super().__init__(net)
+        self.mixup = Mixup(mixup_alpha=0.5, num_classes=CLASSES)
+
+    def on_fit_start(self):
+        import numpy as np
+
+        np.random.seed(0)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(self.mixup(*batch), batch_idx)
+
+
+def vit():
+    from timm.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=CLASSES, dynamic_img_size=True
+    )
+
+
+def mobilenet():
+    import timm
+
+    return timm.create_model("mobilenetv4_conv_small_050", num_classes=CLASSES)
+
+
+def unet():
+    import segmentation_models_pytorch as smp
+
+    return smp.Unet("resnet18", encoder_depth=3, encoder_weights=None, decoder_channels=(16, 8, 8), classes=CLASSES)
+
+
+def images(batches: int, sizes: tuple[int, ...] = (32,), *, masks: bool = False, seed: int = 0) -> DataLoader:
+    """Batches of four, in turn in each of the sizes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch(size: int):
+        shape = (4, size, size) if masks else (4,)
+        x = torch.randn(4, 3, size, size, generator=generator)
+        return x, torch.randint(CLASSES, shape, generator=generator)
+
+    return DataLoader([batch(sizes[i % len(sizes)]) for i in range(batches)], batch_size=None)
+
+
+# ---------------------------------------------------------------------------------------------- lightly
+
+
+class BYOL(pl.LightningModule):
+    """As in lightly's examples: an online and a momentum encoder."""
+
+    def __init__(self) -> None:
+        from lightly.loss import NegativeCosineSimilarity
+        from lightly.models.modules import BYOLPredictionHead, BYOLProjectionHead
+        from lightly.models.utils import deactivate_requires_grad
+
+        super().__init__()
+        self.backbone = nn.Sequential(
+            nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        )
+        self.projection_head = BYOLProjectionHead(16, 32, 16)
+        self.prediction_head = BYOLPredictionHead(16, 32, 16)
+        self.backbone_momentum = copy.deepcopy(self.backbone)
+        self.projection_head_momentum = copy.deepcopy(self.projection_head)
+        deactivate_requires_grad(self.backbone_momentum)
+        deactivate_requires_grad(self.projection_head_momentum)
+        self.criterion = NegativeCosineSimilarity()
+
+    def forward(self, x):
+        return self.prediction_head(self.projection_head(self.backbone(x)))
+
+    def forward_momentum(self, x):
+        return self.projection_head_momentum(self.backbone_momentum(x)).detach()
+
+    def training_step(self, batch, batch_idx):
+        from lightly.models.utils import update_momentum
+
+        update_momentum(self.backbone, self.backbone_momentum, m=0.9)
+        update_momentum(self.projection_head, self.projection_head_momentum, m=0.9)
+        a, b = batch[0], batch[0].flip(-1)
+        return 0.5 * (
+            self.criterion(self.forward(a), self.forward_momentum(b))
+            + self.criterion(self.forward(b), self.forward_momentum(a))
+        )
+
+    def validation_step(self, batch, batch_idx):
+        return self.backbone(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+# ---------------------------------------------------------------------------------------------- monai
+
+
+class Volumes(_Images):
+    """Trains on patches, validates whole images by sliding windows."""
+
+    def __init__(self) -> None:
+        from monai.networks.nets import UNet
+
+        net = UNet(spatial_dims=2, in_channels=1, out_channels=CLASSES, channels=(8, 16), strides=(2,), num_res_units=1)
+        super().__init__(net)
+
+    def validation_step(self, batch, batch_idx):
+        from monai.inferers import sliding_window_inference
+
+        return sliding_window_inference(batch, (32, 32), 4, self.net, overlap=0.25)
+
+
+class MetaTensors(Volumes):
+    """With monai's tensor subclass as the input."""
+
+    def training_step(self, batch, batch_idx):
+        from monai.data import MetaTensor
+
+        return F.cross_entropy(self.net(MetaTensor(batch[0])).as_tensor(), batch[1])
+
+
+def patches(batches: int) -> DataLoader:
+    return DataLoader([(x[:, :1], y) for x, y in images(batches, masks=True)], batch_size=None)
+
+
+def whole_images(count: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(48 + 8 * (i % 4), 56 + 8 * (i % 3)) for i in range(count)]
+    return DataLoader([torch.randn(1, 1, *size, generator=generator) for size in sizes], batch_size=None)
+
+
+# ---------------------------------------------------------------------------------------------- torchvision
+
+
+class Detector(pl.LightningModule):
+    def __init__(self) -> None:
+        from torchvision.models.detection import FasterRCNN
+        from torchvision.models.detection.rpn import AnchorGenerator
+        from torchvision.ops import MultiScaleRoIAlign
+
+        super().__init__()
+        backbone = nn.Sequential(nn.Conv2d(3, 16, 3, 4, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU())
+        backbone.out_channels = 16
+        self.net = FasterRCNN(
+            backbone,
+            num_classes=CLASSES,
+            rpn_anchor_generator=AnchorGenerator(sizes=((16, 32),), aspect_ratios=((1.0,),)),
+            box_roi_pool=MultiScaleRoIAlign(featmap_names=["0"], output_size=4, sampling_ratio=2),
+            min_size=64,
+            max_size=96,
+            box_batch_size_per_image=16,
+            rpn_batch_size_per_image=16,
+            rpn_pre_nms_top_n_train=50,
+            rpn_post_nms_top_n_train=20,
+            rpn_pre_nms_top_n_test=50,
+            rpn_post_nms_top_n_test=10,
+        )
+
+    def training_step(self, batch, batch_idx):
+        return sum(self.net(*batch).values())
+
+    def validation_step(self, batch, batch_idx):
+        return [found["scores"].sum() for found in self.net(batch[0])]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+def boxes(batches: int, seed: int = 0) -> DataLoader:
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch(index: int):
+        pictures = [torch.rand(3, 64 + 8 * ((index + i) % 3), 64, generator=generator) for i in range(2)]
+        corners = [torch.rand(1 + (index + i) % 3, 2, generator=generator) * 30 for i in range(2)]
+        targets = [
+            {"boxes": torch.cat([c, c + 20], 1), "labels": torch.ones(len(c), dtype=torch.long)} for c in corners
+        ]
+        return pictures, targets
+
+    return DataLoader([batch(i) for i in range(batches)], batch_size=None)
+
+
+TRIALS = [
+    Trial(
+        name="lightly BYOL with EMA",
+        make=BYOL,
+        train=lambda: images(20),
+        validate=lambda: images(8, seed=1),
+    ),
+    Trial(
+        name="timm ViT, mixup, two sizes",
+        make=lambda: _Mixed(vit()),
+        train=lambda: images(24, (32, 48)),
+        validate=lambda: images(8, (32, 48), seed=1),
+    ),
+    Trial(
+        name="timm MobileNetV4, mixup, two sizes",
+        make=lambda: _Mixed(mobilenet()),
+        train=lambda: images(20, (32, 64)),
+        validate=lambda: images(8, (32, 64), seed=1),
+    ),
+    Trial(
+        name="segmentation_models_pytorch U-Net",
+        make=lambda: _Images(unet()),
+        train=lambda: images(16, masks=True),
+        validate=lambda: images(8, (32, 48), masks=True, seed=1),
+    ),
+    Trial(
+        name="monai U-Net, sliding windows",
+        make=Volumes,
+        train=lambda: patches(16),
+        validate=lambda: whole_images(8),
+    ),
+    Trial(
+        name="monai U-Net, MetaTensor",
+        make=MetaTensors,
+        train=lambda: patches(16),
+        graph_breaks=True,
+    ),
+    Trial(
+        name="torchvision Faster R-CNN",
+        make=Detector,
+        train=lambda: boxes(16),
+        validate=lambda: boxes(6, seed=1),
+        graph_breaks=True,
+    ),
+]
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
+def test_images_equal_eager(trial):
+    check(figures(trial), graph_breaks=trial.graph_breaks)

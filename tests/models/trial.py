@@ -1,0 +1,177 @@
+"""Trains a model of another package eagerly and with `InductorCompile`, and compares the two runs.
+
+The tests of this folder and ``benchmarks/models_table.py`` call it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils._pytree import tree_leaves
+
+from compile_callbacks import CompileWarning, InductorCompile
+from tests.support.models import trainer
+
+BASELINE_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A model, its data and how it is trained.
+
+    Attributes:
+        name: The name in the table.
+        make: Makes the LightningModule, after the seed is set.
+        train: Makes the training data.
+        validate: Makes the validation data; ``None`` if the model is only trained.
+        settings: Arguments of the Trainer.
+        after: Called with the module after the fit; a second validation outside of the fit follows.
+        graph_breaks: Whether graph breaks are known, so that only the recompile budget bounds the compile time.
+        close: Tolerances of losses, outputs and weights.
+    """
+
+    name: str
+    make: Callable[[], pl.LightningModule]
+    train: Callable[[], Iterable[Any]]
+    validate: Callable[[], Iterable[Any]] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    after: Callable[[pl.LightningModule], None] | None = None
+    graph_breaks: bool = False
+    close: Mapping[str, float] = field(default_factory=lambda: {"rtol": 1e-3, "atol": 1e-4})
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What one run of a trial produced."""
+
+    seconds: float = 0.0
+    losses: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    step_ms: dict[str, list[float]] = field(default_factory=lambda: {"train": [], "infer": []})
+
+
+class _Watch(pl.Callback):
+    """Keeps the losses, the validation outputs and the time of each step."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._began = 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.run.step_ms["train"].append((time.perf_counter() - self._began) * 1e3)
+        loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else outputs
+        self.run.losses += [leaf.detach().clone() for leaf in tree_leaves(loss) if isinstance(leaf, torch.Tensor)]
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            self.run.step_ms["infer"].append((time.perf_counter() - self._began) * 1e3)
+        self.run.outputs += [leaf.detach().clone() for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def run(trial: Trial, *callbacks: pl.Callback) -> Run:
+    """Run a trial once, from a fixed seed."""
+    result = Run()
+    torch.manual_seed(0)
+    module = trial.make()
+    torch.manual_seed(1)
+    settings = {"max_epochs": 2, **trial.settings}
+    watch = _Watch(result)
+    began = time.perf_counter()
+    validate = trial.validate() if trial.validate else None
+    trainer(watch, *callbacks, **settings).fit(module, trial.train(), validate)
+    if trial.after is not None:
+        trial.after(module)
+        trainer(watch, *callbacks, **settings).validate(module, trial.validate(), verbose=False)
+    result.seconds = time.perf_counter() - began
+    result.weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return result
+
+
+def figures(trial: Trial, **arguments: Any) -> dict[str, Any]:
+    """Run a trial eagerly and compiled, and return the row of the table.
+
+    Args:
+        trial: The trial.
+        **arguments: Of the callback.
+
+    Raises:
+        AssertionError: The runs differ.
+    """
+    eager = run(trial)
+    callback = InductorCompile(**{"baseline_steps": BASELINE_STEPS, **arguments})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = run(trial, callback)
+    row = describe(callback.report, caught)
+    row["seconds"] = {"eager": round(eager.seconds, 1), "compiled": round(compiled.seconds, 1)}
+    for phase in ("train", "infer"):
+        # The second half, after compiling: the median of steps that may differ in their shapes, the same in both runs.
+        late = [steps[len(steps) // 2 :] for steps in (eager.step_ms[phase], compiled.step_ms[phase])]
+        row[phase]["eager_ms"], row[phase]["compiled_ms"] = (round(median(ms), 2) if ms else None for ms in late)
+    row["difference"] = difference(eager, compiled)
+    row["equal"] = equal(eager, compiled, trial.close)
+    return row
+
+
+def describe(report: Any, caught: Iterable[warnings.WarningMessage] = ()) -> dict[str, Any]:
+    """The figures of a report that the table shows, and the first line of each of the callback's warnings."""
+    row: dict[str, Any] = {}
+    for name in ("train", "infer"):
+        phase = report.phase(name)
+        row[name] = {
+            "targets": list(phase.targets),
+            "graphs": phase.graphs,
+            "recompiles": phase.recompiles,
+            "graph_breaks": phase.graph_breaks,
+            "fallbacks": phase.fallbacks,
+            "compile_seconds": round(phase.compile_seconds or 0, 1),
+            "comparisons": phase.describe_comparisons(),
+        }
+    row["warnings"] = [str(one.message)[:400] for one in caught if issubclass(one.category, CompileWarning)]
+    return row
+
+
+def difference(eager: Run, compiled: Run) -> float:
+    """The largest absolute difference of losses, outputs and weights."""
+    pairs = zip(_values(eager), _values(compiled), strict=True)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())
+
+
+def equal(eager: Run, compiled: Run, close: Mapping[str, float]) -> bool:
+    """Whether losses, outputs and weights of two runs agree within a tolerance."""
+    try:
+        torch.testing.assert_close(_values(compiled), _values(eager), **close)
+    except AssertionError:
+        return False
+    return True
+
+
+def _values(result: Run) -> list[torch.Tensor]:
+    return [*result.losses, *result.outputs, *result.weights.values()]
+
+
+def check(row: Mapping[str, Any], *, graph_breaks: bool = False, kinds: int = 1) -> None:
+    """Assert what every trial promises.
+
+    Args:
+        row: The row of the trial.
+        graph_breaks: Whether only the recompile budget bounds the compile time.
+        kinds: Kinds of calls in the infer phase; each may compile twice, in both of its grad modes.
+    """
+    assert row["equal"], row["difference"]
+    assert row["train"]["fallbacks"] == row["infer"]["fallbacks"] == 0, row
+    assert row["train"]["graphs"], row["warnings"]
