@@ -193,7 +193,7 @@ class AOTInductorExport(Callback):
                 seconds = time.perf_counter() - started
                 eager_ms = call.times_ms(module, device)
                 package_ms = call.times_ms(package, device)
-            size_mb = temporary.stat().st_size / 2**20
+            size_mib = temporary.stat().st_size / 2**20
         if compared is not None and compared.verdict == "not compared":
             message = f"{self.path} is not compared with eager: {compared.reason}"
             rank_zero_warn(message, category=CompileWarning)
@@ -201,7 +201,7 @@ class AOTInductorExport(Callback):
             path=str(self.path),
             weights="last" if checkpoint is None else "best",
             checkpoint=checkpoint,
-            size_mb=size_mb,
+            size_mib=size_mib,
             export_seconds=seconds,
             eager_ms=median_ms(eager_ms),
             package_ms=median_ms(package_ms),

@@ -19,7 +19,7 @@ from compile_callbacks.config.options import as_options, check_loaded, check_mod
 from compile_callbacks.passes.base import GraphPass, as_passes, pass_hook, pass_identity, pass_name
 from compile_callbacks.passes.hooks import HOOK_OPTIONS
 
-_DEFAULT_FOLD_LIMIT_MB = 1024
+_DEFAULT_FOLD_LIMIT_MIB = 1024
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,12 +46,12 @@ class InductorConfig:
         fold_weights: Whether inference graphs compute values that depend only on weights once for each version of the
             weights, and not on each call (docs/fold_weights.md). ``None``: in the infer phase only. In train, only
             modules without gradients have inference graphs.
-        fold_limit_mb: The maximum memory for folded weights of each graph, in MiB; the graph computes the remaining
+        fold_limit_mib: The maximum memory for folded weights of each graph, in MiB; the graph computes the remaining
             values on each call.
 
     Raises:
         ValueError: An unknown mode, template or option, ``mode`` together with ``options``, a hook point that
-            ``options`` and ``passes`` both use, or a ``fold_limit_mb`` that is not positive.
+            ``options`` and ``passes`` both use, or a ``fold_limit_mib`` that is not positive.
         TypeError: An argument or an option value of the wrong type.
 
     Example::
@@ -68,7 +68,7 @@ class InductorConfig:
     dynamic: bool | None = None
     passes: tuple[Any, ...] = ()
     fold_weights: bool | None = None
-    fold_limit_mb: float = _DEFAULT_FOLD_LIMIT_MB
+    fold_limit_mib: float = _DEFAULT_FOLD_LIMIT_MIB
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
@@ -90,11 +90,11 @@ class InductorConfig:
                 raise TypeError(f"{name}={value!r} must be True, False or None")
         if not isinstance(self.fullgraph, bool):
             raise TypeError(f"fullgraph={self.fullgraph!r} must be True or False")
-        if isinstance(self.fold_limit_mb, bool) or not isinstance(self.fold_limit_mb, (int, float)):
-            raise TypeError(f"fold_limit_mb={self.fold_limit_mb!r} must be a number of MiB")
-        if not 0 < self.fold_limit_mb < float("inf"):
+        if isinstance(self.fold_limit_mib, bool) or not isinstance(self.fold_limit_mib, (int, float)):
+            raise TypeError(f"fold_limit_mib={self.fold_limit_mib!r} must be a number of MiB")
+        if not 0 < self.fold_limit_mib < float("inf"):
             raise ValueError(
-                f"fold_limit_mb={self.fold_limit_mb!r} must be above 0 and finite; fold_weights=False folds nothing"
+                f"fold_limit_mib={self.fold_limit_mib!r} must be above 0 and finite; fold_weights=False folds nothing"
             )
         object.__setattr__(self, "passes", as_passes(self.passes, "passes"))
         self.check_beside(self.passes)
@@ -138,7 +138,7 @@ class InductorConfig:
                 continue
             if f.name == "passes":
                 value = f"[{', '.join(map(pass_name, value))}]"
-            elif f.name == "fold_limit_mb":
+            elif f.name == "fold_limit_mib":
                 value = f"{value:g}"
             parts.append(f"{f.name}={value}")
         return ", ".join(parts) or "default"
@@ -151,7 +151,7 @@ class InductorConfig:
             "template": self.template and [self.template, _texts(templates.get(self.template).resolved_options())],
             "options": _texts(self.options),
             "passes": [pass_identity(graph_pass) for graph_pass in self.passes],
-            "fold_limit_mb": float(self.fold_limit_mb),
+            "fold_limit_mib": float(self.fold_limit_mib),
         }
         return digest(described)
 

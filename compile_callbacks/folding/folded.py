@@ -25,7 +25,7 @@ def folding(settings: FoldSettings) -> Iterator[None]:
     token = _settings.set(settings)
     try:
         # Folding depends on these settings, so that they belong to the key of torch's cache.
-        with _torch.caches.bundled_cache(tag=f"fold_weights={settings.limit_mb}"):
+        with _torch.caches.bundled_cache(tag=f"fold_weights={settings.limit_mib}"):
             yield
     finally:
         _settings.reset(token)
@@ -36,7 +36,7 @@ def compile_inner(module: GraphModule, example_inputs: Sequence[Any], **kwargs: 
     settings = _settings.get()
     if settings is not None and kwargs.get("is_inference"):
         try:
-            halves = split(module, set(kwargs.get("static_input_idxs", ())), int(settings.limit_mb * 2**20))
+            halves = split(module, set(kwargs.get("static_input_idxs", ())), int(settings.limit_mib * 2**20))
             if halves is not None:
                 weights = _compile_weight_half(halves, example_inputs)
         except Exception as error:

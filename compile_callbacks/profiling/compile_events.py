@@ -56,7 +56,7 @@ class CompileEvent:
         graphs: How many graphs were compiled (kind ``"compile"``).
         verdict: The result of comparing a graph with eager (kind ``"verify"``).
         max_abs_error: Largest absolute error of its outputs; ``None`` if it was not compared.
-        folded_mb: Memory that folded weights take, in MiB (kind ``"fold"``; ``None`` where nothing is folded).
+        folded_mib: Memory that folded weights take, in MiB (kind ``"fold"``; ``None`` where nothing is folded).
         cache_hits: Graphs that came from torch's cache (kind ``"cache"``).
         cache_misses: And those that did not.
         reason: Torch's reason.
@@ -74,7 +74,7 @@ class CompileEvent:
     graphs: int = 0
     verdict: Verdict | None = None
     max_abs_error: float | None = None
-    folded_mb: float | None = None
+    folded_mib: float | None = None
     cache_hits: int = 0
     cache_misses: int = 0
     reason: str | None = None

@@ -16,7 +16,7 @@ class ExportReport:
         path: The package; ``None`` if there is none.
         weights: ``"best"`` or ``"last"``.
         checkpoint: The checkpoint of the best weights.
-        size_mb: Size of the file, in MiB.
+        size_mib: Size of the file, in MiB.
         export_seconds: Seconds for tracing, compiling and comparing.
         eager_ms: Median time of a call of the eager module, in milliseconds.
         package_ms: The same of the package.
@@ -29,7 +29,7 @@ class ExportReport:
     path: str | None = None
     weights: str | None = None
     checkpoint: str | None = None
-    size_mb: float | None = None
+    size_mib: float | None = None
     export_seconds: float | None = None
     eager_ms: float | None = None
     package_ms: float | None = None
@@ -44,7 +44,7 @@ class ExportReport:
 
     def scalars(self) -> dict[str, float]:
         """The figures by the names that loggers get."""
-        names = ("size_mb", "eager_ms", "package_ms")
+        names = ("size_mib", "eager_ms", "package_ms")
         values = {"export/seconds": self.export_seconds} | {f"export/{name}": getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -53,7 +53,7 @@ class ExportReport:
         if self.path is None:
             return f"no package: {self.error or 'nothing was exported yet'}"
         return (
-            f"{self.path}: the {self.weights} weights, {self.size_mb:.1f} MB; "
+            f"{self.path}: the {self.weights} weights, {self.size_mib:.1f} MB; "
             f"{self.package_ms:.2f} ms a call (eager {self.eager_ms:.2f} ms; medians of {self.samples})"
         )
 

@@ -61,7 +61,7 @@ class PhaseReport:
         eager_peak_memory_at_most_mib: The same as an upper bound: eager steps did not raise the peak of the process.
         peak_memory_mib: Peak GPU memory of a compiled step, in MiB.
         peak_memory_at_most_mib: The same as an upper bound.
-        folded_mb: Memory of the folded copies of weights (``fold_weights``), in MiB.
+        folded_mib: Memory of the folded copies of weights (``fold_weights``), in MiB.
         weight_refreshes: How often these copies were recomputed because the weights changed, or might have changed.
         max_abs_error: Largest absolute error of an output's element, compared with eager at each graph's first call.
         verified: The result of these comparisons, the worst of all graphs: ``"equal"``, ``"outputs only"`` (gradients
@@ -98,7 +98,7 @@ class PhaseReport:
     eager_peak_memory_at_most_mib: float | None = None
     peak_memory_mib: float | None = None
     peak_memory_at_most_mib: float | None = None
-    folded_mb: float | None = None
+    folded_mib: float | None = None
     weight_refreshes: int | None = None
     max_abs_error: float | None = None
     verified: str | None = None
@@ -283,7 +283,7 @@ def build_phase_report(
     # Break-even and saved time are claims about the same difference, so they need the same evidence.
     compared_ms = (eager_ms, compiled_ms) if no_speedup is None else (None, None)
     seconds = sum(event.seconds or 0 for event in compiles) if compiles else None
-    folded_mb = [event.folded_mb for event in of("fold") if event.folded_mb is not None]
+    folded_mib = [event.folded_mib for event in of("fold") if event.folded_mib is not None]
     counts = [len(side) for side in (times.eager_ms, times.compiled_ms) if side]
     eager_peak = memory.peak(phase, compiled=False)
     peak = memory.peak(phase, compiled=True, settings=of_tune)
@@ -309,8 +309,8 @@ def build_phase_report(
         eager_peak_memory_at_most_mib=eager_peak.at_most_mib,
         peak_memory_mib=peak.mib,
         peak_memory_at_most_mib=peak.at_most_mib,
-        folded_mb=sum(folded_mb) if folded_mb else None,
-        weight_refreshes=recorder.weight_refreshes[phase] if folded_mb else None,
+        folded_mib=sum(folded_mib) if folded_mib else None,
+        weight_refreshes=recorder.weight_refreshes[phase] if folded_mib else None,
         max_abs_error=max((e.max_abs_error for e in of("verify") if e.max_abs_error is not None), default=None),
         verified=_verdict(of("verify")),
         comparisons=_comparisons(of("verify")),

@@ -150,7 +150,7 @@ _ROWS: tuple[tuple[str, Callable[[PhaseReport], str]], ...] = (
     ("seconds saved so far", lambda p: _number(p.seconds_saved, ".1f")),
     ("eager peak memory MiB", lambda p: _peak(p.eager_peak_memory_mib, p.eager_peak_memory_at_most_mib)),
     ("compiled peak memory MiB", lambda p: _peak(p.peak_memory_mib, p.peak_memory_at_most_mib)),
-    ("folded weights MB", lambda p: _number(p.folded_mb, ".1f")),
+    ("folded weights MB", lambda p: _number(p.folded_mib, ".1f")),
     ("weight refreshes", lambda p: _number(p.weight_refreshes, "d")),
     ("equal to eager", lambda p: p.describe_comparisons() or _NOTHING),
     ("max abs error", lambda p: _number(p.max_abs_error, ".1e")),

@@ -17,7 +17,7 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder, TargetCall
-from compile_callbacks.runtime.fallback import Fallback, describe
+from compile_callbacks.runtime.fallback import EagerFallback
 from compile_callbacks.runtime.freezing import WeightWatch
 from compile_callbacks.runtime.graph_backend import GraphBackend
 from compile_callbacks.runtime.repeated import Compiled, RepeatedBlocks
@@ -77,7 +77,7 @@ class CompiledTarget:
         self._recorder = recorder
         self._isolation = isolation or Isolation()
         self._warn = warn or WarnOnce()
-        self._fallback = Fallback(self.key, recorder, settings, self._warn)
+        self._fallback = EagerFallback(self.key, recorder, settings, self._warn)
         self._compiler = GraphBackend(target, self.key, config, passes, recorder=recorder, fallback=self._fallback)
         # One for each block: the inputs of the first one differ from those of the others (requires_grad).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
@@ -120,7 +120,7 @@ class CompiledTarget:
         self.ran = True
         # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within one, the
         # compiled function continues to run: it executes the graphs that differ eagerly.
-        if self._fallback.gave_up and not _torch.autograd.saves_through_hooks():
+        if self._fallback.active and not _torch.autograd.saves_through_hooks():
             return member.eager(*args, **kwargs)
         if self.key.frozen:
             self._refreeze_if_weights_changed()
@@ -157,7 +157,7 @@ class CompiledTarget:
         if self._compiler.graphs > graphs_before and len(self._members) > 1:
             looks = signature(args, kwargs), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
             self._compiled_of.setdefault(looks, set()).add(member)
-        self._fallback.call_is_over()
+        self._fallback.issue_warnings()
         return result
 
     @property
@@ -290,11 +290,9 @@ class CompiledTarget:
         # If the error is the user's, the eager call raises it again with the user's traceback.
         result = member.eager(*args, **kwargs)
         if self._fallback.settings.on_error == "raise":
-            target, phase = self.key[:2]
-            message = f"compiling target {target!r} for the {phase} phase failed: {describe(failure)}"
-            raise CompileError(message) from failure
+            raise self._fallback.as_compile_error(failure) from failure
         self._uncompilable.add(signature(args, kwargs))
-        self._fallback.report(failure)
+        self._fallback.compiler_failed(failure)
         return result
 
 

@@ -10,7 +10,7 @@ import torch
 from compile_callbacks import _torch
 
 
-def with_repaired_warmup(
+def with_warmup_repair(
     compiled: Callable[..., Any], device: torch.device, on_repair: Callable[[], None]
 ) -> Callable[..., Any]:
     """Wrap the compiled function of a graph so that it runs after an earlier CUDA graph has raised in its warm-up.
@@ -33,7 +33,7 @@ def with_repaired_warmup(
     return call
 
 
-def with_lasting_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def with_cloned_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the compiled function of a graph so that the next step does not overwrite its outputs.
 
     Users keep predictions, validation outputs and logged values for longer than a step. Without a copy, torch raises
@@ -55,7 +55,7 @@ def with_lasting_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class LastingGradients:
+class GradientCopies:
     """Copies gradients out of CUDA-graph memory if they outlive the step that computed them.
 
     The first backward of an accumulation leaves graph memory in ``.grad``, and the next step would overwrite it. Later

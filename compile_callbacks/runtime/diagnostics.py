@@ -171,7 +171,7 @@ class SessionWarnings:
 
     def _warn_of_folding(self, phase: Phase) -> None:
         folds = self._recorder.of(phase, "fold")
-        if any(event.folded_mb is not None for event in folds):
+        if any(event.folded_mib is not None for event in folds):
             return
         if any(event.graphs for event in self._recorder.of(phase, "compile")):
             reasons = [event.reason for event in folds if event.reason]

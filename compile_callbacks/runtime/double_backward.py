@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.errors import CompileError
+from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks.runtime.snapshot import RandomState, version
 
 _STATISTICS = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
@@ -177,7 +177,7 @@ class _BackwardPasses:
             f"gradients of target {self._target!r} cannot be differentiated (create_graph=True), as {why}; leave it "
             "out of targets, or train eagerly (train_mode=None)"
         )
-        return CompileError(message)
+        return CompileError(with_code("CC304", message))
 
 
 def _has_gradient(value: Any) -> bool:

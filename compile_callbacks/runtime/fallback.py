@@ -1,87 +1,87 @@
-"""What follows where the compiler fails on a target: it runs eagerly, and each who is to know is told once."""
+"""Runs a target eagerly after a failure, and issues warnings that have to wait until the end of the target's call."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from compile_callbacks import _torch
-from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.passes.manager import GraphPassError
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.target_settings import TargetSettings
 
 
-class Fallback:
-    """Of one compiled_target: whether its target runs eagerly for good, and what a user is to be told of it.
+class EagerFallback:
+    """The failures of one compiled target.
 
     Args:
-        key: The target and the phase it is compiled for.
-        recorder: Told of each failure.
+        key: The target, and the phase that it is compiled for.
+        recorder: Records each failure.
         settings: What a failure does.
-        warn: Warns of each subject once.
+        warn: Warns once for each target and phase.
 
     Attributes:
-        gave_up: Whether the target runs eagerly for good.
+        active: Whether the target runs eagerly from now on.
         settings: What a failure does.
     """
 
     def __init__(self, key: CompileKey, recorder: CompileRecorder, settings: TargetSettings, warn: WarnOnce) -> None:
-        self.gave_up = False
+        self.active = False
         self.settings = settings
         self._key = key
         self._recorder = recorder
         self._warn = warn
-        self._warned = False
-        self._unsaid: list[tuple[str, str | None]] = []
+        self._pending: list[tuple[str, str, Hashable]] = []
 
-    def report(self, error: BaseException, *, what: str = "the compiler failed") -> None:
-        """The compiler failed on a part of the target, or what it made did.
+    def compiler_failed(self, error: BaseException, *, what: str = "the compiler failed") -> None:
+        """Record that a part of the target runs eagerly, and warn about it after the call.
 
         Args:
-            error: What was raised.
-            what: What happened, for the user.
+            error: The error.
+            what: What happened, as a clause of the warning.
         """
-        reason = describe(error)
+        reason, (target, phase) = describe(error), self._key[:2]
         self._recorder.add("fallback", self._key, reason=reason)
-        if not self._warned:
-            self._warned = True
-            target, phase = self._key[:2]
-            message = (
-                f"target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
-                f"(the whole of it: callback.report.{phase}.events; more: "
-                "TORCH_LOGS='+dynamo,+inductor', or on_error='raise')"
-            )
-            self.say_later(message)
+        message = (
+            f"target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
+            f"(in full: callback.report.{phase}.events; on_error='raise' raises instead)"
+        )
+        self.warn_after_call("CC301", message)
 
-    def give_up_on_difference(self) -> None:
-        """What is compiled computes something else, and the target is to run eagerly for good."""
-        self.gave_up = True
+    def as_compile_error(self, error: BaseException) -> CompileError:
+        """Return the error that ``on_error="raise"`` raises in place of a compiler's error."""
+        target, phase = self._key[:2]
+        message = f"compiling target {target!r} for the {phase} phase failed: {describe(error)}"
+        return CompileError(with_code("CC301", message))
 
-    def say(self, message: str, *, subject: str) -> None:
-        """Warn once of a subject."""
-        self._warn((self._key, subject), message)
+    def warn(self, code: str, message: str) -> None:
+        """Warn once for this target and phase."""
+        self._warn.warn(code, message, about=self._key[:2])
 
-    def say_later(self, message: str, *, subject: str | None = None) -> None:
-        """Warn when the call is over: within the backend, a warning that is made an error would end in Dynamo.
+    def warn_after_call(self, code: str, message: str, *, about: Hashable = None) -> None:
+        """Warn when the call has ended. Dynamo would handle a warning that is an error as a failure of the backend.
 
         Args:
-            message: The warning.
-            subject: Only the first warning about a subject is given; the message itself by default.
+            code: The code of the warning.
+            message: The text of the warning.
+            about: The subject, of which only the first warning is issued; by default the target and the phase.
         """
-        self._unsaid.append((message, subject))
+        self._pending.append((code, message, about or self._key[:2]))
 
-    def call_is_over(self) -> None:
-        """Say what is unsaid; of a candidate, when it is chosen."""
-        while self._unsaid and not self.settings.on_trial:
-            message, subject = self._unsaid.pop(0)
-            self._warn((self._key, subject or message), message)
+    def issue_warnings(self) -> None:
+        """Issue the warnings of `warn_after_call`. Those of a candidate wait until the `Tune` has chosen it."""
+        while self._pending and not self.settings.on_trial:
+            code, message, about = self._pending.pop(0)
+            self._warn.warn(code, message, about=about)
 
 
-def failed_pass(error: BaseException) -> GraphPassError | None:
-    """The error of a graph pass among an error's causes."""
+def find_pass_error(error: BaseException) -> GraphPassError | None:
+    """Return the error of a graph pass that caused ``error``, if one did."""
     return next((cause for cause in _torch.dynamo.causes(error) if isinstance(cause, GraphPassError)), None)
 
 
 def describe(error: BaseException) -> str:
-    """Why the compiler failed."""
-    of_pass = failed_pass(error)
+    """Return the reason for a failure of the compiler: its root cause, or the graph pass that failed."""
+    of_pass = find_pass_error(error)
     return describe_failure(error) if of_pass is None else str(of_pass)

@@ -19,9 +19,9 @@ from compile_callbacks.folding.fold_settings import FoldSettings
 from compile_callbacks.passes.base import pass_hook, pass_name
 from compile_callbacks.passes.manager import PassRun, pass_options
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
-from compile_callbacks.runtime.cudagraphs import with_lasting_outputs, with_repaired_warmup
+from compile_callbacks.runtime.cudagraphs import with_cloned_outputs, with_warmup_repair
 from compile_callbacks.runtime.double_backward import with_repeated_backward
-from compile_callbacks.runtime.fallback import Fallback, failed_pass
+from compile_callbacks.runtime.fallback import EagerFallback, find_pass_error
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.runtime.repeated import Compiled
 from compile_callbacks.runtime.target import Target
@@ -65,7 +65,7 @@ class GraphBackend:
         passes: Sequence[Any],
         *,
         recorder: CompileRecorder,
-        fallback: Fallback,
+        fallback: EagerFallback,
     ) -> None:
         self.graphs = 0
         # Torch keeps every backend, which must not keep the module.
@@ -80,7 +80,6 @@ class GraphBackend:
         self._device = torch.device("cpu")
         self._fell_back = False
         self._template_said = False
-        self._passes_said: list[Any] = []
         self._folded: list[weakref.ref[FoldedGraph]] = []
         self._generated: list[ModuleType] = []
 
@@ -109,7 +108,7 @@ class GraphBackend:
         self.graphs += 1
         self._recorder.graph_compiled()  # here: Dynamo may restart its analysis from within, and come again
         uses_cudagraphs = self._config.uses_cudagraphs and self._device.type == "cuda"
-        compiled = self._verification.at_first_call(
+        compiled = self._verification.wrap(
             compiled,
             eager,
             collective=collective,
@@ -120,7 +119,7 @@ class GraphBackend:
             target = self._key.target
             compiled = with_repeated_backward(compiled, eager, target=target, on_recompute=self._say_recomputed)
         if uses_cudagraphs:
-            return with_lasting_outputs(with_repaired_warmup(compiled, self._device, self._say_repaired))
+            return with_cloned_outputs(with_warmup_repair(compiled, self._device, self._say_repaired))
         return compiled
 
     @property
@@ -156,7 +155,7 @@ class GraphBackend:
         """Whether a graph on which Inductor failed is to run eagerly."""
         if self._fallback.settings.on_error == "raise":
             return False
-        self._fallback.report(error)
+        self._fallback.compiler_failed(error)
         self._fell_back = True
         return True
 
@@ -164,11 +163,10 @@ class GraphBackend:
         """Say once that gradients are computed eagerly: it is paid for in each step that asks for it."""
         target, phase = self._key[:2]
         message = (
-            f"gradients of target {target!r} are differentiated in the {phase} phase (create_graph=True), so these "
-            "are computed eagerly, once more from the target's inputs on; where most steps do so, "
-            f"{phase}_mode=None is faster"
+            f"gradients of target {target!r} are differentiated in the {phase} phase (create_graph=True), so the "
+            f"target is computed a second time, eagerly; if most steps do so, {phase}_mode=None is faster"
         )
-        self._fallback.say(message, subject="gradients are differentiated")
+        self._fallback.warn("CC303", message)
 
     def _say_repaired(self) -> None:
         """Warn once that a warm-up of a CUDA graph failed, because its graph is warmed up and recorded again."""
@@ -177,7 +175,7 @@ class GraphBackend:
             f"target {target!r} ({phase} phase): the first run of a CUDA graph raised an exception before this call, "
             "such as OutOfMemoryError; torch warms that graph up again at its next call"
         )
-        self._fallback.say_later(message, subject="failed warm-up")
+        self._fallback.warn_after_call("CC305", message)
 
     # ------------------------------------------------------------------------------------------ templates and passes
 
@@ -187,7 +185,7 @@ class GraphBackend:
             return
         self._template_said = True
         self._recorder.add("template", self._key, reason=falls_back)
-        self._fallback.say_later(f"{self._key.phase}_mode: {falls_back}")
+        self._fallback.warn_after_call("CC204", f"{self._key.phase}_mode: {falls_back}", about=self._key.phase)
 
     def _note_passes(self, attempt: _Attempt) -> None:
         """Report what passes did, and tell a graph that torch's cache gave back from one without a match."""
@@ -201,7 +199,7 @@ class GraphBackend:
 
     def _without_failed_pass(self, attempt: _Attempt, error: Exception) -> dict[str, Any] | None:
         """How to compile a graph once more where a custom pass failed on it: without that pass."""
-        failure, settings = failed_pass(error), self._fallback.settings
+        failure, settings = find_pass_error(error), self._fallback.settings
         if failure is None or settings.on_error == "raise":
             return None
         if settings.on_trial and any(failure.failed is own for own in self._config.passes):
@@ -209,14 +207,12 @@ class GraphBackend:
         attempt.runs.clear()
         attempt.skipped.append(failure.failed)
         self._recorder.add("pass_skipped", self._key, reason=str(failure))
-        if not any(failure.failed is other for other in self._passes_said):
-            self._passes_said.append(failure.failed)
-            target, phase = self._key[:2]
-            message = (
-                f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without it (each time: "
-                f"callback.report.{phase}.events; on_error='raise' ends the run)"
-            )
-            self._fallback.say_later(message)
+        target, phase = self._key[:2]
+        message = (
+            f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without the pass (all failures: "
+            f"callback.report.{phase}.events; on_error='raise' raises instead)"
+        )
+        self._fallback.warn_after_call("CC701", message, about=(target, phase, pass_name(failure.failed)))
         return self._patches(attempt)
 
     # ------------------------------------------------------------------------------------------ folded weights
@@ -249,7 +245,7 @@ class GraphBackend:
 
     def _fold_settings(self) -> FoldSettings:
         return FoldSettings(
-            limit_mb=self._config.fold_limit_mb,
+            limit_mib=self._config.fold_limit_mib,
             on_folded=self._remember_folded,
             on_left_out=self._not_folded,
             on_refresh=lambda: self._recorder.weights_refreshed(self._key),
@@ -257,7 +253,7 @@ class GraphBackend:
 
     def _remember_folded(self, graph: FoldedGraph) -> None:
         self._folded.append(weakref.ref(graph))
-        self._recorder.add("fold", self._key, folded_mb=graph.folded_bytes / 2**20)
+        self._recorder.add("fold", self._key, folded_mib=graph.folded_bytes / 2**20)
 
     def _not_folded(self, reason: str) -> None:
         self._recorder.add("fold", self._key, reason=reason)

@@ -31,7 +31,7 @@ from compile_callbacks.profiling.workload import Work, baseline_from_data
 from compile_callbacks.report.report import CompileReport, build_phase_report
 from compile_callbacks.runtime.cache_dir import CompileCache
 from compile_callbacks.runtime.called_targets import CalledTargets
-from compile_callbacks.runtime.cudagraphs import BackwardInCallingThread, LastingGradients, drop_overwritten_gradients
+from compile_callbacks.runtime.cudagraphs import BackwardInCallingThread, GradientCopies, drop_overwritten_gradients
 from compile_callbacks.runtime.diagnostics import SessionWarnings
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
 from compile_callbacks.runtime.distributed import ProcessGroupSync
@@ -162,7 +162,7 @@ class Session:
         }
         self._cache_dir = cache_dir
         self._passes = tuple(passes)
-        self._lasting_gradients = LastingGradients()
+        self._gradient_copies = GradientCopies()
         self._backward_thread = BackwardInCallingThread()
         self._shared: Mapping[Phase, Baseline] = {}
         self._running = False
@@ -363,7 +363,7 @@ class Session:
             kept: Whether the gradients may outlive the step, as in an accumulation.
         """
         if kept and self.has_cudagraphs:
-            self._lasting_gradients.keep(self.module.parameters())
+            self._gradient_copies.keep(self.module.parameters())
 
     def step_ends(self, work: Callable[[], Work]) -> None:
         """A batch ends.
@@ -394,7 +394,7 @@ class Session:
             config = self._configs[phase]
             if tuning.winner is None and config is not None and config.uses_cudagraphs:
                 # Torch frees the memory of CUDA graphs with the last of them, tensors that are still in it or not.
-                self._lasting_gradients.keep(self.module.parameters())
+                self._gradient_copies.keep(self.module.parameters())
             if found is not None:
                 tuning.step_ends(found, measured=step.measured)
             self._configs[phase] = tuning.config

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.errors import CompileError
+from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.accuracy import (
@@ -28,7 +28,7 @@ from compile_callbacks.runtime.accuracy import (
     sketches,
     tolerance,
 )
-from compile_callbacks.runtime.fallback import Fallback, describe
+from compile_callbacks.runtime.fallback import EagerFallback
 from compile_callbacks.runtime.snapshot import RandomState
 from compile_callbacks.runtime.target import Target
 
@@ -44,7 +44,7 @@ class Verification:
     """
 
     def __init__(
-        self, key: CompileKey, members: Iterable[Target], *, recorder: CompileRecorder, fallback: Fallback
+        self, key: CompileKey, members: Iterable[Target], *, recorder: CompileRecorder, fallback: EagerFallback
     ) -> None:
         self._key = key
         # Torch keeps what it compiled, and so this object, for as long as the process lives: not the modules.
@@ -52,7 +52,7 @@ class Verification:
         self._recorder = recorder
         self._fallback = fallback
 
-    def at_first_call(
+    def wrap(
         self,
         compiled: Callable[..., Any],
         eager: torch.fx.GraphModule,
@@ -100,11 +100,9 @@ class Verification:
             accepted = self._accepts(first.compare(inputs))
         except _CompiledGraphFailedError as failure:
             if self._fallback.settings.on_error == "raise":
-                target, phase = self._key[:2]
-                message = f"compiling target {target!r} for the {phase} phase failed: {describe(failure.error)}"
-                raise CompileError(message) from failure.error
-            self._fallback.gave_up = True
-            self._fallback.report(failure.error, what="its compiled code raised what eager does not")
+                raise self._fallback.as_compile_error(failure.error) from failure.error
+            self._fallback.active = True
+            self._fallback.compiler_failed(failure.error, what="its compiled code raised what eager does not")
             accepted = False
         if accepted:
             return first.compiled, first.compiled(*inputs) if first.outputs is None else first.outputs
@@ -118,16 +116,16 @@ class Verification:
         if comparison.verdict != "differs":
             return True
         if settings.on_trial:
-            self._fallback.give_up_on_difference()
+            self._fallback.active = True
             return False
         message = f"target {target!r} differs from eager in the {phase} phase: {comparison.reason}"
         if settings.verify == "raise":
-            raise CompileError(f"{message} (verify='raise')")
+            raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
         if settings.verify == "eager":
             self._recorder.add("fallback", self._key, reason=comparison.reason)
-            self._fallback.give_up_on_difference()
+            self._fallback.active = True
             message += "; it runs eagerly from here on (verify='eager')"
-        self._fallback.say_later(message, subject="difference")
+        self._fallback.warn_after_call("CC302", message)
         return settings.verify != "eager"
 
     def _names(self, inputs: Sequence[Any]) -> list[str]:

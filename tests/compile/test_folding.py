@@ -18,10 +18,10 @@ from compile_callbacks.folding.folded import compile_inner, folding
 class Folded:
     """A module compiled with folding, outside of any callback."""
 
-    def __init__(self, module, *, limit_mb=64.0, dynamic=None, cached=True):
+    def __init__(self, module, *, limit_mib=64.0, dynamic=None, cached=True):
         self._patches = {} if cached else {"force_disable_caches": True}
         self.graphs, self.left_out, self.refreshes = [], [], 0
-        self.settings = FoldSettings(limit_mb, self.graphs.append, self.left_out.append, self._count)
+        self.settings = FoldSettings(limit_mib, self.graphs.append, self.left_out.append, self._count)
         eager = copy.deepcopy(module)
         self.module, self._eager = module, eager
 
@@ -220,10 +220,10 @@ def test_no_more_memory_than_the_limit():
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     module.append(nn.BatchNorm1d(64))
     sizes = []
-    for limit_mb in (0.001, 0.02, 1.0):
-        folded = Folded(randomized(copy.deepcopy(module)), limit_mb=limit_mb)
+    for limit_mib in (0.001, 0.02, 1.0):
+        folded = Folded(randomized(copy.deepcopy(module)), limit_mib=limit_mib)
         folded.assert_equals_eager(torch.randn(2, 64), context=bfloat16, rtol=0.1, atol=1e8)
-        assert folded.folded_bytes <= limit_mb * 2**20
+        assert folded.folded_bytes <= limit_mib * 2**20
         sizes.append(folded.folded_bytes)
     assert 0 < sizes[0] < sizes[1] < sizes[2]
 

@@ -176,7 +176,7 @@ CONFIGS = [
     InductorConfig(),
     InductorConfig(mode="reduce-overhead", dynamic=False, fullgraph=True),
     InductorConfig(template="aten", freezing=True, options={"epilogue_fusion": False}),
-    InductorConfig(passes=[changes_nothing], fold_weights=False, fold_limit_mb=3),
+    InductorConfig(passes=[changes_nothing], fold_weights=False, fold_limit_mib=3),
 ]
 
 

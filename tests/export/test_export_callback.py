@@ -101,7 +101,7 @@ def test_what_was_measured_is_in_the_report(run):
     assert (report.path, report.weights, report.verified, report.error) == (str(run.export.path), "best", "equal", None)
     assert report.checkpoint.endswith(".ckpt")
     assert report.max_abs_error < 1e-4
-    assert report.size_mb == pytest.approx(run.export.path.stat().st_size / 2**20)
+    assert report.size_mib == pytest.approx(run.export.path.stat().st_size / 2**20)
     assert report.export_seconds > 0
     assert all(ms > 0 for ms in (report.eager_ms, report.package_ms))
     assert report.samples == 50

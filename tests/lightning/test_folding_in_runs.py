@@ -132,7 +132,7 @@ def test_validation_on_a_gpu_follows_the_weights(company, name, precision):
     close = {"rtol": 1e-3, "atol": 1e-3} if full else {"rtol": 2e-2, "atol": 2e-2}
     assert_same_values(fit(callback, company(), **settings), fit(company(), **settings), close)
     assert refreshed_each_stage(callback)
-    assert callback.report.infer.folded_mb > 0
+    assert callback.report.infer.folded_mib > 0
 
 
 @pytest.mark.all_versions
@@ -156,9 +156,9 @@ def test_the_report_tells_of_folded_weights():
     trainer(callback).predict(module, images())
     infer = callback.report.infer
     weights = (8 * 3 * 9 + 8) * 4 / 2**20  # the convolution's, and what is added after it; float32
-    assert infer.folded_mb == pytest.approx(weights)
+    assert infer.folded_mib == pytest.approx(weights)
     assert infer.weight_refreshes == 1
-    assert callback.report.train.folded_mb is None
+    assert callback.report.train.folded_mib is None
     assert "folded weights MB" in str(callback.report)
     assert json.loads(json.dumps(callback.report.to_dict()))["infer"]["weight_refreshes"] == 1
 
@@ -199,7 +199,7 @@ def test_targets_that_share_weights():
 
     callback = ours()
     assert_same_values(fit(callback, make=Sharing), fit(make=Sharing))
-    assert callback.report.infer.folded_mb > 0
+    assert callback.report.infer.folded_mib > 0
 
 
 @pytest.mark.all_versions
@@ -224,7 +224,7 @@ def test_a_pass_sees_the_graph_of_the_user_once():
 def test_it_can_be_switched_off():
     callback = ours(infer_mode=InductorConfig(fold_weights=False))
     fit(callback, epochs=1)
-    assert callback.report.infer.folded_mb is None
+    assert callback.report.infer.folded_mib is None
     assert callback.report.infer.weight_refreshes is None
 
 
@@ -248,7 +248,7 @@ class WithTeacher(Classifier):
 def test_a_teacher_in_training_is_folded_where_asked_for():
     callback = ours(InductorConfig(fold_weights=True))
     assert_same_values(fit(callback, make=WithTeacher, epochs=2), fit(make=WithTeacher, epochs=2))
-    assert callback.report.train.folded_mb > 0
+    assert callback.report.train.folded_mib > 0
     assert callback.report.train.weight_refreshes == 2  # the training stage begins anew with each epoch's first batch
 
 
@@ -269,7 +269,7 @@ def test_weights_that_are_shards_are_left_alone():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(compiled_target(x).a, nn.functional.linear(x, weight))
     (event,) = recorder.of("infer", "fold")
-    assert event.folded_mb is None
+    assert event.folded_mib is None
     assert "tensor subclasses" in event.reason
 
 
@@ -289,7 +289,7 @@ for change in (1.0, 2.0):
     predicted = torch.cat(trainer(callback).predict(module, images()))
     torch.testing.assert_close(predicted, eager(module), rtol=1e-4, atol=1e-5)
 infer = callback.report.infer
-print(json.dumps([infer.cache_hits, infer.cache_misses, infer.folded_mb, infer.weight_refreshes]))
+print(json.dumps([infer.cache_hits, infer.cache_misses, infer.folded_mib, infer.weight_refreshes]))
 """
 
 

@@ -92,9 +92,9 @@ FORMS: dict[str, tuple[Any, InductorConfig | Tune | None]] = {
     "class": (
         {
             "class_path": CONFIG,
-            "init_args": {"template": "aten", "fold_weights": False, "fold_limit_mb": 3},
+            "init_args": {"template": "aten", "fold_weights": False, "fold_limit_mib": 3},
         },
-        InductorConfig(template="aten", fold_weights=False, fold_limit_mb=3),
+        InductorConfig(template="aten", fold_weights=False, fold_limit_mib=3),
     ),
     "passes": (
         {"class_path": CONFIG, "init_args": {"passes": [f"{__name__}:changes_nothing"]}},

@@ -301,7 +301,7 @@ def test_weights_of_shared_graphs_are_not_folded(settings, said):
     with pytest.warns(CompileWarning, match=said):
         predicted = torch.cat(trainer(callback).predict(module, loader(2)))
     torch.testing.assert_close(predicted, module(next(iter(loader(1, 8)))[0]), rtol=1e-4, atol=1e-5)
-    assert (callback.report.infer.graphs, callback.report.infer.folded_mb) == (1, None)
+    assert (callback.report.infer.graphs, callback.report.infer.folded_mib) == (1, None)
 
 
 def test_a_candidate_that_would_bake_weights_in_is_not_tried():

@@ -9,7 +9,7 @@ import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, CUDAWarmupNode, ExecutionState
 
-from compile_callbacks.runtime.cudagraphs import with_repaired_warmup
+from compile_callbacks.runtime.cudagraphs import with_warmup_repair
 
 pytestmark = pytest.mark.all_versions
 
@@ -40,7 +40,7 @@ def test_the_next_call_runs_after_a_warmup_that_raised(manager):
             manager.try_end_curr_warmup("function")
         return x + 1
 
-    call = with_repaired_warmup(compiled, torch.device("cuda", 0), lambda: said.append("repaired"))
+    call = with_warmup_repair(compiled, torch.device("cuda", 0), lambda: said.append("repaired"))
     assert call(1) == 2
     assert manager.current_node is None
     assert manager.path_state == ExecutionState.NONE
@@ -52,6 +52,6 @@ def test_the_next_call_runs_after_a_warmup_that_raised(manager):
 
 def test_a_warmup_that_succeeded_is_left_alone(manager):
     manager.current_node.tensor_weakrefs += [None, None]
-    call = with_repaired_warmup(lambda x: x, torch.device("cuda", 0), lambda: pytest.fail("nothing to repair"))
+    call = with_warmup_repair(lambda x: x, torch.device("cuda", 0), lambda: pytest.fail("nothing to repair"))
     assert call(1) == 1
     assert "function" in manager.warmed_up_functions
