@@ -92,7 +92,7 @@ def measure(name: str, batch_size: int, precision: str, mode: str, args: argpars
     row = {
         "model": name, "batch_size": batch_size, "precision": precision, "mode": mode, **times,
         "folded / frozen": times["folded"] / times["frozen"], "folded / plain": times["folded"] / times["plain"],
-        "folded_mib": sum(event.folded_mib or 0 for event in folded.recorder.of("infer", "fold")),
+        "folded_mib": sum(event.folded_mib or 0 for event in folded.recorder.events_of("infer", "fold")),
         "check_us": check_us(folded), "refresh_ms": refresh_ms(folded),
     }  # fmt: skip
     for candidate in (eager, folded):

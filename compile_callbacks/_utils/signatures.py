@@ -15,7 +15,7 @@ _MOST_INPUTS = 1000  # the inputs of a call are looked at only if shapes that ar
 _MOST_DEPTH = 8
 
 
-class TensorLooks(NamedTuple):
+class TensorSignature(NamedTuple):
     """What a tensor looks like."""
 
     shape: tuple[int, ...]
@@ -36,20 +36,20 @@ def signature(args: Any, kwargs: Any = None) -> Any:
         kwargs: The inputs by name; ``None`` for a batch.
     """
     left = [_MOST_VALUES if kwargs is None else _MOST_INPUTS]
-    looks = _looks(args, left, _MOST_DEPTH)
-    return (looks, _looks(kwargs, left, _MOST_DEPTH)) if kwargs else looks
+    looks = _signature_of(args, left, _MOST_DEPTH)
+    return (looks, _signature_of(kwargs, left, _MOST_DEPTH)) if kwargs else looks
 
 
-def _looks(value: Any, left: list[int], depth: int) -> Any:
+def _signature_of(value: Any, left: list[int], depth: int) -> Any:
     left[0] -= 1
     if isinstance(value, torch.Tensor):
-        return TensorLooks(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
+        return TensorSignature(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
     if depth and left[0] > 0:
         if isinstance(value, (list, tuple)):
-            found = tuple(_looks(item, left, depth - 1) for item in _while_some_left(value, left))
+            found = tuple(_signature_of(item, left, depth - 1) for item in _while_some_left(value, left))
             return found if len(found) == len(value) else (*found, len(value))
         if (entries := _entries(value)) is not None:
-            return tuple((key, _looks(item, left, depth - 1)) for key, item in _while_some_left(entries, left))
+            return tuple((key, _signature_of(item, left, depth - 1)) for key, item in _while_some_left(entries, left))
     return type(value)
 
 

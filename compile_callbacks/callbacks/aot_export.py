@@ -27,7 +27,7 @@ from compile_callbacks.exporting.loaded_package import ExportError, load_after_t
 from compile_callbacks.exporting.package import DiffersFromEagerError, as_deployed, check_equal, export
 from compile_callbacks.exporting.package_options import check_path, check_settings, check_writable
 from compile_callbacks.profiling.step_timer import median_ms
-from compile_callbacks.report.console import say
+from compile_callbacks.report.console import print_line
 from compile_callbacks.report.export_report import ExportReport
 from compile_callbacks.report.loggers import log_export
 from compile_callbacks.runtime.accuracy import Comparison
@@ -154,7 +154,7 @@ class AOTInductorExport(Callback):
             return
         try:
             self.report = self._export(trainer, pl_module)
-            say(trainer, f"AOTInductorExport: {self.report.describe()}")
+            print_line(trainer, f"AOTInductorExport: {self.report.describe()}")
         except Exception as error:
             reason = in_one_line(str(error) if isinstance(error, ExportError) else describe_failure(error), 600)
             compared = error.compared if isinstance(error, DiffersFromEagerError) else None

@@ -26,8 +26,8 @@ from compile_callbacks.config.tune import Mode, Settings, as_settings, phases_le
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.profiling.baseline import Baseline
-from compile_callbacks.profiling.workload import Work, work_of
-from compile_callbacks.report.console import print_report, say
+from compile_callbacks.profiling.workload import Workload, workload_of
+from compile_callbacks.report.console import print_line, print_report
 from compile_callbacks.report.loggers import (
     log_scalars,
     log_settings,
@@ -258,11 +258,11 @@ class InductorCompile(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        def work() -> Work:
+        def workload() -> Workload:
             optimizer_steps = trainer.global_step - self._global_step_before
-            return work_of("train", batch, f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated")
+            return workload_of("train", batch, f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated")
 
-        self._step_ends(work)
+        self._step_ends(workload)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -298,7 +298,7 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_ends(lambda: work_of(f"{trainer.state.stage} {dataloader_idx}", batch))
+        self._step_ends(lambda: workload_of(f"{trainer.state.stage} {dataloader_idx}", batch))
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
@@ -363,7 +363,7 @@ class InductorCompile(Callback):
                 baseline_steps=self.baseline_steps,
                 settings=self._region_settings,
                 cache_dir=self.cache_dir,
-                say=functools.partial(say, trainer),
+                print_line=functools.partial(print_line, trainer),
             )
         if not session.running:
             together = trainer.world_size > 1
@@ -389,9 +389,9 @@ class InductorCompile(Callback):
             turn = max(sessions, key=lambda session: (session.compares, session.measures)) is self._session
         return self._session.step_begins(first=batch_idx == 0, turn=turn)
 
-    def _step_ends(self, work: Callable[[], Work]) -> None:
+    def _step_ends(self, workload: Callable[[], Workload]) -> None:
         if self._session:
-            self._session.step_ends(work)
+            self._session.step_ends(workload)
 
     def _leave(self, phase: Phase) -> None:
         if self._session and not self._is_within_run:

@@ -120,9 +120,9 @@ def relative_error(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tens
 def _why_not_compiled(candidate: Candidate) -> str | None:
     """The reason why no graph was compiled; ``None`` if one was, and for eager."""
     recorder, phase = candidate.recorder, candidate.phase
-    if candidate.config is None or any(event.graphs for event in recorder.of(phase, "compile")):
+    if candidate.config is None or any(event.graphs for event in recorder.events_of(phase, "compile")):
         return None
-    events = [*recorder.of(phase, "fallback"), *recorder.of(phase, "graph_break")]
+    events = [*recorder.events_of(phase, "fallback"), *recorder.events_of(phase, "graph_break")]
     reasons = [event.reason for event in events if event.reason]
     return in_one_line(reasons[0]) if reasons else "no graph was compiled, and torch gives no reason"
 
@@ -138,7 +138,7 @@ def _row(candidate: Candidate, eager: Candidate, samples: Mapping[str, list[floa
     row |= {"first_step_seconds": candidate.first_step_seconds, "peak_memory_mib": candidate.peak_memory_mib}
     if candidate is eager:
         return row
-    compiles = recorder.of(phase, "compile")
+    compiles = recorder.events_of(phase, "compile")
     seconds = sum(event.seconds or 0.0 for event in compiles)
     speedup = break_even_steps = None
     if step_ms and eager_step_ms and min(len(block_ms), len(eager_ms)) >= _LEAST_SAMPLES:
@@ -152,8 +152,8 @@ def _row(candidate: Candidate, eager: Candidate, samples: Mapping[str, list[floa
         "break_even_steps": break_even_steps,
         "relative_error": error,
         "graphs": sum(event.graphs for event in compiles),
-        "graph_breaks": len(recorder.of(phase, "graph_break")),
-        "fallbacks": len(recorder.of(phase, "fallback")),
+        "graph_breaks": len(recorder.events_of(phase, "graph_break")),
+        "fallbacks": len(recorder.events_of(phase, "fallback")),
         "passes": sorted(changed),
         "notes": [*note, *_idle_settings(candidate)],
     }

@@ -32,12 +32,12 @@ CompilePart = Literal["graph", "backward", "cudagraph"]
 
 
 class CompileKey(NamedTuple):
-    """The target and phase that a compile is for, whether weights are baked in, and the settings if they are tried."""
+    """The target and phase that a compile is for, whether weights are baked in, and the candidate of a tuned phase."""
 
     target: str
     phase: Phase
     frozen: bool = False
-    settings: str | None = None
+    candidate: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class CompileEvent:
             that torch put off; ``"cudagraph"``, a recording.
         target: Name of the target.
         phase: The phase it was compiled for.
-        settings: The candidate of a `Tune` that it happened to, in a line; ``None`` where nothing is tuned.
+        candidate: The candidate of a `Tune` that it happened to, in a line; ``None`` where nothing is tuned.
         seconds: How long it took (kind ``"compile"``).
         backward_seconds: How much of it went into the backward graph.
         graphs: How many graphs were compiled (kind ``"compile"``).
@@ -68,7 +68,7 @@ class CompileEvent:
     target: str
     phase: Phase
     part: CompilePart | None = None
-    settings: str | None = None
+    candidate: str | None = None
     seconds: float | None = None
     backward_seconds: float | None = None
     graphs: int = 0
@@ -133,13 +133,13 @@ class CompileRecorder:
         """Compiles in this process so far, the user's own too: a step in which this changes is no sample."""
         self.traces_seen = 0
         """Those of them that are not recordings of a CUDA graph."""
-        self.limits_hit: dict[CompileKey, str] = {}
+        self.recompile_limits: dict[CompileKey, str] = {}
         """Targets and phases that torch compiles for no further inputs, and what it compiled anew for last."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
         """What each custom graph pass did to each graph, in order."""
         self.weight_refreshes: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         """Times that folded weights were computed anew."""
-        self.broken: set[CompileKey] = set()
+        self.with_graph_breaks: set[CompileKey] = set()
         """Targets and phases that have a graph break."""
         self.on_reset: Callable[[], None] = _nothing
         """Called after ``torch.compiler.reset()`` has removed all listeners, and this one listens again."""
@@ -178,7 +178,7 @@ class CompileRecorder:
         _torch.events.callback_handler.register_start_callback(self._start)
         _torch.events.callback_handler.register_end_callback(self._end)
 
-    def listen_again(self) -> None:
+    def listen_after_reset(self) -> None:
         """Continue to hear of compiles after ``torch.compiler.reset()`` within a step; takes 0.2 µs."""
         if self._listening and self._start not in _torch.events.callback_handler.start_callbacks:
             self.listen()
@@ -190,30 +190,30 @@ class CompileRecorder:
         self._listening = False
         _torch.events.unregister(self._start, self._end)
 
-    def graph_compiled(self) -> None:
+    def count_graph(self) -> None:
         """Called by a target's backend for each graph that it is given."""
         self._graphs += 1
 
-    def graph_lowered(self, seconds: float, *, is_backward: bool) -> None:
+    def add_lowering_time(self, seconds: float, *, is_backward: bool) -> None:
         """Called when Inductor has compiled the forward or the backward half of a graph."""
         if is_backward:
             self._backward_seconds += seconds
 
-    def pass_ran(self, key: CompileKey, run: dict[str, Any]) -> None:
+    def record_pass(self, key: CompileKey, run: dict[str, Any]) -> None:
         """Called for each custom graph pass that ran on a graph."""
         self.pass_runs.append((key, run))
 
-    def weights_refreshed(self, key: CompileKey) -> None:
+    def count_weight_refresh(self, key: CompileKey) -> None:
         """Called when folded weights were computed anew."""
         self.weight_refreshes[key.phase] += 1
 
-    def add(self, kind: EventKind, key: CompileKey, **what: Any) -> CompileEvent:
+    def record(self, kind: EventKind, key: CompileKey, **what: Any) -> CompileEvent:
         """Record something that happened to a target."""
-        event = CompileEvent(kind=kind, target=key.target, phase=key.phase, settings=key.settings, **what)
+        event = CompileEvent(kind=kind, target=key.target, phase=key.phase, candidate=key.candidate, **what)
         self.events.append(event)
         return event
 
-    def of(self, phase: Phase, kind: EventKind) -> list[CompileEvent]:
+    def events_of(self, phase: Phase, kind: EventKind) -> list[CompileEvent]:
         """The events of one kind and phase so far."""
         return [event for event in self.events if event.phase == phase and event.kind == kind]
 
@@ -227,11 +227,11 @@ class CompileRecorder:
                 self._look_for_limit(record)
                 continue
             if record.cache_hits or record.cache_misses:
-                self.add("cache", key, cache_hits=record.cache_hits, cache_misses=record.cache_misses)
+                self.record("cache", key, cache_hits=record.cache_hits, cache_misses=record.cache_misses)
             if record.recompile_reason:
-                self.add("recompile", key, reason=explain_recompile(record.recompile_reason))
+                self.record("recompile", key, reason=explain_recompile(record.recompile_reason))
             if record.cudagraph_skip_reason:
-                self.add("cudagraph_skip", key, reason=record.cudagraph_skip_reason)
+                self.record("cudagraph_skip", key, reason=record.cudagraph_skip_reason)
 
     def _look_for_limit(self, record: _torch.events.CompilationRecord) -> None:
         """Torch gives up on a frame at its recompile limit without announcing a compile."""
@@ -239,10 +239,10 @@ class CompileRecorder:
             return
         frame = _torch.events.frame_of(record.compile_id)
         key = next((key for known, key in self._keys.items() if _torch.events.frame_of(known) == frame), None)
-        if key is not None and key not in self.limits_hit:
+        if key is not None and key not in self.recompile_limits:
             last = explain_recompile(record.recompile_reason) if record.recompile_reason else "torch gives no reason"
-            self.limits_hit[key] = last
-            self.add("fallback", key, reason=f"torch's recompile limit is reached; the last reason: {last}")
+            self.recompile_limits[key] = last
+            self.record("fallback", key, reason=f"torch's recompile limit is reached; the last reason: {last}")
 
     def _start(self, args: Any) -> None:
         self.collect()
@@ -272,7 +272,7 @@ class CompileRecorder:
         if key is None:
             return
         self._on_end()
-        self.add(
+        self.record(
             "compile",
             key,
             part=self._part,
@@ -282,14 +282,14 @@ class CompileRecorder:
         )
         if key in self._reset_since:
             self._reset_since.discard(key)
-            self.add("recompile", key, reason="torch.compiler.reset() discarded the compiled graphs")
+            self.record("recompile", key, reason="torch.compiler.reset() discarded the compiled graphs")
         for found in breaks:
-            self.broken.add(key)
+            self.with_graph_breaks.add(key)
             # One place breaks the graph of each frame that is traced through it, and again when recompiled.
             if (key, found) in self._breaks:
                 continue
             self._breaks.add((key, found))
-            self.add("graph_break", key, reason=found.reason, file=found.file, line=found.line)
+            self.record("graph_break", key, reason=found.reason, file=found.file, line=found.line)
 
 
 _PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}

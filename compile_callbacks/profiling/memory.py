@@ -42,15 +42,15 @@ class PeakMemory:
         self._measured: Counter[_Way] = Counter()
         self._running: tuple[_Way, int] | None = None
 
-    def start(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> None:
+    def start(self, phase: Phase, *, compiled: bool, candidate: str | None = None) -> None:
         """A step begins on a GPU.
 
         Args:
             phase: Its phase.
             compiled: Whether it runs compiled.
-            settings: Its settings, if the phase has had several.
+            candidate: The candidate, if the phase is tuned.
         """
-        way = phase, compiled, settings
+        way = phase, compiled, candidate
         self._running = (way, torch.cuda.max_memory_allocated()) if self._measured[way] < _MEASURED_STEPS else None
 
     def stop(self, *, traced: bool) -> None:
@@ -70,9 +70,9 @@ class PeakMemory:
         found = self._peak_bytes if after > before else self._at_most_bytes
         found[way] = max(found.get(way, 0), after)
 
-    def peak(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> Peak:
+    def peak(self, phase: Phase, *, compiled: bool, candidate: str | None = None) -> Peak:
         """The highest peak of the measured steps."""
-        way = phase, compiled, settings
+        way = phase, compiled, candidate
         if (peak := self._peak_bytes.get(way)) is not None:
             return Peak(mib=peak / 2**20)
         at_most = self._at_most_bytes.get(way)

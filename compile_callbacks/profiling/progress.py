@@ -19,12 +19,12 @@ class CompileProgress:
     """Says what is compiling, for which phase and for how long, from a thread of its own.
 
     Args:
-        say: Takes a line of text.
+        print_line: Takes a line of text.
         clock: Seconds, rising.
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter) -> None:
-        self._say = say
+    def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._print_line = print_line
         self._clock = clock
         self._over: threading.Event | None = None
 
@@ -46,7 +46,7 @@ class CompileProgress:
         what = f"{key.target!r} for the {key.phase} phase"
         if over.wait(FIRST_LINE_SECONDS):
             return
-        self._say(f"compiling {what} ...")
+        self._print_line(f"compiling {what} ...")
         while not over.wait(LINE_SECONDS):
-            self._say(f"still compiling {what}: {self._clock() - started:.0f} s")
-        self._say(f"compiled {what} in {self._clock() - started:.1f} s")
+            self._print_line(f"still compiling {what}: {self._clock() - started:.0f} s")
+        self._print_line(f"compiled {what} in {self._clock() - started:.1f} s")

@@ -24,7 +24,7 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class StepStats:
-    """Step times of equal work.
+    """Step times of equal workload.
 
     Attributes:
         samples: How many steps.

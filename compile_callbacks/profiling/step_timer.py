@@ -14,20 +14,20 @@ import torch
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.profiling.step_series import Span, StepSeries
-from compile_callbacks.profiling.workload import Work
+from compile_callbacks.profiling.workload import Workload
 
 WARMUP_STEPS = 2
 """Steps left out after the way of running changes or anything compiles: allocators, cuDNN and CUDA graphs settle
 in them (a CUDA graph is warmed up in its first call and recorded in its second)."""
 
 KEPT_SAMPLES = 1000
-"""Samples kept of each kind of work, the latest ones: a month of training must not fill the memory."""
+"""Samples kept of each workload, the latest ones: a month of training must not fill the memory."""
 
-_KEPT_WORKS = 500  # the kinds of work of which samples are kept, the latest ones: nor must shapes that never return
+_KEPT_WORKLOADS = 500  # the workloads of which samples are kept, the latest ones: nor must shapes that never return
 
 _KEPT_SHAPES = 100_000  # that were seen, as hashes
 
-LATEST_SAMPLES = 20
+RECENT_SAMPLES = 20
 """The latest compiled samples, in which a slowdown shows."""
 
 STEADY_STEPS = 100
@@ -41,25 +41,25 @@ _UNREAD_SPANS = 64  # so many CUDA events are left unread before those that the 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Step times of equal work, eager against compiled.
+    """Step times of equal workload, eager against compiled.
 
     Attributes:
         eager_ms: Eager samples, in milliseconds.
         compiled_ms: Compiled samples, in milliseconds.
         restored: Whether the eager samples are those of an earlier run.
-        work: The work; ``None`` where there are no samples.
+        workload: The workload; ``None`` where there are no samples.
     """
 
     eager_ms: tuple[float, ...] = ()
     compiled_ms: tuple[float, ...] = ()
     restored: bool = False
-    work: Work | None = None
+    workload: Workload | None = None
 
 
 StepKind = Literal["eager", "compiled", "compiling"]
-"""How a step ran; ``"compiling"``: something was compiled in it, for these or other settings."""
+"""How a step ran; ``"compiling"``: something was compiled in it, for this candidate or another."""
 
-_Way = tuple[Phase, bool, str | None]  # a phase, whether it is compiled, and with which of several settings
+_Way = tuple[Phase, bool, str | None]  # a phase, whether it is compiled, and the candidate of a tuned phase
 
 
 class _Span:
@@ -100,7 +100,7 @@ class _Span:
 
 
 class _Samples:
-    """Samples of one kind of work: those read, and the spans that are not yet."""
+    """Samples of one kind of workload: those read, and the spans that are not yet."""
 
     def __init__(self) -> None:
         self._milliseconds: deque[float] = deque(maxlen=KEPT_SAMPLES)
@@ -123,7 +123,7 @@ class StepTimer:
     On a GPU a step is timed by events, which are read when the GPU has passed them or somebody asks: steady training is
     not synchronized. After `STEADY_STEPS` steady steps, not every step is timed. A step is no
     sample while anything compiles in it, nor are the `WARMUP_STEPS` after that or after a change between eager and
-    compiled, nor the first step with new shapes. Samples are compared only with samples of equal work.
+    compiled, nor the first step with new shapes. Samples are compared only with samples of equal workload.
 
     Args:
         clock: Seconds, rising; for steps on a CPU.
@@ -134,10 +134,10 @@ class StepTimer:
         """The time of the last step; ``None`` if something compiled in it, or if it was a warm-up step."""
         self._clock = clock
         self._steps: Counter[_Way] = Counter()
-        self._samples: dict[_Way, dict[Work, _Samples]] = defaultdict(dict)
+        self._samples: dict[_Way, dict[Workload, _Samples]] = defaultdict(dict)
         self._seen_shapes: dict[_Way, set[int]] = defaultdict(set)
         self._settled: Counter[_Way] = Counter()
-        self._restored: dict[Phase, dict[Work, tuple[float, ...]]] = {}
+        self._restored: dict[Phase, dict[Workload, tuple[float, ...]]] = {}
         self._series: dict[Phase, dict[tuple[StepKind, str | None], StepSeries]] = defaultdict(dict)
         self._running = False
         self._span: _Span | None = None  # of the running step, if it is timed
@@ -164,22 +164,22 @@ class StepTimer:
         self._span = _Span(device if on_gpu else None, self._clock)
         return True
 
-    def takes_turn(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> None:
+    def restart_warmup(self, phase: Phase, *, compiled: bool, candidate: str | None = None) -> None:
         """The next step runs otherwise than the one before it: where that had settled before, it is no sample."""
-        way = phase, compiled, settings
+        way = phase, compiled, candidate
         self._settled[way] = min(self._settled[way], WARMUP_STEPS - 1)
 
     def stop(
-        self, phase: Phase, *, compiled: bool, work: Work | None, disturbed: bool, settings: str | None = None
+        self, phase: Phase, *, compiled: bool, workload: Workload | None, disturbed: bool, candidate: str | None = None
     ) -> bool:
         """A step ends.
 
         Args:
             phase: The phase it belongs to.
             compiled: Whether it ran with the compiled targets.
-            work: What was to be done; ``None`` if the step was not timed.
+            workload: What was to be done; ``None`` if the step was not timed.
             disturbed: Whether anything compiled meanwhile.
-            settings: The settings that it was compiled with, where the phase has had several.
+            candidate: The candidate that it ran with, if the phase is tuned.
 
         Returns:
             Whether the step is a sample, which one that was not timed is not.
@@ -188,7 +188,7 @@ class StepTimer:
         if not self._running:
             return False
         self._running = False
-        key = phase, compiled, settings
+        key = phase, compiled, candidate
         self._steps[key] += 1
         self._steady_steps = 0 if disturbed or key != self._last_way else self._steady_steps + 1
         self._last_way = key
@@ -196,14 +196,14 @@ class StepTimer:
             return False
         span = self._span or _Span(None, self._clock, self._started)
         span.stop()
-        self._keep_order(phase, "compiling" if disturbed else "compiled" if compiled else "eager", settings, span)
+        self._keep_order(phase, "compiling" if disturbed else "compiled" if compiled else "eager", candidate, span)
         if disturbed:
             self._settled[key] = 0
             return False
         self._settled[key] += 1
-        if work is None:
+        if workload is None:
             return False
-        new_shapes = self._is_new(key, work)
+        new_shapes = self._is_new(key, workload)
         if self._settled[key] <= WARMUP_STEPS:
             return False
         self.last_step = span
@@ -211,79 +211,84 @@ class StepTimer:
         if new_shapes:
             return False
         of_way = self._samples[key]
-        of_work = of_way[work] if work in of_way else _Samples()
-        of_way.pop(work, None)
-        of_way[work] = of_work  # the latest is the last
-        of_work.add(span)
-        if len(of_way) > _KEPT_WORKS:
+        of_workload = of_way[workload] if workload in of_way else _Samples()
+        of_way.pop(workload, None)
+        of_way[workload] = of_workload  # the latest is the last
+        of_workload.add(span)
+        if len(of_way) > _KEPT_WORKLOADS:
             del of_way[next(iter(of_way))]
         return True
 
-    def abandon(self) -> None:
-        """Forget the step that is running."""
+    def discard_step(self) -> None:
+        """Discard the running step."""
         self._running = False
 
-    def compiled_steps(self, phase: Phase, settings: str | None = None) -> int:
+    def compiled_steps(self, phase: Phase, candidate: str | None = None) -> int:
         """All compiled steps of a phase, samples or not."""
-        return self._steps[phase, True, settings]
+        return self._steps[phase, True, candidate]
 
     def series(self, phase: Phase) -> tuple[dict[str, Any], ...]:
         """The steps of a phase in order, a mapping for each way in which they ran; waits for the GPU.
 
-        Each has ``kind`` (see `StepKind`), ``settings`` (the candidate, where the phase has had several), ``steps``
+        Each has ``kind`` (see `StepKind`), ``candidate`` (where the phase has had several), ``steps``
         (their numbers in the phase, from 1) and ``ms``; of many timed steps an even choice, see `StepSeries`.
         """
         found = []
-        for (kind, settings), series in self._series[phase].items():
+        for (kind, candidate), series in self._series[phase].items():
             steps, milliseconds = zip(*series.read(), strict=True)
-            found.append({"kind": kind, "settings": settings, "steps": list(steps), "ms": list(milliseconds)})
+            found.append({"kind": kind, "candidate": candidate, "steps": list(steps), "ms": list(milliseconds)})
         return tuple(found)
 
-    def times(self, phase: Phase, settings: str | None = None) -> StepTimes:
-        """The samples of a phase for its current work: what most compiled steps did, of several the latest.
+    def times(self, phase: Phase, candidate: str | None = None) -> StepTimes:
+        """The samples of a phase for its current workload: what most compiled steps did, of several the latest.
 
-        Eager samples of other work are not compared. If no eager step of this run did the current work, the samples of
-        an earlier run are used, or the eager side stays empty.
+        Eager samples of another workload are not compared. If no eager step of this run had the current workload, the
+        samples of an earlier run are used, or the eager side stays empty.
         """
-        eager, compiled = self.samples(phase, compiled=False), self.samples(phase, compiled=True, settings=settings)
+        eager, compiled = self.samples(phase, compiled=False), self.samples(phase, compiled=True, candidate=candidate)
         earlier = self._restored.get(phase, {})
-        if work := _most_frequent(compiled):
-            restored = work not in eager and work in earlier
+        if workload := _most_frequent(compiled):
+            restored = workload not in eager and workload in earlier
             return StepTimes(
-                (earlier if restored else eager).get(work, ()), compiled[work], restored=restored, work=work
+                (earlier if restored else eager).get(workload, ()),
+                compiled[workload],
+                restored=restored,
+                workload=workload,
             )
-        if work := _most_frequent(eager):
-            return StepTimes(eager[work], (), work=work)
-        if work := _most_frequent(earlier):
-            return StepTimes(earlier[work], (), restored=True, work=work)
+        if workload := _most_frequent(eager):
+            return StepTimes(eager[workload], (), workload=workload)
+        if workload := _most_frequent(earlier):
+            return StepTimes(earlier[workload], (), restored=True, workload=workload)
         return StepTimes()
 
-    def _is_new(self, way: _Way, work: Work) -> bool:
+    def _is_new(self, way: _Way, workload: Workload) -> bool:
         """Whether no step before it that ran in the same way had these shapes."""
-        seen, shapes = self._seen_shapes[way], hash(work.shapes)
-        if not work.shapes or shapes in seen:
+        seen, shapes = self._seen_shapes[way], hash(workload.shapes)
+        if not workload.shapes or shapes in seen:
             return False
         if len(seen) < _KEPT_SHAPES:
             seen.add(shapes)
         return True
 
-    def _keep_order(self, phase: Phase, kind: StepKind, settings: str | None, span: _Span) -> None:
+    def _keep_order(self, phase: Phase, kind: StepKind, candidate: str | None, span: _Span) -> None:
         series = self._series[phase]
-        if (kind, settings) not in series:
-            series[kind, settings] = StepSeries()
-        series[kind, settings].add(sum(n for way, n in self._steps.items() if way[0] == phase), span)
+        if (kind, candidate) not in series:
+            series[kind, candidate] = StepSeries()
+        series[kind, candidate].add(sum(n for way, n in self._steps.items() if way[0] == phase), span)
 
-    def baseline(self, phase: Phase) -> dict[Work, tuple[float, ...]]:
-        """The eager samples of a phase by their work, those of an earlier run among them."""
+    def baseline(self, phase: Phase) -> dict[Workload, tuple[float, ...]]:
+        """The eager samples of a phase by workload, those of an earlier run among them."""
         return {**self._restored.get(phase, {}), **self.samples(phase, compiled=False)}
 
-    def restore(self, phase: Phase, baseline: Mapping[Work, Sequence[float]]) -> None:
+    def restore(self, phase: Phase, baseline: Mapping[Workload, Sequence[float]]) -> None:
         """Take the eager samples of an earlier run, as `baseline` gave them."""
-        self._restored[phase] = {work: tuple(samples) for work, samples in baseline.items() if samples}
+        self._restored[phase] = {workload: tuple(samples) for workload, samples in baseline.items() if samples}
 
-    def samples(self, phase: Phase, *, compiled: bool, settings: str | None = None) -> dict[Work, tuple[float, ...]]:
-        """The samples in milliseconds by their work, the latest last; waits for the GPU."""
-        return {work: samples.read() for work, samples in self._samples[phase, compiled, settings].items()}
+    def samples(
+        self, phase: Phase, *, compiled: bool, candidate: str | None = None
+    ) -> dict[Workload, tuple[float, ...]]:
+        """The samples in milliseconds by workload, the latest last; waits for the GPU."""
+        return {workload: samples.read() for workload, samples in self._samples[phase, compiled, candidate].items()}
 
 
 def call_times_ms(
@@ -331,6 +336,6 @@ def spread_ms(samples: tuple[float, ...]) -> float | None:
     return third - first
 
 
-def _most_frequent(samples: Mapping[Work, tuple[float, ...]]) -> Work | None:
-    """The work that most samples are of; of several the one that was done last."""
-    return max(reversed(list(samples)), key=lambda work: len(samples[work]), default=None)
+def _most_frequent(samples: Mapping[Workload, tuple[float, ...]]) -> Workload | None:
+    """The workload with the most samples; of several, the latest."""
+    return max(reversed(list(samples)), key=lambda workload: len(samples[workload]), default=None)

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from compile_callbacks._utils.signatures import TensorLooks, signature
+from compile_callbacks._utils.signatures import TensorSignature, signature
 
 
-class Work(NamedTuple):
-    """What a step has to do. Only steps of equal work are compared.
+class Workload(NamedTuple):
+    """What a step has to do. Only steps of equal workload are compared.
 
     Attributes:
         stage: Which stage, and which of its loaders.
@@ -23,12 +23,12 @@ class Work(NamedTuple):
     kind: str = ""
     shapes: tuple[tuple[int, ...], ...] = ()
 
-    def where(self, **conditions: object) -> Work:
+    def with_conditions(self, **conditions: object) -> Workload:
         """The same under conditions that make a difference."""
         return self._replace(kind=_kind_where(self.kind, tuple(conditions.items())))
 
     @classmethod
-    def from_data(cls, data: Sequence[Any]) -> Work:
+    def from_data(cls, data: Sequence[Any]) -> Workload:
         """Rebuild it from a list of its fields.
 
         Raises:
@@ -44,16 +44,16 @@ class Work(NamedTuple):
         return cls(stage, kind, shapes)
 
 
-def baseline_from_data(data: Any) -> dict[Work, tuple[float, ...]]:
-    """The samples by their work, from pairs of lists; nothing if the data has another form."""
+def baseline_from_data(data: Any) -> dict[Workload, tuple[float, ...]]:
+    """The samples by workload, from pairs of lists; nothing if the data has another form."""
     try:
-        found = {Work.from_data(work): tuple(map(float, samples)) for work, samples in data}
+        found = {Workload.from_data(workload): tuple(map(float, samples)) for workload, samples in data}
     except (TypeError, ValueError, OverflowError):
         return {}
     return found if all(0 < sample < math.inf for samples in found.values() for sample in samples) else {}
 
 
-def work_of(stage: str, batch: Any, part: str = "") -> Work:
+def workload_of(stage: str, batch: Any, part: str = "") -> Workload:
     """What a step with a batch has to do.
 
     Args:
@@ -61,7 +61,7 @@ def work_of(stage: str, batch: Any, part: str = "") -> Work:
         batch: The batch.
         part: What else makes a difference.
     """
-    return _work_of_looks(stage, part, signature(batch))
+    return _workload_of_signature(stage, part, signature(batch))
 
 
 @functools.lru_cache(maxsize=1024)  # in each step: small steps wait for the host
@@ -70,20 +70,20 @@ def _kind_where(kind: str, conditions: tuple[tuple[str, object], ...]) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _work_of_looks(stage: str, part: str, looks: Any) -> Work:
+def _workload_of_signature(stage: str, part: str, batch_signature: Any) -> Workload:
     shapes: list[tuple[int, ...]] = []
-    kind = _without_sizes(looks, shapes)
-    return Work(stage, f"{part}, {kind!r}" if part else repr(kind), tuple(shapes))
+    kind = _without_sizes(batch_signature, shapes)
+    return Workload(stage, f"{part}, {kind!r}" if part else repr(kind), tuple(shapes))
 
 
-def _without_sizes(looks: Any, shapes: list[tuple[int, ...]]) -> Any:
+def _without_sizes(batch_signature: Any, shapes: list[tuple[int, ...]]) -> Any:
     """A signature without sizes, and of equal entries one; the shapes are appended."""
-    if isinstance(looks, TensorLooks):
-        shapes.append(looks.shape)
-        return looks._replace(shape=(0,) * len(looks.shape))
-    if not isinstance(looks, tuple):
-        return looks
-    found = [_without_sizes(entry, shapes) for entry in looks]
-    if all(isinstance(entry, type) for entry in looks):  # no tensors: texts, for example
-        shapes.append((len(looks),))
+    if isinstance(batch_signature, TensorSignature):
+        shapes.append(batch_signature.shape)
+        return batch_signature._replace(shape=(0,) * len(batch_signature.shape))
+    if not isinstance(batch_signature, tuple):
+        return batch_signature
+    found = [_without_sizes(entry, shapes) for entry in batch_signature]
+    if all(isinstance(entry, type) for entry in batch_signature):  # no tensors: texts, for example
+        shapes.append((len(batch_signature),))
     return tuple(dict.fromkeys(found))

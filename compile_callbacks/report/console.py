@@ -103,7 +103,7 @@ def print_report(report: CompileReport, name: str = "") -> None:
     sys.stdout.flush()
 
 
-def say(trainer: Trainer, line: str) -> None:
+def print_line(trainer: Trainer, line: str) -> None:
     """Print a line on rank zero: above an active progress bar, else as a log message."""
     if not trainer.is_global_zero:
         return

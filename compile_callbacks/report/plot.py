@@ -51,9 +51,9 @@ def _draw(axes: Axes, phase: Phase, report: PhaseReport) -> None:
             lines: Any = {"transform": axes.get_xaxis_transform(), "lw": 1.1, "alpha": 0.8, "zorder": 1}
             axes.vlines(steps, 0, 1, color=_COMPILING, label=label, **lines)
             continue
-        eager, ours = part["kind"] == "eager", part["settings"] in (None, report.mode)
+        eager, ours = part["kind"] == "eager", part["candidate"] in (None, report.mode)
         color = _EAGER if eager else _COMPILED if ours else next(tried)
-        label = _shortened("eager" if eager else part["settings"] or "compiled") + ("" if ours else ", tried")
+        label = _shortened("eager" if eager else part["candidate"] or "compiled") + ("" if ours else ", tried")
         known = report.eager_step_ms if eager else report.compiled_step_ms
         median = known if ours and known is not None else statistics.median(part["ms"])
         axes.scatter(steps, part["ms"], s=18 if len(steps) <= 60 else 6, color=color, alpha=0.55, lw=0, zorder=2)

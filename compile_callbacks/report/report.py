@@ -46,7 +46,7 @@ class PhaseReport:
         cache_misses: Graphs that were not in that cache.
         eager_step_ms: Median of the eager baseline steps, in milliseconds.
         eager_spread_ms: Interquartile range of the eager baseline steps.
-        compiled_step_ms: Median of the compiled steps of the same work, in milliseconds.
+        compiled_step_ms: Median of the compiled steps of the same workload, in milliseconds.
         compiled_spread_ms: Interquartile range of these compiled steps.
         speedup: ``eager_step_ms / compiled_step_ms``, if there are at least 5 samples of each and the 95% interval of
             the ratio excludes 1.0; else ``None``.
@@ -269,9 +269,9 @@ def build_phase_report(
     of_tune = chosen if isinstance(settings, Tune) else None
 
     def of(kind: EventKind) -> list[CompileEvent]:
-        return [e for e in recorder.of(phase, kind) if of_tune is None or e.settings in (None, of_tune)]
+        return [e for e in recorder.events_of(phase, kind) if of_tune is None or e.candidate in (None, of_tune)]
 
-    compiles = recorder.of(phase, "compile")
+    compiles = recorder.events_of(phase, "compile")
     graphs: Counter[str] = Counter()
     for event in of("compile"):
         graphs[event.target] += event.graphs
@@ -286,7 +286,7 @@ def build_phase_report(
     folded_mib = [event.folded_mib for event in of("fold") if event.folded_mib is not None]
     counts = [len(side) for side in (times.eager_ms, times.compiled_ms) if side]
     eager_peak = memory.peak(phase, compiled=False)
-    peak = memory.peak(phase, compiled=True, settings=of_tune)
+    peak = memory.peak(phase, compiled=True, candidate=of_tune)
     return PhaseReport(
         mode=chosen or (config.describe() if config else USER if left_alone else EAGER),
         targets=tuple(target.label(graphs[target.name]) for target in targets) if config else (),
@@ -320,7 +320,7 @@ def build_phase_report(
         passes=tuple(
             {"target": key.target, **run}
             for key, run in recorder.pass_runs
-            if key.phase == phase and (of_tune is None or key.settings == of_tune)
+            if key.phase == phase and (of_tune is None or key.candidate == of_tune)
         ),
         series=timer.series(phase),
         restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),

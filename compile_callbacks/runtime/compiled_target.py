@@ -128,7 +128,7 @@ class CompiledTarget:
             self._look_for_hooks()
         if self._uncompilable and signature(args, kwargs) in self._uncompilable:
             return member.eager(*args, **kwargs)
-        self._recorder.listen_again()
+        self._recorder.listen_after_reset()
         before_compile: list[Snapshot] = []
         failure, graphs_before = None, self._compiler.graphs
         calling = self._recorder.calling
@@ -220,7 +220,7 @@ class CompiledTarget:
     def _limit_factor(self) -> int:
         """The factor by which torch's recompile limit is raised."""
         # After a graph break, the graphs of both phases belong to the user's code object.
-        phases = 2 if _torch.dynamo.SHARES_RECOMPILE_LIMIT and self.key in self._recorder.broken else 1
+        phases = 2 if _torch.dynamo.SHARES_RECOMPILE_LIMIT and self.key in self._recorder.with_graph_breaks else 1
         # Blocks that differ are compiled separately. Raising the limit takes 10 µs a call, so not before it is reached.
         many = (
             len(self._members) > 1

@@ -8,7 +8,7 @@ from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey, CompileRecorder, EventKind
-from compile_callbacks.profiling.step_timer import LATEST_SAMPLES, StepTimer, median_ms, spread_ms
+from compile_callbacks.profiling.step_timer import RECENT_SAMPLES, StepTimer, median_ms, spread_ms
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
@@ -126,9 +126,9 @@ class SessionWarnings:
     # ------------------------------------------------------------------------------------------ one subject each
 
     def _warn_of_limits(self) -> None:
-        for key, reason in self._recorder.limits_hit.items():
+        for key, reason in self._recorder.recompile_limits.items():
             tuning = self._tunings.get(key.phase)
-            if tuning is not None and key.settings != tuning.winner:
+            if tuning is not None and key.candidate != tuning.winner:
                 continue
             message = (
                 f"target {key.target!r} reached torch's recompile limit in the {key.phase} phase: inputs that fit "
@@ -152,7 +152,7 @@ class SessionWarnings:
     def _why_uncompiled(self, key: CompileKey) -> str | None:
         """Why a target that ran has no compiled graph; ``None`` if it has one, or if a fallback was reported."""
         for event in self._recorder.events:
-            same = (event.target, event.phase, event.settings) == (key.target, key.phase, key.settings)
+            same = (event.target, event.phase, event.candidate) == (key.target, key.phase, key.candidate)
             if same and (event.kind == "fallback" or event.graphs):
                 return None
         breaks = self._reasons("graph_break", key)
@@ -170,31 +170,31 @@ class SessionWarnings:
         self._warn((key[:2], "blocks"), message)
 
     def _warn_of_folding(self, phase: Phase) -> None:
-        folds = self._recorder.of(phase, "fold")
+        folds = self._recorder.events_of(phase, "fold")
         if any(event.folded_mib is not None for event in folds):
             return
-        if any(event.graphs for event in self._recorder.of(phase, "compile")):
+        if any(event.graphs for event in self._recorder.events_of(phase, "compile")):
             reasons = [event.reason for event in folds if event.reason]
             nothing = "no inference graph computes anything worth keeping from weights alone"
             message = f"fold_weights=True has no effect in the {phase} phase: {reasons[-1] if reasons else nothing}"
             self._warn((phase, "fold"), message)
 
     def _reasons(self, kind: EventKind, key: CompileKey) -> list[str]:
-        return [e.reason for e in self._recorder.of(key.phase, kind) if e.target == key.target and e.reason]
+        return [e.reason for e in self._recorder.events_of(key.phase, kind) if e.target == key.target and e.reason]
 
     def _note(self, kind: EventKind, phase: Phase, reason: str) -> None:
         for target in self._switch.targets:
-            self._recorder.add(kind, CompileKey(target.name, phase), reason=reason)
+            self._recorder.record(kind, CompileKey(target.name, phase), reason=reason)
 
 
 def slower_steps(
-    phase: Phase, settings: str | None, recorder: CompileRecorder, timer: StepTimer
+    phase: Phase, candidate: str | None, recorder: CompileRecorder, timer: StepTimer
 ) -> Iterator[tuple[object, str]]:
-    """Compare the latest compiled steps with eager steps of the same work, beyond the spread of both.
+    """Compare the latest compiled steps with eager steps of the same workload, beyond the spread of both.
 
     Args:
         phase: The phase.
-        settings: The settings that the steps run with, if the phase has had several.
+        candidate: The candidate that the steps run with, if the phase is tuned.
         recorder: Has the compile events; the last one that may be the cause is named.
         timer: Has the step times.
 
@@ -202,9 +202,9 @@ def slower_steps(
         The subject, which is the same for the same cause, and the message.
     """
     found: list[tuple[float, str]] = []
-    all_eager, all_compiled = timer.baseline(phase), timer.samples(phase, compiled=True, settings=settings)
-    for work in all_eager.keys() & all_compiled.keys():
-        eager, latest = all_eager[work], all_compiled[work][-LATEST_SAMPLES:]
+    all_eager, all_compiled = timer.baseline(phase), timer.samples(phase, compiled=True, candidate=candidate)
+    for workload in all_eager.keys() & all_compiled.keys():
+        eager, latest = all_eager[workload], all_compiled[workload][-RECENT_SAMPLES:]
         if min(len(eager), len(latest)) < SAMPLES_TO_COMPARE:
             continue
         eager_ms, latest_ms = median_ms(eager) or 0, median_ms(latest) or 0
@@ -212,13 +212,13 @@ def slower_steps(
             figures = f"{latest_ms:.2f} ms in the last {len(latest)}, eager {eager_ms:.2f} ms"
             found.append((latest_ms - eager_ms, f"compiled {phase} steps are slower than eager ones ({figures})"))
     if found:
-        cause = _last_cause(phase, settings, recorder)
+        cause = _last_cause(phase, candidate, recorder)
         subject = phase, "slower", (cause.kind, cause.reason) if cause else None
         yield subject, f"{max(found)[1]}; {_describe(cause)}; {phase}_mode='eager' leaves the phase eager"
 
 
-def _last_cause(phase: Phase, settings: str | None, recorder: CompileRecorder) -> CompileEvent | None:
-    events = (e for e in reversed(recorder.events) if e.phase == phase and e.settings == settings)
+def _last_cause(phase: Phase, candidate: str | None, recorder: CompileRecorder) -> CompileEvent | None:
+    events = (e for e in reversed(recorder.events) if e.phase == phase and e.candidate == candidate)
     return next((event for event in events if event.kind in _CAUSES), None)
 
 

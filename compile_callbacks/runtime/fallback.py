@@ -42,7 +42,7 @@ class EagerFallback:
             what: What happened, as a clause of the warning.
         """
         reason, (target, phase) = describe(error), self._key[:2]
-        self._recorder.add("fallback", self._key, reason=reason)
+        self._recorder.record("fallback", self._key, reason=reason)
         message = (
             f"target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
             f"(in full: callback.report.{phase}.events; on_error='raise' raises instead)"

@@ -97,7 +97,7 @@ class GraphBackend:
                 patches=self._patches(attempt),
                 other_patches=functools.partial(self._without_failed_pass, attempt),
                 fallback=self._may_fall_back,
-                on_lowered=lambda seconds, backward: self._recorder.graph_lowered(seconds, is_backward=backward),
+                on_lowered=lambda seconds, backward: self._recorder.add_lowering_time(seconds, is_backward=backward),
                 inner_compile=inner_compile,
             )
         self._generated += generated
@@ -106,7 +106,7 @@ class GraphBackend:
             return compiled
         self._note_passes(attempt)
         self.graphs += 1
-        self._recorder.graph_compiled()  # here: Dynamo may restart its analysis from within, and come again
+        self._recorder.count_graph()  # here: Dynamo may restart its analysis from within, and come again
         uses_cudagraphs = self._config.uses_cudagraphs and self._device.type == "cuda"
         compiled = self._verification.wrap(
             compiled,
@@ -184,18 +184,18 @@ class GraphBackend:
         if self._template_said or (falls_back := self._config.template_falls_back(self._device)) is None:
             return
         self._template_said = True
-        self._recorder.add("template", self._key, reason=falls_back)
+        self._recorder.record("template", self._key, reason=falls_back)
         self._fallback.warn_after_call("CC204", f"{self._key.phase}_mode: {falls_back}", about=self._key.phase)
 
     def _note_passes(self, attempt: _Attempt) -> None:
         """Report what passes did, and tell a graph that torch's cache gave back from one without a match."""
         for run in attempt.runs:
-            self._recorder.pass_ran(self._key, run.to_dict())
+            self._recorder.record_pass(self._key, run.to_dict())
         ran = {(run.name, run.hook) for run in attempt.runs}
         for graph_pass in self._passes:
             name, hook = pass_name(graph_pass), pass_hook(graph_pass)
             if (name, hook) not in ran and not any(graph_pass is other for other in attempt.skipped):
-                self._recorder.pass_ran(self._key, {"name": name, "hook": hook, "from_cache": True})
+                self._recorder.record_pass(self._key, {"name": name, "hook": hook, "from_cache": True})
 
     def _without_failed_pass(self, attempt: _Attempt, error: Exception) -> dict[str, Any] | None:
         """How to compile a graph once more where a custom pass failed on it: without that pass."""
@@ -206,7 +206,7 @@ class GraphBackend:
             return None  # without the pass it would be other settings that are tried
         attempt.runs.clear()
         attempt.skipped.append(failure.failed)
-        self._recorder.add("pass_skipped", self._key, reason=str(failure))
+        self._recorder.record("pass_skipped", self._key, reason=str(failure))
         target, phase = self._key[:2]
         message = (
             f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without the pass (all failures: "
@@ -248,15 +248,15 @@ class GraphBackend:
             limit_mib=self._config.fold_limit_mib,
             on_folded=self._remember_folded,
             on_left_out=self._not_folded,
-            on_refresh=lambda: self._recorder.weights_refreshed(self._key),
+            on_refresh=lambda: self._recorder.count_weight_refresh(self._key),
         )
 
     def _remember_folded(self, graph: FoldedGraph) -> None:
         self._folded.append(weakref.ref(graph))
-        self._recorder.add("fold", self._key, folded_mib=graph.folded_bytes / 2**20)
+        self._recorder.record("fold", self._key, folded_mib=graph.folded_bytes / 2**20)
 
     def _not_folded(self, reason: str) -> None:
-        self._recorder.add("fold", self._key, reason=reason)
+        self._recorder.record("fold", self._key, reason=reason)
 
 
 def _device_of(example_inputs: Sequence[Any]) -> torch.device:

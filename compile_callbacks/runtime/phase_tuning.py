@@ -18,12 +18,12 @@ from compile_callbacks.config.tune import AUTO, LEAST_SAMPLES, Tune
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder
 from compile_callbacks.profiling.step_series import Span
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS, StepTimer
-from compile_callbacks.profiling.workload import Work
+from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.runtime.model_record import ModelRecord
 from compile_callbacks.tuning.candidates import candidates_of, why_not_compiled
-from compile_callbacks.tuning.trial import Block, Trial, Verdict, compared_work
+from compile_callbacks.tuning.trial import Block, Trial, Verdict, compared_workload
 from compile_callbacks.tuning.tuner import Tuner
 
 BLOCK_STEPS = 1 + WARMUP_STEPS + LEAST_SAMPLES
@@ -45,7 +45,7 @@ class PhaseTuning:
         switch: Runs the targets with a candidate.
         recorder: Has the compile events.
         timer: Has the step times.
-        say: Takes a line of text for the user.
+        print_line: Takes a line of text for the user.
         gather: Returns the values of all ranks, by rank. All ranks call it at the same points: at the end of each block
             of training steps, and of each stage of the infer phase.
         clock: Returns increasing seconds.
@@ -59,7 +59,7 @@ class PhaseTuning:
         switch: PhaseSwitch,
         recorder: CompileRecorder,
         timer: StepTimer,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         gather: Callable[[Any], Sequence[Any]] = lambda value: [value],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -68,7 +68,7 @@ class PhaseTuning:
         self._switch = switch
         self._recorder = recorder
         self._timer = timer
-        self._say = say
+        self._print_line = print_line
         self._gather = gather
         self._clock = clock
         self._device = torch.device("cpu")
@@ -83,11 +83,11 @@ class PhaseTuning:
         """Forget all measurements: a run that decided nothing does not count for the next one."""
         self._tuner = Tuner(self.tune, self._why_not)
         self._configs: dict[str, InductorConfig] = {}
-        self._works: Counter[Work] = Counter()  # of the first block
+        self._workloads: Counter[Workload] = Counter()  # of the first block
         self._made_for: dict[str, str] = {}
         self._adopted = self._agreed = self._lasts = False
         self._first_event = len(self._recorder.events)
-        self._samples: list[tuple[Work, Span]] = []  # of the block
+        self._samples: list[tuple[Workload, Span]] = []  # of the block
         self._block_steps, self._block_seconds, self._started = 0, 0.0, 0.0
 
     # ------------------------------------------------------------------------------------------ a run
@@ -139,18 +139,18 @@ class PhaseTuning:
         name = self.winner or (self._tuner.candidate if measured else EAGER)
         if self.winner is None and measured:
             if self._block_steps == 0:
-                self._timer.takes_turn(self.phase, compiled=name != EAGER, settings=_settings(name))
+                self._timer.restart_warmup(self.phase, compiled=name != EAGER, candidate=_candidate(name))
             self._started = self._clock()
         return self._use(name)
 
-    def step_ends(self, work: Work, *, measured: bool) -> None:
-        """End a step that did this work, after the timer has stopped."""
+    def step_ends(self, workload: Workload, *, measured: bool) -> None:
+        """End a step with this workload, after the timer has stopped."""
         if self.winner is not None or not measured:
             return
         if not self._tuner.started:
-            self._works[work] += 1
+            self._workloads[workload] += 1
         if self._timer.last_step is not None:
-            self._samples.append((work, self._timer.last_step))
+            self._samples.append((workload, self._timer.last_step))
         self._steps_left -= 1
         self._block_steps += 1
         self._block_seconds += self._clock() - self._started
@@ -207,9 +207,9 @@ class PhaseTuning:
     # ------------------------------------------------------------------------------------------ blocks
 
     def _use(self, name: str) -> InductorConfig | None:
-        if (settings := _settings(name)) != self._active_candidate:
-            self._active_candidate = settings
-            self._switch.set_config(self.phase, self.config, settings)
+        if (candidate := _candidate(name)) != self._active_candidate:
+            self._active_candidate = candidate
+            self._switch.set_config(self.phase, self.config, candidate)
         return self.config
 
     def _block_ends(self) -> None:
@@ -219,9 +219,14 @@ class PhaseTuning:
         self._seconds_left -= block.seconds
         self._tuner.block_ends(block)
         if not self._tuner.started:
-            compared = compared_work(self._works)
-            shapes_vary = compared not in self._works and len({work.shapes for work in self._works}) > 1
-            self._made_for = {**self._conditions, "phase": self.phase, "tune": self.tune.key(), "work": repr(compared)}
+            compared = compared_workload(self._workloads)
+            shapes_vary = compared not in self._workloads and len({workload.shapes for workload in self._workloads}) > 1
+            self._made_for = {
+                **self._conditions,
+                "phase": self.phase,
+                "tune": self.tune.key(),
+                "workload": repr(compared),
+            }
             told = gather((shapes_vary, self._earlier.get(digest(self._made_for))))
             self._start(any(shapes_vary for shapes_vary, _ in told), told[0][1])
         self._apply()
@@ -231,16 +236,16 @@ class PhaseTuning:
     def _block(self) -> Block:
         began = self._clock()
         self._recorder.collect()
-        times = defaultdict[Work, list[float]](list)
-        for work, sample in self._samples:
-            times[work].append(sample.milliseconds())  # waits for the GPU
+        times = defaultdict[Workload, list[float]](list)
+        for workload, sample in self._samples:
+            times[workload].append(sample.milliseconds())  # waits for the GPU
         compile_seconds = sum(event.seconds or 0 for event in self._events() if event.kind == "compile")
         return Block(dict(times), self._block_seconds + self._clock() - began, compile_seconds, self._problem())
 
     def _events(self, since: int = 0) -> list[CompileEvent]:
         """The compile events of the candidate."""
         name = self._tuner.candidate
-        return [e for e in self._recorder.events[since:] if e.phase == self.phase and e.settings == name]
+        return [e for e in self._recorder.events[since:] if e.phase == self.phase and e.candidate == name]
 
     def _problem(self) -> tuple[Verdict, str] | None:
         """Why the candidate cannot win, by its compile events."""
@@ -300,7 +305,7 @@ class PhaseTuning:
         line = f"{self.phase} phase: {self.winner} is chosen"
         if chosen is not eager and chosen.stats and eager.stats:
             line += f" ({chosen.median_ms():.2f} ms a step, eager {eager.median_ms():.2f} ms)"
-        self._say(f"{line}: {chosen.reason}" if chosen.reason else line)
+        self._print_line(f"{line}: {chosen.reason}" if chosen.reason else line)
 
     def _keep(self) -> None:
         """All ranks have the same winner: keep it for the next run, and in the file for later ones."""
@@ -310,7 +315,7 @@ class PhaseTuning:
         trials = [trial.to_dict() for trial in self._tuner.trials.values()]
         entry = {**state, "made_for": self._made_for, "trials": trials}
         if problem := self._record.update("winners", state["key"], entry):
-            self._say(f"{self.phase} phase: the winner could not be written for later runs: {problem}")
+            self._print_line(f"{self.phase} phase: the winner could not be written for later runs: {problem}")
 
     def _remember(self, winner: object, where: str) -> None:
         """Keep the key of the config that won in an earlier run until the conditions of this run are known."""
@@ -320,5 +325,5 @@ class PhaseTuning:
             self._earlier[key] = config_key, where
 
 
-def _settings(name: str) -> str | None:
+def _candidate(name: str) -> str | None:
     return None if name == EAGER else name

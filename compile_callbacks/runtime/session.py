@@ -27,7 +27,7 @@ from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.step_timer import StepTimer
-from compile_callbacks.profiling.workload import Work, baseline_from_data
+from compile_callbacks.profiling.workload import Workload, baseline_from_data
 from compile_callbacks.report.report import CompileReport, build_phase_report
 from compile_callbacks.runtime.cache_dir import CompileCache
 from compile_callbacks.runtime.called_targets import CalledTargets
@@ -99,7 +99,7 @@ class Session:
         baseline_steps: Eager samples wanted in each phase.
         settings: What to do on failures, differences from eager and new shapes.
         cache_dir: A folder in which compiled code, and what a `Tune` chose, are kept across runs.
-        say: Takes a line of text while something compiles.
+        print_line: Takes a line of text while something compiles.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Session:
         baseline_steps: int = 0,
         settings: TargetSettings | None = None,
         cache_dir: Path | None = None,
-        say: Callable[[str], None] = lambda line: None,
+        print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module = module
         self._settings = dict(configs)
@@ -132,7 +132,7 @@ class Session:
         self._configs: dict[Phase, InductorConfig | None] = {
             phase: given if isinstance(given, InductorConfig) else None for phase, given in configs.items()
         }
-        self._progress = CompileProgress(say)
+        self._progress = CompileProgress(print_line)
         # Torch knows the recorder as long as it listens, which is not to keep the session and its module.
         self._recorder = CompileRecorder(on_start=self._progress.compile_begins, on_end=self._progress.compile_ends)
         self._timer = StepTimer()
@@ -155,7 +155,7 @@ class Session:
                 switch=self._switch,
                 recorder=self._recorder,
                 timer=self._timer,
-                say=say,
+                print_line=print_line,
                 gather=self._processes.gather,
             )
             for phase, tune in tunes.items()
@@ -228,7 +228,7 @@ class Session:
             self._drop_gradients,
             self._processes.leave,
             self._recorder.stop,
-            self._timer.abandon,
+            self._timer.discard_step,
             self._end_cache,
             self._stay_compiled if keep_compiled else self._switch.remove,
         )
@@ -242,7 +242,7 @@ class Session:
 
         def go_on() -> None:
             self._stage = stage
-            self._timer.abandon()  # the step around the call, if it began in one, is no sample
+            self._timer.discard_step()  # the step around the call, if it began in one, is no sample
             self._step = replace(self._step, measured=False, timed=False)
             self._select(compiled=compiled)
 
@@ -323,7 +323,7 @@ class Session:
             self._collect_garbage()
         if first:
             self._switch.invalidate_weights()
-        self._recorder.listen_again()
+        self._recorder.listen_after_reset()
         stage = self._stage
         counts = not (stage.sanity or stage.nested)
         finds_targets = False
@@ -343,7 +343,7 @@ class Session:
             if self._compiled and stage.phase == "train" and not self._several_devices:
                 self._backward_thread.begin()
             if turn and counts:
-                self._memory.start(stage.phase, compiled=self._compiled, settings=self._candidate)
+                self._memory.start(stage.phase, compiled=self._compiled, candidate=self._candidate)
         if turn and counts:
             step.timed = self._timer.start(self._device, wanted=self.compares)
         if self._called is not None and finds_targets:
@@ -365,11 +365,11 @@ class Session:
         if kept and self.has_cudagraphs:
             self._gradient_copies.keep(self.module.parameters())
 
-    def step_ends(self, work: Callable[[], Work]) -> None:
+    def step_ends(self, workload: Callable[[], Workload]) -> None:
         """A batch ends.
 
         Args:
-            work: Returns what was to be done in it; called if the step is timed.
+            workload: Returns what was to be done in it; called if the step is timed.
         """
         phase, step = self._stage.phase, self._step
         if self._cuda:
@@ -379,11 +379,11 @@ class Session:
         disturbed = self._recorder.compiles_seen != step.compiles_before
         traced = self._recorder.traces_seen != step.traces_before
         tuning = self._tunings.get(phase)
-        found = self._describe(work(), step, disturbed=disturbed) if step.timed else None
+        found = self._describe(workload(), step, disturbed=disturbed) if step.timed else None
         if disturbed:
             self._trained = None
         sample = self._timer.stop(
-            phase, compiled=self._compiled, work=found, disturbed=disturbed, settings=self._candidate
+            phase, compiled=self._compiled, workload=found, disturbed=disturbed, candidate=self._candidate
         )
         if self._cuda and step.measured:
             self._memory.stop(traced=traced)
@@ -538,8 +538,8 @@ class Session:
         }
         return [target for target in self._switch.targets if self._called is None or target.name in called]
 
-    def _describe(self, work: Work, step: _Step, *, disturbed: bool) -> Work:
-        """The work of a step with the conditions that this session knows."""
+    def _describe(self, workload: Workload, step: _Step, *, disturbed: bool) -> Workload:
+        """The workload of a step with the conditions that this session knows."""
         conditions: dict[str, object] = {"precision": self._precision}
         if self._stage.phase == "train":  # below a frozen backbone there is less to do
             if step.first or disturbed or self._trained is None:
@@ -548,7 +548,7 @@ class Session:
         if self._stage.phase in self._tunings:
             # The first batch of a stage folds weights again, and with frozen weights other code runs.
             conditions |= {"first": step.first, "frozen": self._stage.weights_frozen}
-        return work.where(**conditions)
+        return workload.with_conditions(**conditions)
 
     def _select(self, *, compiled: bool) -> None:
         self._compiled = compiled and self._configs[self._stage.phase] is not None

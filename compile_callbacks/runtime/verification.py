@@ -112,7 +112,7 @@ class Verification:
     def _accepts(self, comparison: Comparison) -> bool:
         """Report a comparison, and decide whether the compiled graph is used."""
         settings, (target, phase) = self._fallback.settings, self._key[:2]
-        self._recorder.add("verify", self._key, **vars(comparison))
+        self._recorder.record("verify", self._key, **vars(comparison))
         if comparison.verdict != "differs":
             return True
         if settings.on_trial:
@@ -122,7 +122,7 @@ class Verification:
         if settings.verify == "raise":
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
         if settings.verify == "eager":
-            self._recorder.add("fallback", self._key, reason=comparison.reason)
+            self._recorder.record("fallback", self._key, reason=comparison.reason)
             self._fallback.active = True
             message += "; it runs eagerly from here on (verify='eager')"
         self._fallback.warn_after_call("CC302", message)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from compile_callbacks.profiling.step_stats import StepStats
-from compile_callbacks.profiling.workload import Work
+from compile_callbacks.profiling.workload import Workload
 
 Verdict = Literal["undecided", "chosen", "beaten", "not faster", "not compared", "failed", "wrong", "not tried"]
 """The result of a candidate: none yet; it won; it lost to another one; it is not faster than eager by ``min_speedup``
@@ -24,7 +24,7 @@ class Block(NamedTuple):
     ``problem`` tells why the candidate cannot win, if it failed or computes something else.
     """
 
-    times: Mapping[Work, Sequence[float]]
+    times: Mapping[Workload, Sequence[float]]
     seconds: float
     compile_seconds: float = 0.0
     problem: tuple[Verdict, str] | None = None
@@ -50,7 +50,7 @@ class Trial:
         reason: The reason, if the numbers do not show it.
         compile_seconds: Time spent compiling it; ``None`` if it was never compiled.
         stats: Median and percentiles of the step times that are compared; ``None`` without such times.
-        times: All of its step times, in milliseconds, by the work of the step.
+        times: All of its step times, in milliseconds, by the workload of the step.
         blocks: Number of blocks that ran with it.
     """
 
@@ -59,7 +59,7 @@ class Trial:
     reason: str | None = None
     compile_seconds: float | None = None
     stats: StepStats | None = None
-    times: defaultdict[Work, list[float]] = field(default_factory=lambda: defaultdict(list))
+    times: defaultdict[Workload, list[float]] = field(default_factory=lambda: defaultdict(list))
     blocks: int = 0
 
     @property
@@ -89,20 +89,20 @@ class Trial:
         }
 
 
-def compared_work(steps: Counter[Work]) -> Work | None:
-    """The work whose steps are compared, given how often eager steps did each; ``None`` if there are no steps.
+def compared_workload(steps: Counter[Workload]) -> Workload | None:
+    """The workload whose steps are compared, given how often eager steps did each; ``None`` if there are no steps.
 
-    Steps of equal work are compared if they are at least half of the eager steps. Otherwise shapes vary, and the steps
-    of the most frequent stage and kind are pooled with all their shapes; the returned work has no shapes then.
+    Steps of equal workload are compared if they are at least half of the eager steps. Otherwise shapes vary, and steps
+    of the most frequent stage and kind are pooled with all their shapes; the returned workload then has no shapes.
     """
     if not steps.total():
         return None
     usual, count = steps.most_common(1)[0]
     if 2 * count >= steps.total():
         return usual
-    kinds: Counter[Work] = Counter()
-    for work, count in steps.items():
-        kinds[Work(work.stage, work.kind)] += count
+    kinds: Counter[Workload] = Counter()
+    for workload, count in steps.items():
+        kinds[Workload(workload.stage, workload.kind)] += count
     return kinds.most_common(1)[0][0]
 
 
@@ -114,15 +114,24 @@ def compare(trials: Sequence[Trial]) -> None:
     spread of the sizes would hide a speedup of two.
     """
     eager = trials[0].times
-    compared = compared_work(Counter({work: len(samples) for work, samples in eager.items()}))
+    compared = compared_workload(Counter({workload: len(samples) for workload, samples in eager.items()}))
     found = [
-        [(work, ms) for work, samples in trial.times.items() if compared in (work, Work(*work[:2])) for ms in samples]
+        [
+            (workload, ms)
+            for workload, samples in trial.times.items()
+            if compared in (workload, Workload(*workload[:2]))
+            for ms in samples
+        ]
         for trial in trials
     ]
-    line = _line_through([(_size(work), ms) for work, ms in found[0]]) if compared not in eager else lambda size: 1.0
-    usual_ms = statistics.median([line(_size(work)) for work, _ in found[0]] or [1.0])
+    line = (
+        _line_through([(_size(workload), ms) for workload, ms in found[0]])
+        if compared not in eager
+        else lambda size: 1.0
+    )
+    usual_ms = statistics.median([line(_size(workload)) for workload, _ in found[0]] or [1.0])
     for trial, samples in zip(trials, found, strict=True):
-        trial.stats = StepStats.of([ms * usual_ms / line(_size(work)) for work, ms in samples])
+        trial.stats = StepStats.of([ms * usual_ms / line(_size(workload)) for workload, ms in samples])
 
 
 def _line_through(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
@@ -134,9 +143,9 @@ def _line_through(points: Sequence[tuple[int, float]]) -> Callable[[int], float]
     return lambda size: max(intercept + slope * size, lowest)
 
 
-def _size(work: Work) -> int:
-    return sum(math.prod(shape) for shape in work.shapes)
+def _size(workload: Workload) -> int:
+    return sum(math.prod(shape) for shape in workload.shapes)
 
 
-def _median_ms(times: Mapping[Work, Sequence[float]]) -> float:
+def _median_ms(times: Mapping[Workload, Sequence[float]]) -> float:
     return statistics.median([sample for samples in times.values() for sample in samples] or [0.0])

@@ -79,8 +79,8 @@ class Tuner:
         """End a block of `candidate`."""
         one = self._turns[0]
         one.blocks += 1
-        for work, samples in block.times.items():
-            one.times[work] += samples
+        for workload, samples in block.times.items():
+            one.times[workload] += samples
         if one is not self._eager:
             one.compile_seconds = block.compile_seconds
         self._budget_left -= block.seconds

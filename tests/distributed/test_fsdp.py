@@ -130,7 +130,7 @@ def test_sharded_weights_are_not_baked_in(seen):
         assert all("freezing" in message and WEIGHTS_ARE_SHARDED in message for message in rank["warned"])
         reasons = {event.get("reason") for event in rank["report"]["infer"]["events"] if event["kind"] == "fold"}
         assert WEIGHTS_ARE_SHARDED in reasons  # folding
-        assert rank["report"]["infer"]["folded_mb"] is None
+        assert rank["report"]["infer"]["folded_mib"] is None
 
 
 @pytest.mark.parametrize("case", ["without_a_trainer", "fsdp1"])

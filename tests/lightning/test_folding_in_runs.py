@@ -268,7 +268,7 @@ def test_weights_that_are_shards_are_left_alone():
     x = torch.randn(4, FEATURES, dtype=torch.bfloat16)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(compiled_target(x).a, nn.functional.linear(x, weight))
-    (event,) = recorder.of("infer", "fold")
+    (event,) = recorder.events_of("infer", "fold")
     assert event.folded_mib is None
     assert "tensor subclasses" in event.reason
 

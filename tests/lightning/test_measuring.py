@@ -42,9 +42,9 @@ def test_warm_up_and_disturbed_steps_are_no_samples():
 def test_settings_of_a_phase_have_samples_of_their_own_and_lose_one_at_each_turn():
     steps = TimedSteps()
     timer = steps.timer
-    for settings, milliseconds, samples in [("a", [9, 9, 4], 1), ("b", [9, 9, 5], 1), ("a", [9, 4, 4], 2)]:
-        timer.takes_turn("train", compiled=True, settings=settings)
-        assert sum(steps.run(milliseconds, compiled=True, settings=settings)) == samples
+    for candidate, milliseconds, samples in [("a", [9, 9, 4], 1), ("b", [9, 9, 5], 1), ("a", [9, 4, 4], 2)]:
+        timer.restart_warmup("train", compiled=True, candidate=candidate)
+        assert sum(steps.run(milliseconds, compiled=True, candidate=candidate)) == samples
     assert timer.times("train", "a").compiled_ms == pytest.approx((4, 4, 4))
     assert timer.times("train", "b").compiled_ms == pytest.approx((5,))
     assert timer.times("train").compiled_ms == ()

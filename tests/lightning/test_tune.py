@@ -163,8 +163,8 @@ def test_keep_compiled_keeps_the_best_candidate_so_far(monkeypatch):
 
 
 def test_auto_tries_dynamic_shapes_if_shapes_vary(monkeypatch):
-    def ms(name, work):
-        return work.shapes[0][0] * {"eager": 1e4, "default": 8e3, "dynamic=True": 5e3}[name]
+    def ms(name, workload):
+        return workload.shapes[0][0] * {"eager": 1e4, "default": 8e3, "dynamic=True": 5e3}[name]
 
     Times(monkeypatch, train=ms)
     chance = torch.Generator().manual_seed(0)

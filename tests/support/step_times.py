@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compile_callbacks.profiling.step_timer import StepTimer
-from compile_callbacks.profiling.workload import Work
+from compile_callbacks.profiling.workload import Workload
 
 
 class Fixed:
@@ -26,14 +26,16 @@ class TimedSteps:
         self.now = 0.0
         self.timer = StepTimer(lambda: self.now)
 
-    def run(self, milliseconds, *, compiled, work="w", disturbed=False, settings=None):
+    def run(self, milliseconds, *, compiled, workload="w", disturbed=False, candidate=None):
         """Run steps of these lengths in the train phase; return which of them are samples."""
         kept = []
         for length in milliseconds:
             self.timer.start()
             self.now += length / 1000
-            of = work if isinstance(work, Work) else Work(work)
-            kept.append(self.timer.stop("train", compiled=compiled, work=of, disturbed=disturbed, settings=settings))
+            of = workload if isinstance(workload, Workload) else Workload(workload)
+            kept.append(
+                self.timer.stop("train", compiled=compiled, workload=of, disturbed=disturbed, candidate=candidate)
+            )
             self.now += 5  # the data loader's time is no part of a step
         return kept
 
@@ -43,7 +45,7 @@ class Times:
 
     Args:
         monkeypatch: pytest's fixture.
-        train: Milliseconds by settings (``"eager"``, or a candidate), or a function of the settings and the work.
+        train: Milliseconds by settings (``"eager"``, or a candidate), or a function of the settings and the workload.
         infer: The same for the infer phase.
     """
 
@@ -51,16 +53,21 @@ class Times:
         self._ms = {"train": train or {}, "infer": infer or {}}
         real_samples, real_stop = StepTimer.samples, StepTimer.stop
 
-        def samples(timer, phase, *, compiled, settings=None):
-            found = real_samples(timer, phase, compiled=compiled, settings=settings)
-            name = settings if compiled else "eager"
-            fixed = {work: self._fixed(phase, name, work) for work in found}
-            return {work: found[work] if ms is None else (ms,) * len(found[work]) for work, ms in fixed.items()}
+        def samples(timer, phase, *, compiled, candidate=None):
+            found = real_samples(timer, phase, compiled=compiled, candidate=candidate)
+            name = candidate if compiled else "eager"
+            fixed = {workload: self._fixed(phase, name, workload) for workload in found}
+            return {
+                workload: found[workload] if ms is None else (ms,) * len(found[workload])
+                for workload, ms in fixed.items()
+            }
 
-        def stop(timer, phase, *, compiled, work, disturbed, settings=None):
-            sample = real_stop(timer, phase, compiled=compiled, work=work, disturbed=disturbed, settings=settings)
-            name = settings if compiled else "eager"
-            ms = None if work is None else self._fixed(phase, name, work)  # not every step is timed
+        def stop(timer, phase, *, compiled, workload, disturbed, candidate=None):
+            sample = real_stop(
+                timer, phase, compiled=compiled, workload=workload, disturbed=disturbed, candidate=candidate
+            )
+            name = candidate if compiled else "eager"
+            ms = None if workload is None else self._fixed(phase, name, workload)  # not every step is timed
             if timer.last_step is not None and ms is not None:
                 timer.last_step = Fixed(ms)
             return sample
@@ -68,7 +75,7 @@ class Times:
         monkeypatch.setattr(StepTimer, "samples", samples)
         monkeypatch.setattr(StepTimer, "stop", stop)
 
-    def _fixed(self, phase, name, work):
+    def _fixed(self, phase, name, workload):
         of_phase = self._ms[phase]
-        ms = of_phase(name, work) if callable(of_phase) else of_phase.get(name)
+        ms = of_phase(name, workload) if callable(of_phase) else of_phase.get(name)
         return None if ms is None else float(ms)

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from compile_callbacks.profiling.step_timer import StepTimer, call_times_ms
-from compile_callbacks.profiling.workload import Work
+from compile_callbacks.profiling.workload import Workload
 
 pytestmark = pytest.mark.all_versions
 
-WORK = Work("train", "", ())
+WORK = Workload("train", "", ())
 
 
 class Stream:
-    """An accelerator's stream: work is queued at once, and takes milliseconds to run."""
+    """An accelerator's stream: workload is queued at once, and takes milliseconds to run."""
 
     def __init__(self):
         self.queued_ms = self.synchronized = 0.0
@@ -48,7 +48,7 @@ def test_a_step_is_timed_by_the_device_without_a_synchronization(device):
     for _ in range(5):
         timer.start(device)
         stream.queued_ms += 4
-        timer.stop("train", compiled=True, work=WORK, disturbed=False)
+        timer.stop("train", compiled=True, workload=WORK, disturbed=False)
     assert stream.synchronized == 0
     assert timer.samples("train", compiled=True) == {WORK: (4.0, 4.0, 4.0)}
 
@@ -70,5 +70,5 @@ def test_a_device_without_events_is_timed_by_the_clock():
     timer = StepTimer(clock=lambda: next(clock))
     for _ in range(3):
         timer.start(torch.device("meta"))
-        timer.stop("train", compiled=True, work=WORK, disturbed=False)
+        timer.stop("train", compiled=True, workload=WORK, disturbed=False)
     assert timer.samples("train", compiled=True) == {WORK: (1000.0,)}

@@ -10,7 +10,7 @@ import torch
 from compile_callbacks import Tune
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.profiling.step_timer import StepTimer
-from compile_callbacks.profiling.workload import Work
+from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
 from compile_callbacks.runtime.model_record import ModelRecord
 from compile_callbacks.runtime.phase_tuning import BLOCK_STEPS, PhaseTuning
@@ -36,7 +36,7 @@ class FakeProcesses:
 
 def tuning_of(phase, tune, recorder, **settings):
     switch = PhaseSwitch([], {}, recorder=recorder)
-    return PhaseTuning(phase, tune, switch=switch, recorder=recorder, timer=StepTimer(), say=print, **settings)
+    return PhaseTuning(phase, tune, switch=switch, recorder=recorder, timer=StepTimer(), print_line=print, **settings)
 
 
 def run(tuning, recorder, ms, *, steps=400, fails=()):
@@ -48,12 +48,12 @@ def run(tuning, recorder, ms, *, steps=400, fails=()):
         tuning.step_begins(measured=True)
         name = tuning.active_candidate or "eager"
         if name != "eager" and name not in ran:
-            key = CompileKey("net", tuning.phase, settings=name)
+            key = CompileKey("net", tuning.phase, candidate=name)
             what = {"reason": "no compiler"} if name in fails else {"graphs": 1, "seconds": 1.0}
-            recorder.add("fallback" if name in fails else "compile", key, **what)
+            recorder.record("fallback" if name in fails else "compile", key, **what)
         ran.append(name)
         tuning._timer.last_step = Fixed(ms[name])
-        tuning.step_ends(Work("w"), measured=True)
+        tuning.step_ends(Workload("w"), measured=True)
     return ran
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compile_callbacks._utils.signatures import shapes, signature
-from compile_callbacks.profiling.workload import work_of
+from compile_callbacks.profiling.workload import workload_of
 
 
 class Graph:
@@ -51,7 +51,7 @@ def test_large_batches_take_little_time(make):
     batch, seconds = make(), []
     for _ in range(51):
         started = time.perf_counter()
-        work_of("train", batch, "1 of 1")
+        workload_of("train", batch, "1 of 1")
         seconds.append(time.perf_counter() - started)
     assert statistics.median(seconds) < 2e-4  # 15 to 35 µs on an idle core; an unbounded walk takes milliseconds
     assert shapes(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
-from compile_callbacks.profiling.step_timer import LATEST_SAMPLES
+from compile_callbacks.profiling.step_timer import RECENT_SAMPLES
 from compile_callbacks.runtime.diagnostics import slower_steps
 from tests.support.step_times import TimedSteps
 
@@ -32,8 +32,8 @@ def messages(recorder, timer, phase="train"):
 def test_slower_steps_are_reported_with_the_last_recompile(recorder, steps):
     steps.run([5] * 100, compiled=True)
     assert messages(recorder, steps.timer) == []
-    recorder.add("recompile", NET, reason="tensor 'x' size mismatch at index 0: expected 4, actual 5")
-    steps.run([14] * LATEST_SAMPLES, compiled=True)
+    recorder.record("recompile", NET, reason="tensor 'x' size mismatch at index 0: expected 4, actual 5")
+    steps.run([14] * RECENT_SAMPLES, compiled=True)
     (message,) = messages(recorder, steps.timer)
     assert "compiled train steps are slower than eager ones (14.00 ms in the last 20, eager 10.00 ms);" in message
     assert "the last recompile of target 'net': tensor 'x' size mismatch" in message
@@ -41,7 +41,7 @@ def test_slower_steps_are_reported_with_the_last_recompile(recorder, steps):
 
 
 def test_steps_of_other_work_and_of_other_phases_are_not_compared(recorder, steps):
-    steps.run([30] * 30, compiled=True, work="larger")
+    steps.run([30] * 30, compiled=True, workload="larger")
     assert messages(recorder, steps.timer) == []
     assert messages(recorder, steps.timer, "infer") == []
 
@@ -50,5 +50,5 @@ def test_noise_and_few_samples_are_not_reported(recorder):
     steps = TimedSteps()
     steps.run([8, 9, 10, 11, 12] * 4, compiled=False)
     steps.run([11] * 30, compiled=True)
-    steps.run([90] * 2, compiled=True, work="few")
+    steps.run([90] * 2, compiled=True, workload="few")
     assert messages(recorder, steps.timer) == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compile_callbacks import InductorConfig, Tune
-from compile_callbacks.profiling.workload import Work
+from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.runtime.phase_tuning import BLOCK_STEPS
 from compile_callbacks.tuning.candidates import auto_candidates, why_not_compiled
 from compile_callbacks.tuning.trial import Block
@@ -24,7 +24,7 @@ class Machine:
         compile_seconds: The compile time of each candidate; 2 if it is not named.
         spikes: How often a step takes ten times as long.
         drift: The factor of a step time, by the number of steps so far.
-        work: The work of a step, by the number of steps so far.
+        workload: The workload of a step, by the number of steps so far.
         fails: Candidates that fail.
     """
 
@@ -36,12 +36,12 @@ class Machine:
         compile_seconds=None,
         spikes=0.0,
         drift=lambda n: 1,
-        work=lambda n: Work("train"),
+        workload=lambda n: Workload("train"),
         fails=(),
         seed=0,
     ):
         self.mean_ms, self.noise, self.spikes, self.drift, self.fails = mean_ms, noise, spikes, drift, fails
-        self.work, self.compile_seconds = work, compile_seconds or {}
+        self.workload, self.compile_seconds = workload, compile_seconds or {}
         self.random = random.Random(seed)
         self.blocks: list[str] = []
         self.steps = 0
@@ -54,13 +54,13 @@ class Machine:
         warmup = 1 if name in self.blocks else 2 if name == "eager" else 3
         compile_seconds = 0.0 if name == "eager" else self.compile_seconds.get(name, 2.0)
         seconds = compile_seconds if name not in self.blocks else 0.0
-        times: dict[Work, list[float]] = {}
+        times: dict[Workload, list[float]] = {}
         for number in range(BLOCK_STEPS):
-            ms, work = self.step_ms(name), self.work(self.steps)
+            ms, workload = self.step_ms(name), self.workload(self.steps)
             self.steps += 1
             seconds += ms / 1000
             if number >= warmup:
-                times.setdefault(work, []).append(ms)
+                times.setdefault(workload, []).append(ms)
         self.blocks.append(name)
         problem = ("failed", "by design") if name in self.fails else None
         return Block(times, seconds, compile_seconds, problem)
@@ -210,8 +210,8 @@ def test_steps_of_equal_work_are_compared():
             return super().step_ms(name) * (1 if self.steps % 3 else 0.1)
 
     tuner = tuner_of()
-    full, ragged = Work("train", "", ((32,),)), Work("train", "", ((3,),))
-    machine = RaggedIsQuick({"eager": 10, "a": 5, "b": 20}, noise=0.01, work=lambda n: full if n % 3 else ragged)
+    full, ragged = Workload("train", "", ((32,),)), Workload("train", "", ((3,),))
+    machine = RaggedIsQuick({"eager": 10, "a": 5, "b": 20}, noise=0.01, workload=lambda n: full if n % 3 else ragged)
     assert machine.run(tuner) == "a"
     assert tuner.trials["eager"].median_ms() == pytest.approx(10, rel=0.1)
 
@@ -226,16 +226,16 @@ def test_steps_of_varying_shapes_are_pooled(seed, overhead):
         def step_ms(self, name):
             return super().step_ms(name) * (overhead + sizes[self.steps])
 
-    work = [Work("train", "", ((size,),)) for size in sizes]
+    workload = [Workload("train", "", ((size,),)) for size in sizes]
     tuner, tie = tuner_of(), tuner_of()
-    assert BySize({"eager": 10, "a": 7}, work=lambda n: work[n], spikes=0.05, seed=seed).run(tuner) == "a"
+    assert BySize({"eager": 10, "a": 7}, workload=lambda n: workload[n], spikes=0.05, seed=seed).run(tuner) == "a"
     assert tuner.trials["a"].samples >= 10
-    assert BySize({"eager": 10, "a": 10}, work=lambda n: work[n], spikes=0.05, seed=seed).run(tie) == "eager"
+    assert BySize({"eager": 10, "a": 10}, workload=lambda n: workload[n], spikes=0.05, seed=seed).run(tie) == "eager"
 
 
 def test_steps_of_other_kinds_are_not_compared():
     tuner = tuner_of(steps=5)
-    assert Machine({"eager": 10, "a": 1}, work=lambda n: Work("train", str(n))).run(tuner) == "eager"
+    assert Machine({"eager": 10, "a": 1}, workload=lambda n: Workload("train", str(n))).run(tuner) == "eager"
     assert (verdicts(tuner)["a"], tuner.worth_keeping) == ("not compared", False)
 
 

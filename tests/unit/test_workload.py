@@ -1,4 +1,4 @@
-"""Which steps are compared with each other: those of equal work."""
+"""Which steps are compared with each other: those of equal workload."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.profiling.workload import Work, baseline_from_data, work_of
+from compile_callbacks.profiling.workload import Workload, baseline_from_data, workload_of
 from tests.support.models import CLASSES, FEATURES, Classifier, seeded, trainer
 from tests.support.step_times import TimedSteps
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_codegen")
 
 
 def of_size(elements):
-    return Work("train", "tokens", ((1, elements),))
+    return Workload("train", "tokens", ((1, elements),))
 
 
 def batch(size, dtype=torch.float32):
@@ -33,37 +33,37 @@ def batches(sizes):
 
 
 def test_work_of_batches_differs_by_shape_dtype_names_and_stage():
-    works = [
-        work_of("train", batch(2)),
-        work_of("train", batch(5)),
-        work_of("test", batch(2)),
-        work_of("train", batch(2, torch.float16)),
-        work_of("train", batch(2), "1 of 2"),
-        work_of("train", {"z": batch(2)["x"]}),
-        work_of("train", batch(2)).where(trained=3),
-        work_of("train", ["a"] * 4),
-        work_of("train", ["a"] * 64),
+    workloads = [
+        workload_of("train", batch(2)),
+        workload_of("train", batch(5)),
+        workload_of("test", batch(2)),
+        workload_of("train", batch(2, torch.float16)),
+        workload_of("train", batch(2), "1 of 2"),
+        workload_of("train", {"z": batch(2)["x"]}),
+        workload_of("train", batch(2)).with_conditions(trained=3),
+        workload_of("train", ["a"] * 4),
+        workload_of("train", ["a"] * 64),
     ]
-    assert len(set(works)) == len(works)
-    assert work_of("train", batch(2)) == works[0]
+    assert len(set(workloads)) == len(workloads)
+    assert workload_of("train", batch(2)) == workloads[0]
 
 
 def test_timer_compares_the_current_work_only():
     steps = TimedSteps()
     timer = steps.timer
-    steps.run([10] * 12, compiled=False, work=of_size(1))
-    steps.run([5] * 20, compiled=True, work=of_size(1))
-    assert timer.times("train").work == of_size(1)
+    steps.run([10] * 12, compiled=False, workload=of_size(1))
+    steps.run([5] * 20, compiled=True, workload=of_size(1))
+    assert timer.times("train").workload == of_size(1)
     assert len(timer.times("train").eager_ms) == 10
-    steps.run([80] * 50, compiled=True, work=of_size(2))
+    steps.run([80] * 50, compiled=True, workload=of_size(2))
     times = timer.times("train")
-    assert (times.work, times.eager_ms, len(times.compiled_ms)) == (of_size(2), (), 49)
+    assert (times.workload, times.eager_ms, len(times.compiled_ms)) == (of_size(2), (), 49)
 
 
 def test_timer_does_not_sample_the_first_step_with_new_shapes():
     steps = TimedSteps()
-    steps.run([1] * 5, compiled=True, work=of_size(1))
-    steps.run([50, 2], compiled=True, work=of_size(2))
+    steps.run([1] * 5, compiled=True, workload=of_size(1))
+    steps.run([50, 2], compiled=True, workload=of_size(2))
     (of_second,) = steps.timer.samples("train", compiled=True)[of_size(2)]
     assert of_second == pytest.approx(2.0)
 
@@ -71,7 +71,7 @@ def test_timer_does_not_sample_the_first_step_with_new_shapes():
 def test_timer_keeps_a_bounded_number_of_works():
     steps = TimedSteps()
     for size in range(2000):
-        steps.run([1, 1], compiled=True, work=of_size(size))
+        steps.run([1, 1], compiled=True, workload=of_size(size))
     kept = steps.timer.samples("train", compiled=True)
     assert 100 < len(kept) <= 500
     assert of_size(1999) in kept
@@ -100,7 +100,7 @@ def test_steps_of_another_precision_have_no_speedup_without_eager_steps_of_their
     ours, model = InductorCompile("default", None, baseline_steps=4, verify="off"), seeded(Classifier)
     for precision, steps in [("32-true", 30), ("bf16-mixed", 60)]:
         trainer(ours, precision=precision).fit(model, batches([4] * steps))
-    assert "bf16-mixed" in ours._session._timer.times("train").work.kind
+    assert "bf16-mixed" in ours._session._timer.times("train").workload.kind
     assert ours.report.train.speedup is None
 
 
@@ -110,6 +110,6 @@ def test_damaged_baselines_are_ignored(data):
 
 
 def test_baselines_round_trip_through_json():
-    baseline = {of_size(3): (1.0, 2.0), work_of("train", batch(2)): (3.0,)}
-    data = json.loads(json.dumps([[list(work), list(samples)] for work, samples in baseline.items()]))
+    baseline = {of_size(3): (1.0, 2.0), workload_of("train", batch(2)): (3.0,)}
+    data = json.loads(json.dumps([[list(workload), list(samples)] for workload, samples in baseline.items()]))
     assert baseline_from_data(data) == baseline
