@@ -7,12 +7,11 @@ import difflib
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 EXPLANATIONS = Path(__file__).parent / "explanations"
 """The folder of the Markdown files. Each has a title, and an entry ``## CC101: Title`` for each code of its range."""
 
-_DESCRIPTION = "Explain a warning or an error by its code. Without CODE, list all codes."
 _ENTRY = re.compile(r"^## (CC\d{3}): ([^\n]+)\n\n(.+?)\n*(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -30,21 +29,14 @@ def read_entries() -> dict[str, Entry]:
     return {code: Entry(code, *entry) for file in files for code, *entry in _ENTRY.findall(file)}
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand to the command line."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "explain", help="explain a warning or an error by its code", description=_DESCRIPTION
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
+    parser.description = "Explain a warning or an error by its code. Without CODE, list all codes."
     parser.add_argument("code", nargs="?", metavar="CODE", help="a code at the end of a message, such as CC104")
-    parser.set_defaults(command=explain)
 
 
-def explain(args: argparse.Namespace) -> int:
-    """Print the entry of a code, or the list of all codes.
-
-    Returns:
-        The exit status: 2 if there is no such code.
-    """
+def run(args: argparse.Namespace) -> int:
+    """Print the entry of a code, or the list of all codes; the status is 2 if there is no such code."""
     entries = read_entries()
     if args.code is None:
         sys.stdout.writelines(f"{entry.code}  {entry.title}\n" for entry in entries.values())

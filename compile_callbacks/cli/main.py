@@ -1,38 +1,46 @@
-"""The command line: one subcommand a module."""
+"""``compile-callbacks`` and ``python -m compile_callbacks``: parses the arguments and runs a subcommand."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from compile_callbacks.cli import bench as bench_command
-from compile_callbacks.cli import doctor as doctor_command
-from compile_callbacks.cli import explain as explain_command
-from compile_callbacks.cli import modes as modes_command
-from compile_callbacks.cli import report as report_command
+_COMMANDS = {
+    "doctor": "check whether torch.compile can work on this machine",
+    "modes": "list modes and templates, and whether they work here",
+    "bench": "measure modes side by side on a module",
+    "report": "print the reports of earlier runs",
+    "explain": "explain a warning or an error by its code",
+}
+"""Each is a module of this package with ``add_arguments(parser)`` and ``run(args)``, which returns the exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand.
+    """Run a subcommand. Only its own module is imported, so that ``--help`` does not wait for torch.
 
     Args:
-        argv: Its arguments; ``None`` for those of the process.
+        argv: The arguments; ``None`` for those of the process.
 
     Returns:
-        The exit status: 0, 1 where ``doctor`` or ``bench`` found something that fails, or 2 for bad input.
+        The exit status: 0; 1 if ``doctor`` or ``bench`` found a failure; 2 for bad input.
     """
+    arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="compile-callbacks", description="What compiling costs, gains and needs.")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (doctor_command, modes_command, bench_command, report_command, explain_command):
-        module.add_parser(subparsers)
-    args = parser.parse_args(argv)
-    command: Callable[[argparse.Namespace], int] = args.command
+    for name, summary in _COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary)
+        if arguments[:1] == [name]:
+            command = importlib.import_module(f"compile_callbacks.cli.{name}")
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
+    args = parser.parse_args(arguments)
     try:
-        status = command(args)
+        status: int = args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads, `head` or a pager, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+    except BrokenPipeError:  # `head` or a pager has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         return 0
     return status

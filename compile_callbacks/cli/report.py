@@ -1,4 +1,4 @@
-"""``compile-callbacks report``: print the reports that runs left in their log directories."""
+"""``compile-callbacks report``: prints the reports that runs have written into their log directories."""
 
 from __future__ import annotations
 
@@ -24,34 +24,26 @@ _COLUMN_WIDTH = 28
 
 
 class _Call(NamedTuple):
-    """A trainer call."""
+    """A trainer call: a record of a file."""
 
     path: Path
     record: dict[str, Any]
     report: CompileReport
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand to the command line."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "report", help="print the reports of earlier runs", description=_DESCRIPTION
-    )
-    parser.add_argument("path", nargs="+", type=Path, metavar="PATH", help=f"a log directory, or a {FILE_NAME}")
-    parser.add_argument(
-        "--compare", action="store_true", help="print the last call of each run in one table, side by side"
-    )
-    parser.add_argument("--json", action="store_true", help="print the records as JSON")
-    parser.set_defaults(command=report)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
+    parser.description = _DESCRIPTION
+    add = parser.add_argument
+    add("path", nargs="+", type=Path, metavar="PATH", help=f"a log directory, or a {FILE_NAME}")
+    add("--compare", action="store_true", help="print the last call of each run in one table, side by side")
+    add("--json", action="store_true", help="print the records as JSON")
 
 
-def report(args: argparse.Namespace) -> int:
-    """Print the reports.
-
-    Returns:
-        The exit status: 2 if a path has no report, or a file or record is damaged. The others are printed.
-    """
+def run(args: argparse.Namespace) -> int:
+    """Print all records that can be read; the status is 2 if a path has no report, or a file or record is damaged."""
     errors: list[str] = []
-    calls = [call for path in args.path for call in _calls(path, errors)]
+    calls = [call for path in args.path for call in _read_calls(path, errors)]
     if args.json:
         data = [{"file": str(call.path), **call.record} for call in calls]
         sys.stdout.write(json.dumps(data, indent=2) + "\n")
@@ -66,15 +58,15 @@ def report(args: argparse.Namespace) -> int:
     return 2 if errors else 0
 
 
-def _calls(path: Path, errors: list[str]) -> list[_Call]:
-    """The trainer calls in the files of a path; what is damaged is left out and described in ``errors``."""
+def _read_calls(path: Path, errors: list[str]) -> list[_Call]:
+    """Read the trainer calls in the files of a path. For each damaged file or record, add a line to ``errors``."""
     if not path.exists():
         errors.append(f"{path} does not exist")
         return []
     files = sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]
     if not files:
         errors.append(f"{path} contains no {FILE_NAME}; a run with InductorCompile writes one when it ends")
-    found = []
+    calls = []
     for file in files:
         try:
             records = read_records(file)
@@ -84,12 +76,11 @@ def _calls(path: Path, errors: list[str]) -> list[_Call]:
         for number, record in enumerate(records, 1):
             try:
                 call = _Call(file, record, report_in(record))
-                call.report.notes(), sections(call.report), _columns(call)  # what will be printed must be readable
+                call.report.notes(), sections(call.report), _columns(call)  # raises if a part cannot be printed
+                calls.append(call)
             except Exception as error:
                 errors.append(f"{file}, record {number} is damaged: {type(error).__name__}: {error}")
-            else:
-                found.append(call)
-    return found
+    return calls
 
 
 def _columns(call: _Call) -> tuple[list[Phase], list[tuple[str, ...]]]:
@@ -98,28 +89,23 @@ def _columns(call: _Call) -> tuple[list[Phase], list[tuple[str, ...]]]:
 
 
 def _print_in_full(call: _Call) -> None:
-    said = [str(call.path), *(f"{name} {call.record.get(name, 'unknown')}" for name in ("call", "time", "global_step"))]
-    if name := call.record.get("name"):
-        said.append(f"targets {name}")
-    if exception := call.record.get("exception"):
-        said.append(f"ended by {exception}")
-    sys.stdout.write(", ".join(said) + "\n")
+    record = call.record
+    head = [str(call.path), *(f"{name} {record.get(name, 'unknown')}" for name in ("call", "time", "global_step"))]
+    head += [f"targets {record['name']}"] if record.get("name") else []
+    head += [f"ended by {record['exception']}"] if record.get("exception") else []
+    sys.stdout.write(", ".join(head) + "\n")
     print_report(call.report)
     for section in sections(call.report):
         print_texts(section.head, section.rows, title=section.title)
         sys.stdout.write("\n")
-    environment = call.record.get("environment")
-    if isinstance(environment, dict):
+    if isinstance(environment := record.get("environment"), dict):
         sys.stdout.write(", ".join(f"{name} {value}" for name, value in environment.items()) + "\n\n")
-
-
-def _run_name(call: _Call) -> str:
-    return f"{call.path.parent.name} {call.record.get('name') or ''}".rstrip()
 
 
 def _print_side_by_side(calls: Sequence[_Call]) -> None:
     """Print a column for each compiled phase of each call, headed by the name of the log directory."""
     columns = [(call, phase) for call in calls for phase in _columns(call)[0]]
-    head = ["", *(f"{_run_name(call)}\n{phase}" for call, phase in columns)]
+    names = [f"{call.path.parent.name} {call.record.get('name') or ''}".rstrip() for call, _ in columns]
+    head = ["", *(f"{name}\n{phase}" for name, (_, phase) in zip(names, columns, strict=True))]
     rows = labels_and_cells([call.report.phase(phase) for call, phase in columns])
     print_table(make_table(head, rows, width=_COLUMN_WIDTH))

@@ -1,7 +1,8 @@
-"""``compile-callbacks doctor``: what it finds, and what it says where something is missing."""
+"""``compile-callbacks doctor``: what it finds here, and what it says if something is missing."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -11,27 +12,21 @@ import sys
 import pytest
 import torch
 
-from compile_callbacks.cli import doctor as doctor_command
+from compile_callbacks.cli import doctor
 from compile_callbacks.cli import machine_checks as machine
-from compile_callbacks.cli.machine_checks import check_cpp_compiler
 from compile_callbacks.cli.main import main
 
 
-@pytest.fixture(scope="module")
-def found():
-    """The checks of this machine, by name."""
-    return {check.name: check for check in doctor_command.run_checks()}
-
-
-def test_this_machine_compiles(found):
+def test_doctor_finds_that_this_machine_compiles():
+    found = doctor.run_checks()
     assert [check.found for check in found.values() if check.status == "failed"] == []
     assert found["torch"].found == torch.__version__
     assert "right sum" in found["compile on CPU"].found
     assert ("compile on GPU" in found) == torch.cuda.is_available()
-    assert all(bool(check.remedy) == bool(check.consequence) for check in found.values())
+    assert all(bool(check.fix) == bool(check.impact) for check in found.values())
 
 
-def test_without_a_compiler_it_names_the_piece_and_the_remedy(tmp_path):
+def test_doctor_names_a_missing_compiler_and_the_fix(tmp_path):
     compiler = str(tmp_path / "g++")
     environment = {**os.environ, "PATH": "", "CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "compile_callbacks", "doctor", "--json"]
@@ -40,9 +35,9 @@ def test_without_a_compiler_it_names_the_piece_and_the_remedy(tmp_path):
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     missing = checks["C++ compiler"]
     assert compiler in missing["found"]
-    assert "run uncompiled" in missing["consequence"]
-    assert "apt-get install g++" in missing["remedy"]
-    assert "unset CXX" in missing["remedy"]
+    assert "run uncompiled" in missing["impact"]
+    assert "apt-get install g++" in missing["fix"]
+    assert "unset CXX" in missing["fix"]
     assert missing["status"] == checks["compile on CPU"]["status"] == "failed"
     assert checks["torch"]["status"] == "ok"
 
@@ -59,36 +54,63 @@ def compiler_without_libstdcxx(tmp_path):
     return compiler
 
 
-def test_a_compiler_that_links_a_second_cpp_library_is_a_warning_with_a_remedy_that_works(
-    compiler_without_libstdcxx, monkeypatch
-):
+def test_doctor_names_a_compiler_that_links_torchs_cpp_library(compiler_without_libstdcxx, monkeypatch):
     system_compiler = shutil.which("g++")
     monkeypatch.setenv("PATH", str(compiler_without_libstdcxx.parent), prepend=os.pathsep)
     with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler_without_libstdcxx))}):
-        check = check_cpp_compiler()
-    assert check.status == "warning"
-    assert "there is no libstdc++.so for it" in check.found
-    assert "packages for a GPU crash" in check.consequence
-    assert check.remedy == f"export CXX={system_compiler}"
-    with torch._inductor.config.patch({"cpp.cxx": (None, system_compiler)}):
-        assert check_cpp_compiler().status == "ok"
-
-
-def test_without_another_compiler_the_remedy_installs_one(compiler_without_libstdcxx, monkeypatch):
-    monkeypatch.setattr(machine, "_COMPILER_FOLDERS", ())
-    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler_without_libstdcxx))}):
+        check = machine.check_cpp_compiler()
+        assert check.status == "warning"
+        assert "there is no libstdc++.so for it" in check.found
+        assert "packages for a GPU crash" in check.impact
+        assert check.fix == f"export CXX={system_compiler}"
+        monkeypatch.setattr(machine, "_COMPILER_FOLDERS", ())  # this machine has no other compiler
         monkeypatch.setattr(os, "get_exec_path", lambda: [str(compiler_without_libstdcxx.parent)])
-        check = check_cpp_compiler()
-    assert "install g" in check.remedy
-    assert check.remedy.endswith("export CXX=/usr/bin/g++")
+        fix = machine.check_cpp_compiler().fix
+    assert "install g" in fix
+    assert fix.endswith("export CXX=/usr/bin/g++")
 
 
-def test_a_check_that_crashes_is_a_warning(monkeypatch, capsys):
-    def crashes():
+def test_doctor_survives_a_check_that_raises(monkeypatch, capsys):
+    def raises():
         raise OSError("no such driver")
 
-    monkeypatch.setattr(doctor_command, "_CHECKS", {"GPU": crashes})
+    monkeypatch.setattr(doctor, "_CHECKS", {"GPU": raises})
     assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert "the check failed: OSError: no such driver" in said
-    assert "nothing failed" in said
+    printed = capsys.readouterr().out
+    assert "the check failed: OSError: no such driver" in printed
+    assert "nothing failed" in printed
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        ("2.10.1", "failed"),
+        ("2.11.0rc1", "failed"),
+        ("2.11.0.dev20260101", "failed"),
+        ("2.11", "ok"),
+        ("2.11.0+cpu", "ok"),
+        ("2.15.0a0+git1234", "ok"),
+    ],
+)
+def test_doctor_orders_prereleases_of_torch_before_the_release(monkeypatch, version, status):
+    monkeypatch.setattr(torch, "__version__", version)
+    assert doctor._check_package("torch").status == status
+
+
+@pytest.mark.parametrize(
+    ("requirement", "status", "found"),
+    [
+        ('triton==3.9.0; platform_system == "Linux"', "ok", "3.9, which torch"),
+        ("triton (==3.9.0)", "ok", "3.9, which torch"),
+        ("triton~=3.9.0", "ok", "3.9, which torch"),
+        ("triton==3.9.0+git1", "warning", "requires ==3.9.0+git1"),
+        ("triton-nightly==1", "ok", "3.9"),
+    ],
+)
+def test_doctor_compares_triton_with_the_version_that_torch_requires(monkeypatch, requirement, status, found):
+    monkeypatch.setattr(doctor, "installed_version", {"triton": "3.9"}.get)
+    monkeypatch.setattr(doctor.importlib, "import_module", lambda name: None)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["sympy>=1.13", requirement])
+    check = doctor._check_triton()
+    assert check.status == status
+    assert found in check.found
