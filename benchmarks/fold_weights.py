@@ -21,12 +21,11 @@ import warnings
 
 import torch
 from models import make
-from tables import Row, parser_for, print_columns, save, say
+from tables import Row, parser_for, print_columns, relative_error, save, say
 from torch import nn
 
 from compile_callbacks import InductorConfig
-from compile_callbacks.cli.bench_candidate import Candidate, Subject
-from compile_callbacks.cli.bench_measure import alternate, relative_error, summarize
+from compile_callbacks.cli.bench_measure import Candidate, Subject, alternate, summarize
 
 OPTIONS = {"default": {}, "reduce-overhead": {"triton.cudagraphs": True}}
 BLOCKS, BLOCK_SECONDS = 9, 0.05
@@ -97,7 +96,7 @@ def measure(name: str, batch_size: int, precision: str, mode: str, args: argpars
     }  # fmt: skip
     for candidate in (eager, folded):
         change_weights(candidate.module)
-    row["difference"] = relative_error([folded.step().clone()], [eager.step()])
+    row["difference"] = relative_error(folded.step().clone(), eager.step())
     for candidate in candidates.values():
         candidate.close()
     return row

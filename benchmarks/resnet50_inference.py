@@ -21,11 +21,11 @@ import lightning.pytorch as pl
 import torch
 import torch._inductor.config
 from models import make
-from tables import Row, parser_for, print_columns, save
+from tables import Row, parser_for, print_columns, relative_error, save
 from trainer import Classifier, loader, make_trainer, synchronize
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.cli.bench_measure import relative_error, summarize
+from compile_callbacks.cli.bench_measure import summarize
 
 FROZEN = {"triton.cudagraphs": True, "freezing": True}  # the options of "reduce-overhead" and freezing
 COLUMNS = {"part": "{}", "way": "{}", "step_ms": "{:.3f}", "ratio": "{:.3f}", "relative_error": "{:.1e}",
@@ -139,7 +139,7 @@ class CompareWithEager(pl.Callback):
     def on_validation_epoch_end(self, trainer, pl_module):
         with torch.no_grad(), autocast(self.images.device.type):
             expected = pl_module.net._call_impl(self.images)  # bypasses the compiled call
-        self.errors.append(max(relative_error([output], [expected]) for output in pl_module.outputs))
+        self.errors.append(max(relative_error(output, expected) for output in pl_module.outputs))
         pl_module.outputs.clear()
 
 

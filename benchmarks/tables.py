@@ -91,6 +91,11 @@ def print_columns(columns: Mapping[str, str], rows: Iterable[Row]) -> None:
     print_table(list(columns), lines)
 
 
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference divided by the norm of ``expected``."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
 def find(rows: Iterable[Row], way: str, **work: Any) -> Row:
     """The row of a way and a workload; an empty row if there is none."""
     return next((r for r in rows if r["way"] == way and all(r[k] == v for k, v in work.items())), {})

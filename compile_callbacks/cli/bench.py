@@ -1,4 +1,4 @@
-"""``compile-callbacks bench``: modes of torch.compile side by side on one module."""
+"""``compile-callbacks bench``: measures modes of torch.compile side by side on one module."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from compile_callbacks._utils.device import parse_device
-from compile_callbacks._utils.messages import check_choice, in_one_line
+from compile_callbacks._utils.import_ref import resolve
+from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
 from compile_callbacks._utils.phases import PHASES
-from compile_callbacks.cli.bench_candidate import load
-from compile_callbacks.cli.bench_measure import BenchError, as_result, measure
+from compile_callbacks.cli.bench_measure import Subject, as_result, measure
 from compile_callbacks.config.mode import EAGER, as_config
 from compile_callbacks.report.console import make_table, print_table
 
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_DESCRIPTION = "Measure steps of a module in eager mode and in each mode. The exit status is 1 if a mode fails."
 _COLUMNS = {
-    "mode": "{}", "compile_seconds": "{:.1f}", "first_step_seconds": "{:.2f}", "step_ms": "{:.2f}",
+    "mode": "{}", "compile_seconds": "{:.1f}", "step_ms": "{:.2f}",
     "spread_ms": "{:.2f}", "samples": "{}", "speedup": "{:.2f}x", "break_even_steps": "{:.0f}",
-    "relative_error": "{:.1e}", "peak_memory_mib": "{:.0f}", "fallbacks": "{}",
+    "verified": "{}", "peak_memory_mib": "{:.0f}", "fallbacks": "{}",
 }  # fmt: skip
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand to the command line."""
-    parser = subparsers.add_parser("bench", help="measure modes side by side on a module", description=_DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
+    parser.description = "Measure steps of a module in eager and in each mode. The exit status is 1 if a mode fails."
     add = parser.add_argument
     add("module", metavar="MODULE", help="package:factory, a function without arguments that returns a module, or a "
         "module and its inputs")  # fmt: skip
@@ -43,15 +45,11 @@ def add_parser(subparsers: Any) -> None:
     add("--input", metavar="SHAPE", help="shape of a random input, such as 4x3x224x224, if the factory returns none")
     add("--steps", type=int, metavar="N", help="timed steps of each mode (default: 20 on a CPU, 200 on a GPU)")
     add("--json", action="store_true", help="print the rows as JSON")
-    parser.set_defaults(command=bench)
 
 
-def bench(args: argparse.Namespace) -> int:
-    """Measure, and print the table.
-
-    Returns:
-        The exit status: 1 if a mode failed, 2 for a wrong argument.
-    """
+def run(args: argparse.Namespace) -> int:
+    """Measure, and print the table; the status is 1 if a mode failed, and 2 for a wrong argument."""
+    rows: list[dict[str, Any]] = []
     try:
         check_choice("--phase", args.phase, [*PHASES, "both"])
         check_choice("--precision", args.precision, list(_PRECISIONS))
@@ -60,17 +58,14 @@ def bench(args: argparse.Namespace) -> int:
         device = parse_device(args.device)
         default = ["default"] if device.type == "cpu" else ["default", "reduce-overhead"]
         modes = {mode: as_config(_parse_mode(mode), "--modes") for mode in args.modes or default if mode != EAGER}
-        subject = load(args.module, device, None if args.input is None else _shape(args.input))
+        subject = _load(args.module, device, args.input)
         steps = args.steps or (20 if device.type == "cpu" else 200)
-    except (ValueError, TypeError) as error:
-        return _refuse(error)
-    rows: list[dict[str, Any]] = []
-    try:
         for phase in PHASES:
             if args.phase in (phase, "both"):
                 rows += measure(subject, modes, phase, steps=steps, dtype=_PRECISIONS[args.precision], say=_say)
-    except BenchError as error:
-        return _refuse(error)
+    except (ValueError, TypeError) as error:
+        _say(in_one_line(f"compile-callbacks bench: {error}", width=1000))
+        return 2
     title = f"{args.module}, inputs {subject.shapes()}, {args.precision}"
     result = as_result(title, rows, shlex.join(["compile-callbacks", *sys.argv[1:]]))
     if args.json:
@@ -87,18 +82,58 @@ def _parse_mode(text: str) -> Any:
         raise ValueError(f"--modes={text!r} is not valid JSON: {error}") from error
 
 
-def _shape(text: str) -> Sequence[int]:
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
-        raise ValueError(f"--input={text!r} must be a shape such as 4x3x224x224")
-    return [int(size) for size in text.split("x")]
+def _load(name: str, device: torch.device, shape: str | None) -> Subject:
+    """Call the factory ``package:factory``, and move its module and inputs to the device.
+
+    Raises:
+        ValueError: There is no such factory, it fails, or not exactly one of factory and ``shape`` gives the inputs.
+    """
+    if shape is not None and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
+        raise ValueError(f"--input={shape!r} must be a shape such as 4x3x224x224")
+    torch.manual_seed(0)
+    made = _call_factory(name)
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        expected = "a torch.nn.Module, or a tuple of a module and its inputs"
+        raise ValueError(f"MODULE={name!r}: the factory must return {expected}, not {type(made).__name__}")
+    if inputs is None and shape is None:
+        raise ValueError(f"MODULE={name!r} returns no inputs: give the shape of one, such as --input 4x3x224x224")
+    if inputs is not None and shape is not None:
+        raise ValueError(f"--input has no effect: {name!r} returns its own inputs")
+    inputs = torch.randn(*map(int, shape.split("x"))) if shape is not None else inputs
+    inputs = tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
+    if isinstance(inputs, Mapping):
+        return Subject(name, device, module.to(device), kwargs=inputs)
+    return Subject(name, device, module.to(device), tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
 
 
-def _print_tables(result: dict[str, Any]) -> None:
+def _call_factory(name: str) -> Any:
+    package, _, attribute = name.partition(":")
+    if not (package and attribute):
+        raise ValueError(f"MODULE={name!r} must have the form package:factory, such as torchvision.models:resnet18")
+    if (current := str(Path.cwd())) not in sys.path:
+        # The installed command does not search the current directory. It comes last, so that a file in it cannot
+        # replace an installed package.
+        sys.path.append(current)
+    try:
+        factory = resolve(name)
+    except Exception as error:  # a torchvision built for another torch raises RuntimeError
+        reason = error if isinstance(error, ValueError) else f"{name!r} cannot be imported: {describe_failure(error)}"
+        raise ValueError(f"MODULE={in_one_line(str(reason))}") from error
+    if not callable(factory):
+        raise ValueError(f"MODULE={name!r} is not a function, but a {type(factory).__name__}")
+    try:
+        return factory()
+    except Exception as error:
+        raise ValueError(f"MODULE={name!r}: the factory fails: {in_one_line(describe_failure(error))}") from error
+
+
+def _print_tables(result: Mapping[str, Any]) -> None:
     for phase in dict.fromkeys(row["phase"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["phase"] == phase]
+        rows: Sequence[Mapping[str, Any]] = [row for row in result["rows"] if row["phase"] == phase]
         shown = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows)]
         head = [name.replace("_seconds", " s").replace("_mib", " MiB").replace("_", " ") for name in shown]
-        cells = [["-" if row.get(n) is None else _COLUMNS[n].format(row[n]) for n in shown] for row in rows]
+        cells = [[_cell(name, row.get(name)) for name in shown] for row in rows]
         print_table(make_table(head, cells, title=f"{phase}: {result['title']}, {result['device']}"))
         for row in rows:
             failure = [f"failed: {row['failure']}"] if row["failure"] else []
@@ -106,9 +141,8 @@ def _print_tables(result: dict[str, Any]) -> None:
                 sys.stdout.write(f"{row['mode']}, {phase}: {line}\n")
 
 
-def _refuse(error: Exception) -> int:
-    _say(in_one_line(f"compile-callbacks bench: {error}", width=1000))
-    return 2
+def _cell(name: str, value: Any) -> str:
+    return "-" if value is None else _COLUMNS[name].format(", ".join(value) if isinstance(value, list) else value)
 
 
 def _say(line: str) -> None:

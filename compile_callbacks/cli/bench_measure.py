@@ -1,32 +1,139 @@
-"""Measures every mode on copies of one module, in alternating blocks of steps."""
+"""Runs copies of a module in several modes, in alternating blocks of steps; for ``bench`` and the benchmarks."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime as dt
-import functools
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, get_args
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from compile_callbacks._utils.errors import CompileWarning
-from compile_callbacks._utils.messages import in_one_line
+from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.cli.bench_candidate import Candidate, Subject
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.mode import EAGER
+from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind
+from compile_callbacks.profiling.step_stats import SAMPLES_FOR_SPEEDUP
 from compile_callbacks.profiling.step_timer import median_ms, spread_ms
 from compile_callbacks.report.file import environment
+from compile_callbacks.runtime.dispatcher import PhaseSwitch
+from compile_callbacks.runtime.target import Target
+from compile_callbacks.runtime.target_settings import TargetSettings
 
 _BLOCKS = 10
-_LEAST_SAMPLES = 5  # timed blocks that a speedup needs
+_WARMUP_STEPS = 4  # torch warms up a CUDA graph in the first step, records it in the second, then replays it
 
 
-class BenchError(ValueError):
-    """The module fails in eager mode, so that there is no baseline."""
+@dataclass(frozen=True)
+class Subject:
+    """A module on its device, and its inputs. Each mode gets a copy of the module."""
+
+    name: str
+    device: torch.device
+    module: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def shapes(self) -> str:
+        """The shapes of all input tensors, such as ``"4x3x224x224"``."""
+        shapes = [tensor.shape for tensor in _tensors((self.args, self.kwargs))]
+        return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes) or "no tensor"
+
+
+class Candidate:
+    """A copy of a module that runs in one mode.
+
+    An ``infer`` step is a forward pass without gradients. A ``train`` step is forward, loss, backward and SGD. In the
+    first step torch compiles, and the library compares each graph with eager.
+
+    Args:
+        name: The name of the mode.
+        config: The config; ``None`` for eager.
+        subject: The module and its inputs.
+        phase: The phase to run.
+        dtype: The dtype of autocast; ``None`` for no autocast.
+    """
+
+    def __init__(
+        self, name: str, config: InductorConfig | None, subject: Subject, phase: Phase, dtype: torch.dtype | None = None
+    ) -> None:
+        self.name, self.config, self.phase, self.dtype = name, config, phase, dtype
+        self.recorder = CompileRecorder()
+        self.switch: PhaseSwitch | None = None
+        self.failure: str | None = None
+        self.peak_memory_mib: float | None = None
+        self._subject = subject
+        self._on_gpu = subject.device.type == "cuda"
+
+    def prepare(self) -> None:
+        """Copy the module, compile the copy, and run the warm-up steps."""
+        before_bytes = torch.cuda.memory_allocated() if self._on_gpu else 0
+        self.module = copy.deepcopy(self._subject.module).train(self.phase == "train")
+        if self.phase == "train":  # the learning rate is small, so that the loss stays finite on random labels
+            self._optimizer = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1e-4)
+        if self.config is not None:
+            targets, settings = [Target(self.name, self.module)], TargetSettings(verify="warn")
+            self.switch = PhaseSwitch(targets, {self.phase: self.config}, recorder=self.recorder, settings=settings)
+            self.recorder.listen()
+            self.switch.install()
+            self.switch.select(self.phase, frozen=self.config.freezes)  # the weights of infer steps are constant
+        torch.manual_seed(0)
+        self.step()
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(_WARMUP_STEPS - 1):
+            self.step()
+        self.synchronize()
+        if self._on_gpu:  # for a CUDA graph, the peak while it was recorded: a replay allocates nothing
+            self.peak_memory_mib = (torch.cuda.max_memory_allocated() - before_bytes) / 2**20
+        self.recorder.collect()
+
+    def time(self, steps: int) -> float | None:
+        """Run a block of steps; returns the milliseconds of a step, or ``None`` if something compiled."""
+        self.step()  # not timed, because other candidates ran since the last block
+        self.synchronize()
+        compiles, started = self.recorder.compiles_seen, time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.synchronize()
+        seconds = time.perf_counter() - started
+        return seconds / steps * 1000 if self.recorder.compiles_seen == compiles else None
+
+    def step(self) -> Any:
+        """Run one step, and return the outputs of the module."""
+        if self._on_gpu:
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.set_grad_enabled(self.phase == "train"):
+            # One context for each call, as in a Trainer: within a context, autocast caches its casts of weights.
+            with torch.autocast(self._subject.device.type, self.dtype, enabled=self.dtype is not None):
+                outputs = self.module(*self._subject.args, **self._subject.kwargs)
+            if self.phase == "train":
+                _loss(outputs).backward()
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+        return outputs
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._subject.device)
+
+    def close(self) -> None:
+        """Free the copy of the module and its compiled code."""
+        self.recorder.stop()
+        if self.switch is not None:
+            self.switch.remove()
+        self.module = self._subject.module
 
 
 def measure(
@@ -40,12 +147,12 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure eager and every mode. A mode that fails is a row with the reason.
 
-    Every mode has a copy of the module, and all copies are in memory at the same time. Blocks of steps alternate
-    between the modes, so that a disturbance of the machine affects all of them.
+    All copies of the module are in memory at the same time. Blocks of steps alternate between the modes, so that a
+    disturbance of the machine affects all of them.
 
     Args:
         subject: The module and its inputs.
-        modes: The settings by name, without eager.
+        modes: The configs by name, without eager.
         phase: The phase to measure.
         steps: Timed steps of each mode, rounded up to whole blocks.
         dtype: The dtype of autocast; ``None`` for no autocast.
@@ -55,31 +162,36 @@ def measure(
         One JSON-ready row for each mode, eager first; docs/cli.md explains the fields.
 
     Raises:
-        BenchError: The module fails in eager mode.
+        ValueError: The module fails in eager mode, so there is no baseline.
     """
     candidates = [Candidate(name, modes.get(name), subject, phase, dtype) for name in (EAGER, *modes)]
-    eager = candidates[0]
     on_device = torch.cuda.device(subject.device) if subject.device.type == "cuda" else contextlib.nullcontext()
+    blocks = min(steps, _BLOCKS)
     try:
         with on_device, warnings.catch_warnings():
             warnings.simplefilter("ignore", CompileWarning)  # the rows have the same reasons
             for candidate in candidates:
                 say(f"preparing {candidate.name} for {phase}")
-                candidate.attempt(candidate.prepare)
-                if eager.failure:
-                    raise BenchError(f"{subject.name!r} fails in eager mode on {subject.shapes()}: {eager.failure}")
+                _attempt(candidate, candidate.prepare)
+                if candidate.name == EAGER and candidate.failure:
+                    raise ValueError(f"{subject.name!r} fails in eager mode on {subject.shapes()}: {candidate.failure}")
                 candidate.failure = candidate.failure or _why_not_compiled(candidate)
-            blocks = min(steps, _BLOCKS)
-            timers = {
-                candidate.name: functools.partial(candidate.attempt, candidate.time, math.ceil(steps / blocks))
-                for candidate in candidates
-            }
             say(f"timing {phase} steps")
+            timers = {c.name: partial(_attempt, c, c.time, math.ceil(steps / blocks)) for c in candidates}
             samples = alternate(timers, blocks)
-        return [_row(candidate, eager, samples) for candidate in candidates]
+        return [_row(candidate, samples) for candidate in candidates]
     finally:
         for candidate in candidates:
             candidate.close()
+
+
+def _attempt(candidate: Candidate, run: Callable[..., float | None], *args: Any) -> float | None:
+    """Call a function, and store an exception as the failure of the candidate. No call after a failure."""
+    try:
+        return run(*args) if candidate.failure is None else None
+    except Exception as error:
+        candidate.failure = in_one_line(describe_failure(error))
+        return None
 
 
 def alternate(timers: Mapping[str, Callable[[], float | None]], blocks: int) -> dict[str, list[float]]:
@@ -108,79 +220,65 @@ def as_result(
     return {**head, "versions": versions, "command": command, "rows": list(rows)}
 
 
-def relative_error(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The norm of the difference divided by the norm of ``expected``, over all tensors together."""
-    if [tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]:
-        return math.inf
-    pairs = [(a.double(), e.double()) for a, e in zip(actual, expected, strict=True)]
-    difference = sum(float((a - e).square().sum()) for a, e in pairs)
-    return math.sqrt(difference) / max(math.sqrt(sum(float(e.square().sum()) for _, e in pairs)), 1e-30)
-
-
 def _why_not_compiled(candidate: Candidate) -> str | None:
     """The reason why no graph was compiled; ``None`` if one was, and for eager."""
-    recorder, phase = candidate.recorder, candidate.phase
-    if candidate.config is None or any(event.graphs for event in recorder.events_of(phase, "compile")):
+    events = [event for event in candidate.recorder.events if event.phase == candidate.phase]
+    if candidate.config is None or any(event.graphs for event in events):
         return None
-    events = [*recorder.events_of(phase, "fallback"), *recorder.events_of(phase, "graph_break")]
-    reasons = [event.reason for event in events if event.reason]
-    return in_one_line(reasons[0]) if reasons else "no graph was compiled, and torch gives no reason"
+    reasons = [event.reason for kind in ("fallback", "graph_break") for event in events if event.kind == kind]
+    return in_one_line(next(filter(None, reasons), "no graph was compiled, and torch gives no reason"))
 
 
-def _row(candidate: Candidate, eager: Candidate, samples: Mapping[str, list[float]]) -> dict[str, Any]:
-    recorder, phase = candidate.recorder, candidate.phase
-    row: dict[str, Any] = {"mode": candidate.name, "phase": phase, "failure": candidate.failure}
+def _row(candidate: Candidate, samples: Mapping[str, list[float]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"mode": candidate.name, "phase": candidate.phase, "failure": candidate.failure}
     if candidate.failure:
         return row
-    block_ms, eager_ms = tuple(samples[candidate.name]), tuple(samples[EAGER])
-    step_ms, eager_step_ms = median_ms(block_ms), median_ms(eager_ms)
-    row |= summarize(block_ms)
-    row |= {"first_step_seconds": candidate.first_step_seconds, "peak_memory_mib": candidate.peak_memory_mib}
-    if candidate is eager:
+    row |= summarize(samples[candidate.name]) | {"peak_memory_mib": candidate.peak_memory_mib}
+    if candidate.config is None:
         return row
-    compiles = recorder.events_of(phase, "compile")
-    seconds = sum(event.seconds or 0.0 for event in compiles)
+    events = {kind: candidate.recorder.events_of(candidate.phase, kind) for kind in get_args(EventKind)}
+    seconds = sum(event.seconds or 0.0 for event in events["compile"])
     speedup = break_even_steps = None
-    if step_ms and eager_step_ms and min(len(block_ms), len(eager_ms)) >= _LEAST_SAMPLES:
-        speedup = eager_step_ms / step_ms
-        break_even_steps = math.ceil(seconds * 1000 / (eager_step_ms - step_ms)) if speedup > 1 else None
-    error, note = _compare(candidate, eager)
-    changed = {run["name"] for _, run in recorder.pass_runs if run.get("changed") or run.get("from_cache")}
+    if min(len(samples[candidate.name]), len(samples[EAGER])) >= SAMPLES_FOR_SPEEDUP:
+        eager_ms = summarize(samples[EAGER])["step_ms"]
+        speedup = eager_ms / row["step_ms"]
+        break_even_steps = math.ceil(seconds * 1000 / (eager_ms - row["step_ms"])) if speedup > 1 else None
+    runs = [run for _, run in candidate.recorder.pass_runs if run.get("changed") or run.get("from_cache")]
     return row | {
         "speedup": speedup,
         "compile_seconds": seconds,
         "break_even_steps": break_even_steps,
-        "relative_error": error,
-        "graphs": sum(event.graphs for event in compiles),
-        "graph_breaks": len(recorder.events_of(phase, "graph_break")),
-        "fallbacks": len(recorder.events_of(phase, "fallback")),
-        "passes": sorted(changed),
-        "notes": [*note, *_idle_settings(candidate)],
+        "verified": sorted({event.verdict for event in events["verify"] if event.verdict}),
+        "graphs": sum(event.graphs for event in events["compile"]),
+        "graph_breaks": len(events["graph_break"]),
+        "fallbacks": len(events["fallback"]),
+        "passes": sorted({run["name"] for run in runs}),
+        "notes": list(_notes(candidate, events)),
     }
 
 
-def _compare(candidate: Candidate, eager: Candidate) -> tuple[float | None, list[str]]:
-    """The larger relative error of outputs and gradients, and a note if rounding does not explain it."""
-    if eager.draws_random_numbers:
-        return None, ["not compared with eager: the module draws random numbers"]
-    error = max(relative_error(ours, theirs) for ours, theirs in zip(candidate.results, eager.results, strict=True))
-    # A GPU may compute in TF32, which has the precision of float16.
-    coarse = candidate.dtype is not None or any(
-        weight.is_cuda or weight.itemsize < 4 for weight in eager.module.parameters()
-    )
-    if error <= (allowed := 0.1 if coarse else 0.01):
-        return error, []
-    note = f"differs from eager: relative error {error:.2g}, rounding explains at most {allowed}"
-    return error if math.isfinite(error) else None, [note]
-
-
-def _idle_settings(candidate: Candidate) -> Iterator[str]:
-    """Settings that have no effect in this run."""
+def _notes(candidate: Candidate, events: Mapping[str, Sequence[CompileEvent]]) -> Iterator[str]:
+    """Settings that have no effect in this run, and reasons of torch and of the comparison with eager."""
     config = candidate.config
     if config is not None and config.uses_cudagraphs and candidate.peak_memory_mib is None:
         yield "CUDA graphs have no effect without a GPU"
     if config is not None and config.freezes and candidate.phase == "train":
         yield "freezing has no effect in training"
-    for kind in ("template", "fallback", "cudagraph_skip", "pass_skipped"):
-        reasons = {event.reason for event in candidate.recorder.events if event.kind == kind and event.reason}
-        yield from (f"{kind.replace('_', ' ')}: {in_one_line(reason)}" for reason in sorted(reasons))
+    for kind in ("template", "fallback", "cudagraph_skip", "pass_skipped", "verify"):
+        found = {(event.verdict or kind.replace("_", " "), event.reason) for event in events[kind] if event.reason}
+        yield from (f"{name}: {in_one_line(reason)}" for name, reason in sorted(found))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _loss(outputs: Any) -> torch.Tensor:
+    """Cross-entropy with the labels 0, 1, 2, ... if the output looks like logits, else the mean of the outputs."""
+    if isinstance(outputs, torch.Tensor) and outputs.dim() == 2 and outputs.shape[1] > 1:
+        labels = torch.arange(outputs.shape[0], device=outputs.device) % outputs.shape[1]
+        return nn.functional.cross_entropy(outputs.float(), labels)
+    differentiable = [tensor.float().mean() for tensor in _tensors(outputs) if tensor.requires_grad]
+    if not differentiable:
+        raise ValueError("no output requires a gradient")
+    return torch.stack(differentiable).mean()

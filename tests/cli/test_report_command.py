@@ -133,11 +133,3 @@ def test_a_path_without_a_report_is_an_error(tmp_path, capsys):
     assert capsys.readouterr().err == f"compile-callbacks report: {tmp_path / 'nowhere'} does not exist\n"
     assert main(["report", str(tmp_path)]) == 2
     assert f"{tmp_path} contains no {FILE_NAME}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [[], ["report"], ["reprot", "."]])
-def test_wrong_arguments_are_refused_with_the_usage(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: compile-callbacks")
