@@ -58,7 +58,7 @@ def train(way: str, args: argparse.Namespace) -> Row:
     row["images_per_second"] = args.batch_size * args.world / row["step_ms"] * 1000
     if way != "eager":
         report = callback.report.train
-        failures = [event["reason"] for event in report.events if event["kind"] == "fallback"]
+        failures = [event["reason"] for event in report.diagnostics.events if event["kind"] == "fallback"]
         row |= {"compile_seconds": report.compile_seconds, "graphs": report.graphs, "failures": failures}
     if args.device == "cuda":
         torch.cuda.empty_cache()

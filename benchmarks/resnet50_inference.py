@@ -151,7 +151,7 @@ def validation(args: argparse.Namespace) -> list[Row]:
     make_trainer(args.device, callback, compare, max_epochs=4, num_sanity_val_steps=0).fit(
         Validated(net), loader((images, labels), 6), loader((images, labels), 3)
     )
-    compiles = sum(event["kind"] == "compile" for event in callback.report.infer.events)
+    compiles = sum(event["kind"] == "compile" for event in callback.report.infer.diagnostics.events)
     return [
         {"part": "validation", "way": f"epoch {epoch}", "relative_error": error, "compiles": compiles}
         for epoch, error in enumerate(compare.errors)

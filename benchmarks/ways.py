@@ -147,7 +147,8 @@ def in_trainer(work: Work, way: Way, connection: Connection, turn: Turn, steps: 
         callback = InductorCompile(**modes, targets=way.targets, passes=passes, baseline_steps=0, verify=verify)
 
         def settled() -> bool:
-            trials = getattr(callback.report, phase).trials if way.mode == "auto" else ({"verdict": "chosen"},)
+            diagnostics = getattr(callback.report, phase).diagnostics
+            trials = diagnostics.trials if way.mode == "auto" else ({"verdict": "chosen"},)
             return any(trial["verdict"] == "chosen" for trial in trials)
 
         def info() -> dict[str, Any]:

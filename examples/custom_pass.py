@@ -63,7 +63,7 @@ def main():
         accelerator="cpu",
     )
     trainer.fit(Net(), loader, loader)
-    for run in (*callback.report.train.passes, *callback.report.infer.passes):
+    for run in (*callback.report.train.diagnostics.passes, *callback.report.infer.diagnostics.passes):
         if "from_cache" in run:
             print(f"{run['name']} did not run: torch's cache had the graph as the pass left it")
         else:

@@ -37,12 +37,14 @@ def main():
     trainer = make_trainer(compiler, finetuning, watch, max_epochs=5)
     trainer.fit(model, *loaders())
 
-    for event in compiler.report.train.events:
+    for event in compiler.report.train.diagnostics.events:
         if event["kind"] == "recompile":
             print(f"recompiled {event['target']}: {event['reason']}")
     check(watch.moved == [False, False, True, True, True], "the body stands still until it is thawed, and moves then")
     check(compiler.report.train.fallbacks == 0, "all of it ran compiled")
-    check(compiler.report.train.verified == "equal", "the first step's outputs and gradients are those of eager")
+    check(
+        compiler.report.train.verified.startswith("equal"), "the first step's outputs and gradients are those of eager"
+    )
     check(float(trainer.callback_metrics["accuracy"]) > 0.85, "it learns to read digits")
 
 

@@ -45,9 +45,9 @@ def main():
         difference = max((a - b).abs().max().item() for a, b in pairs)
         print(f"largest difference of a weight  {difference:.1e}")
         check(difference < 1e-3, "the run that was resumed ends where the one that never stopped ends")
-        check(second.verified == "equal", "what goes on compiled computes what eager would")
-        check("eager_step_ms" in second.restored, "the eager baseline is that of the first run")
-        check(second.cache_misses == 0 < second.cache_hits, "what the first run compiled was loaded")
+        check(second.verified == f"equal {second.graphs}", "what goes on compiled computes what eager would")
+        check("eager_step_ms" in second.diagnostics.restored, "the eager baseline is that of the first run")
+        check(second.diagnostics.cache_misses == 0 < second.cache_hits, "what the first run compiled was loaded")
         print(f"compile seconds  {first.compile_seconds:.1f}, resumed {second.compile_seconds:.1f}")
 
 

@@ -27,6 +27,7 @@ from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.profiling.baseline import Baseline
 from compile_callbacks.profiling.workload import Workload, workload_of
+from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.console import print_line, print_report
 from compile_callbacks.report.loggers import (
     log_scalars,
@@ -36,7 +37,7 @@ from compile_callbacks.report.loggers import (
     settings_to_log,
     write_report,
 )
-from compile_callbacks.report.report import CompileReport, uncompiled_report
+from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.cache_dir import check_folder
 from compile_callbacks.runtime.checkpoint_keys import match_orig_mod_keys
 from compile_callbacks.runtime.fsdp import unsupported_reason, unsupported_strategy_reason

@@ -15,7 +15,8 @@ from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.mode import Mode, as_config
 from compile_callbacks.inference.compiled_module import CompiledInference, Placement, free_memory
 from compile_callbacks.inference.saved_state import Sample, SavedBackend, as_samples
-from compile_callbacks.report.report import CompileReport, uncompiled_report
+from compile_callbacks.report.build import uncompiled_report
+from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.dispatcher import compiled_target_names
 from compile_callbacks.runtime.fsdp import check_not_sharded
 from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings

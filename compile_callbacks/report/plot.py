@@ -28,7 +28,7 @@ def plot_report(report: CompileReport) -> Figure:
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ImportError("CompileReport.plot needs matplotlib: pip install matplotlib") from error
-    phases = [phase for phase in PHASES if report.phase(phase).series]
+    phases = [phase for phase in PHASES if report.phase(phase).diagnostics.series]
     if not phases:
         message = "no step was timed yet, so there is nothing to plot: plot after a trainer has run"
         raise ValueError(message)
@@ -42,9 +42,9 @@ def plot_report(report: CompileReport) -> Figure:
 
 
 def _draw(axes: Axes, phase: Phase, report: PhaseReport) -> None:
-    last = max(max(part["steps"]) for part in report.series)
-    tried = iter(_TRIED * len(report.series))
-    for part in sorted(report.series, key=lambda part: _ORDER.index(part["kind"])):
+    last = max(max(part["steps"]) for part in report.diagnostics.series)
+    tried = iter(_TRIED * len(report.diagnostics.series))
+    for part in sorted(report.diagnostics.series, key=lambda part: _ORDER.index(part["kind"])):
         steps = part["steps"]
         if part["kind"] == "compiling":
             label = f"{len(steps)} {'step that compiles' if len(steps) == 1 else 'steps that compile'}"
@@ -61,7 +61,7 @@ def _draw(axes: Axes, phase: Phase, report: PhaseReport) -> None:
         ends, style = ((1, last), "--") if eager else ((min(steps), max(steps)), "-")
         label += f",{chr(10) if len(label) > 18 else ' '}median {median:.3g} ms"
         axes.plot(ends, (median, median), color=color, lw=1.6, ls=style, zorder=4, label=label)
-    if report.eager_step_ms is not None and not any(part["kind"] == "eager" for part in report.series):
+    if report.eager_step_ms is not None and not any(part["kind"] == "eager" for part in report.diagnostics.series):
         label = f"eager, median {report.eager_step_ms:.3g} ms,\nof the run before this one"
         axes.axhline(report.eager_step_ms, color=_EAGER, lw=1.4, ls="--", label=label)
     _mark_break_even(axes, report)
@@ -81,15 +81,15 @@ def _mark_break_even(axes: Axes, report: PhaseReport) -> None:
     if math.isinf(report.break_even_steps):
         axes.plot([], [], color=_BREAK_EVEN, ls=":", label="break-even: never")
         return
-    first = min((min(part["steps"]) for part in report.series if part["kind"] != "eager"), default=1)
+    first = min((min(part["steps"]) for part in report.diagnostics.series if part["kind"] != "eager"), default=1)
     at = first + report.break_even_steps  # may be to the right of the panel
     axes.axvline(at, color=_BREAK_EVEN, lw=1.6, ls=":", label=f"break-even at step {at:,.0f}")
 
 
 def _top(report: PhaseReport) -> float:
     """The upper end of the panel: above all medians and nearly all steps, because a few slow ones would flatten it."""
-    times: list[list[float]] = [part["ms"] for part in report.series if part["kind"] != "compiling"]
-    times = times or [part["ms"] for part in report.series]
+    times: list[list[float]] = [part["ms"] for part in report.diagnostics.series if part["kind"] != "compiling"]
+    times = times or [part["ms"] for part in report.diagnostics.series]
     medians = [ms for ms in (report.eager_step_ms, report.compiled_step_ms) if ms is not None]
     most = max([*medians, *map(statistics.median, times)])
     nearly_all = max(_quantile(part, 0.97) for part in times)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from compile_callbacks._utils.phases import PHASES, Phase
 
 if TYPE_CHECKING:
-    from compile_callbacks.report.report import CompileReport, PhaseReport
+    from compile_callbacks.report.report import CompileReport, PhaseDiagnostics, PhaseReport
 
 _NOTHING = "-"
 
@@ -23,7 +23,7 @@ def labels_and_cells(reports: Sequence[PhaseReport]) -> list[tuple[str, ...]]:
     """
     rows = [(label, *(show(report) for report in reports)) for label, show in _ROWS]
     shown = [row for row in rows if row[0] in _ALWAYS or any(cell != _NOTHING for cell in row[1:])]
-    candidates = dict.fromkeys(trial["candidate"] for report in reports for trial in report.trials)
+    candidates = dict.fromkeys(trial["candidate"] for report in reports for trial in report.diagnostics.trials)
     return shown + [(f"candidate {name}", *(_trial(report, name) for report in reports)) for name in candidates]
 
 
@@ -39,7 +39,7 @@ def sections(report: CompileReport) -> list[Section]:
     """Tables of the reasons behind the counts, of graph passes and of candidates; those without rows are left out."""
     reasons: dict[str, Counter[tuple[str, ...]]] = {kind: Counter() for kind in _TITLES}
     for phase in PHASES:
-        for event in report.phase(phase).events:
+        for event in report.phase(phase).diagnostics.events:
             if reason := event.get("reason"):
                 where = f"{event['file']}:{event.get('line', '?')}" if event.get("file") else _NOTHING
                 kind = event["kind"]
@@ -52,9 +52,9 @@ def sections(report: CompileReport) -> list[Section]:
         )
         for kind, counts in reasons.items()
     ]
-    passes = [_pass_row(phase, run) for phase in PHASES for run in report.phase(phase).passes]
+    passes = [_pass_row(phase, run) for phase in PHASES for run in report.phase(phase).diagnostics.passes]
     found.append(Section("Graph passes", ("phase", "target", "pass", "hook point", "graph", "nodes", "ms"), passes))
-    trials = [_trial_row(phase, trial) for phase in PHASES for trial in report.phase(phase).trials]
+    trials = [_trial_row(phase, trial) for phase in PHASES for trial in report.phase(phase).diagnostics.trials]
     head = ("phase", "candidate", "median ms", "95% ms", "samples", "compile s", "verdict", "reason")
     found.append(Section("Candidates", head, trials))
     return [section for section in found if section.rows]
@@ -110,7 +110,8 @@ def _number(value: float | None, form: str) -> str:
     return text if float(text) else text.lstrip("-")
 
 
-def _peak(mib: float | None, at_most_mib: float | None) -> str:
+def _peak(diagnostics: PhaseDiagnostics, prefix: str) -> str:
+    mib, at_most_mib = (getattr(diagnostics, f"{prefix}peak_memory_{end}") for end in ("mib", "at_most_mib"))
     return _number(mib, ".0f") if at_most_mib is None else f"at most {at_most_mib:.0f}"
 
 
@@ -119,7 +120,7 @@ def _step(median: float | None, spread: float | None) -> str:
 
 
 def _speedup(report: PhaseReport) -> str:
-    return report.no_speedup or _NOTHING if report.speedup is None else f"{report.speedup:.2f}x"
+    return _NOTHING if report.speedup is None else f"{report.speedup:.2f}x"
 
 
 def _break_even(report: PhaseReport) -> str:
@@ -128,7 +129,7 @@ def _break_even(report: PhaseReport) -> str:
 
 def _trial(report: PhaseReport, candidate: str) -> str:
     """The median and the verdict of a candidate: ``4.77 ms, chosen``."""
-    found = next((trial for trial in report.trials if trial["candidate"] == candidate), None)
+    found = next((trial for trial in report.diagnostics.trials if trial["candidate"] == candidate), None)
     if found is None:
         return _NOTHING
     return ("" if found["median_ms"] is None else f"{found['median_ms']:.2f} ms, ") + str(found["verdict"])
@@ -137,28 +138,29 @@ def _trial(report: PhaseReport, candidate: str) -> str:
 _ROWS: tuple[tuple[str, Callable[[PhaseReport], str]], ...] = (
     ("mode", lambda p: p.mode),
     ("targets", lambda p: _listed(p.targets) or _NOTHING),
+    ("verdict", lambda p: p.verdict or _NOTHING),
     ("compile seconds", lambda p: _number(p.compile_seconds, ".1f")),
     ("graphs", lambda p: str(p.graphs)),
     ("graph breaks", lambda p: str(p.graph_breaks)),
     ("recompiles", lambda p: str(p.recompiles)),
-    ("cache hits / misses", lambda p: f"{p.cache_hits} / {p.cache_misses}"),
-    ("eager step ms", lambda p: _step(p.eager_step_ms, p.eager_spread_ms)),
-    ("compiled step ms", lambda p: _step(p.compiled_step_ms, p.compiled_spread_ms)),
+    ("cache hits / misses", lambda p: f"{p.cache_hits} / {p.diagnostics.cache_misses}"),
+    ("eager step ms", lambda p: _step(p.eager_step_ms, p.diagnostics.eager_spread_ms)),
+    ("compiled step ms", lambda p: _step(p.compiled_step_ms, p.diagnostics.compiled_spread_ms)),
     ("speedup", _speedup),
     ("samples", lambda p: _number(p.samples, "d")),
     ("break-even steps", _break_even),
-    ("seconds saved so far", lambda p: _number(p.seconds_saved, ".1f")),
-    ("eager peak memory MiB", lambda p: _peak(p.eager_peak_memory_mib, p.eager_peak_memory_at_most_mib)),
-    ("compiled peak memory MiB", lambda p: _peak(p.peak_memory_mib, p.peak_memory_at_most_mib)),
-    ("folded weights MB", lambda p: _number(p.folded_mib, ".1f")),
-    ("weight refreshes", lambda p: _number(p.weight_refreshes, "d")),
-    ("equal to eager", lambda p: p.describe_comparisons() or _NOTHING),
-    ("max abs error", lambda p: _number(p.max_abs_error, ".1e")),
+    ("net seconds saved", lambda p: _number(p.net_seconds_saved, ".1f")),
+    ("eager peak memory MiB", lambda p: _peak(p.diagnostics, "eager_")),
+    ("compiled peak memory MiB", lambda p: _peak(p.diagnostics, "")),
+    ("folded weights MiB", lambda p: _number(p.diagnostics.folded_mib, ".1f")),
+    ("weight refreshes", lambda p: _number(p.diagnostics.weight_refreshes, "d")),
+    ("equal to eager", lambda p: p.verified or _NOTHING),
+    ("max abs error", lambda p: _number(p.diagnostics.max_abs_error, ".1e")),
     ("fallbacks", lambda p: str(p.fallbacks)),
-    ("skipped passes", lambda p: str(p.skipped_passes) if p.skipped_passes else _NOTHING),
+    ("skipped passes", lambda p: str(p.diagnostics.skipped_passes) if p.diagnostics.skipped_passes else _NOTHING),
 )
 
-_ALWAYS = {"mode", "targets", "compile seconds", "eager step ms", "compiled step ms", "speedup", "samples"}
+_ALWAYS = {"mode", "targets", "verdict", "compile seconds", "eager step ms", "compiled step ms", "speedup", "samples"}
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|#])")
 

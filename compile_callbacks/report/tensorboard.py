@@ -59,7 +59,8 @@ def add_report(writer: SummaryWriter, report: CompileReport, step: int, tag: str
 
 def add_plot(writer: SummaryWriter, report: CompileReport, step: int) -> None:
     """Add the plot of step times to the images tab, if matplotlib is installed."""
-    if importlib.util.find_spec("matplotlib") is None or not any(report.phase(phase).series for phase in PHASES):
+    has_steps = any(report.phase(phase).diagnostics.series for phase in PHASES)
+    if not has_steps or importlib.util.find_spec("matplotlib") is None:
         return
     import numpy as np  # a dependency of matplotlib
 

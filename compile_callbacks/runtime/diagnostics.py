@@ -133,8 +133,8 @@ class SessionWarnings:
             message = (
                 f"target {key.target!r} reached torch's recompile limit in the {key.phase} phase: inputs that fit "
                 f"none of its graphs run eagerly. The reason of the last recompile: {reason} (all reasons: "
-                f"callback.report.{key.phase}.events; if shapes are the cause, dynamic=True in {key.phase}_mode or "
-                "constant shapes need fewer graphs)"
+                f"callback.report.{key.phase}.diagnostics.events; if shapes are the cause, dynamic=True in "
+                f"{key.phase}_mode or constant shapes need fewer graphs)"
             )
             self._warn((key, "limit"), message)
 
@@ -165,7 +165,7 @@ class SessionWarnings:
         message = (
             f"blocks {key.target!r} share no graph in the {key.phase} phase: torch compiled each of them, because "
             "they differ in a value that torch takes for constant, such as a number that the module holds"
-            f"{why} (all reasons: callback.report.{key.phase}.events)"
+            f"{why} (all reasons: callback.report.{key.phase}.diagnostics.events)"
         )
         self._warn((key[:2], "blocks"), message)
 

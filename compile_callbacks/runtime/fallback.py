@@ -45,7 +45,7 @@ class EagerFallback:
         self._recorder.record("fallback", self._key, reason=reason)
         message = (
             f"target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
-            f"(in full: callback.report.{phase}.events; on_error='raise' raises instead)"
+            f"(in full: callback.report.{phase}.diagnostics.events; on_error='raise' raises instead)"
         )
         self.warn_after_call("CC301", message)
 

@@ -210,7 +210,7 @@ class GraphBackend:
         target, phase = self._key[:2]
         message = (
             f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without the pass (all failures: "
-            f"callback.report.{phase}.events; on_error='raise' raises instead)"
+            f"callback.report.{phase}.diagnostics.events; on_error='raise' raises instead)"
         )
         self._fallback.warn_after_call("CC701", message, about=(target, phase, pass_name(failure.failed)))
         return self._patches(attempt)

@@ -28,7 +28,8 @@ from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.workload import Workload, baseline_from_data
-from compile_callbacks.report.report import CompileReport, build_phase_report
+from compile_callbacks.report.build import build_phase_report
+from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.cache_dir import CompileCache
 from compile_callbacks.runtime.called_targets import CalledTargets
 from compile_callbacks.runtime.cudagraphs import BackwardInCallingThread, GradientCopies, drop_overwritten_gradients

@@ -10,6 +10,7 @@ import pytest
 from compile_callbacks import CompileReport, InductorCompile, PhaseReport
 from compile_callbacks.cli.main import main
 from compile_callbacks.report.file import FILE_NAME, make_record
+from compile_callbacks.report.report import PhaseDiagnostics
 from tests.support.models import Classifier, loader, trainer
 
 BREAK = {"kind": "graph_break", "target": "net", "phase": "train", "file": "m.py", "line": 3, "reason": "print\nmore"}
@@ -24,7 +25,7 @@ TRAIN = PhaseReport(
     speedup=2.0,
     samples=8,
     break_even_steps=math.inf,
-    events=(BREAK, BREAK),
+    diagnostics=PhaseDiagnostics(events=(BREAK, BREAK)),
 )
 REPORT = CompileReport(train=TRAIN)
 
@@ -65,14 +66,15 @@ def test_every_call_below_a_folder_is_printed_with_its_reasons(tmp_path, capsys)
 
 
 def test_compare_puts_the_last_call_of_each_run_side_by_side(tmp_path, capsys):
-    infer = PhaseReport(mode="default", targets=("net",), compile_seconds=9.0, no_speedup="too few samples")
+    infer = PhaseReport(mode="default", targets=("net",), compile_seconds=9.0, verdict="too few samples")
     write(tmp_path / "a", record(CompileReport(infer=infer)), record())
     write(tmp_path / "b", record(CompileReport(train=TRAIN, infer=infer)))
     assert main(["report", "--compare", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[:2]] == [["a", "b", "b"], ["train", "train", "infer"]]
     cells = {line[:20].strip(): line[20:].split("  ") for line in lines[3:]}
-    assert [cell.strip() for cell in cells["speedup"] if cell.strip()] == ["2.00x", "2.00x", "too few samples"]
+    assert [cell.strip() for cell in cells["speedup"] if cell.strip()] == ["2.00x", "2.00x", "-"]
+    assert "too few samples" in cells["verdict"][-1]
 
 
 def test_json_is_the_records_as_data(tmp_path, capsys):
@@ -91,8 +93,8 @@ def test_json_is_the_records_as_data(tmp_path, capsys):
         {"version": 1},
         {"version": 2, "report": REPORT.to_dict()},
         {"version": 1, "report": []},
-        {"version": 1, "report": {"train": {"mode": "default", "trials": [{}]}}},
-        {"version": 1, "report": {"train": {"mode": "default", "events": [{"reason": ["no text"]}]}}},
+        {"version": 1, "report": {"train": {"mode": "default", "diagnostics": {"trials": [{}]}}}},
+        {"version": 1, "report": {"train": {"mode": "default", "diagnostics": {"events": [{"reason": ["no text"]}]}}}},
     ],
 )
 def test_a_damaged_record_costs_that_record(damaged, option, tmp_path, capsys):

@@ -60,7 +60,7 @@ def test_a_backend_is_activated_from_torchs_cache():
     backend.deactivate()
     backend.activate()
     assert RUNS == [(4, FEATURES)] * 2
-    assert (backend.report.infer.cache_hits, backend.report.infer.cache_misses) == (1, 0)
+    assert (backend.report.infer.cache_hits, backend.report.infer.diagnostics.cache_misses) == (1, 0)
     torch.testing.assert_close(backend.infer(batch()), eagerly(batch()))
 
 

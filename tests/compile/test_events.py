@@ -77,8 +77,8 @@ def test_a_compile_after_reset_is_counted_and_is_no_sample():
     trainer(callback).fit(seeded(Resets), loader(12))
     train = callback.report.train
     assert (train.graphs, train.recompiles) == (2, 1)
-    assert [event["reason"] for event in train.events if event["kind"] == "recompile"] == [
+    assert [event["reason"] for event in train.diagnostics.events if event["kind"] == "recompile"] == [
         "torch.compiler.reset() discarded the compiled graphs"
     ]
-    compiling = [series for series in train.series if series["kind"] == "compiling"]
+    compiling = [series for series in train.diagnostics.series if series["kind"] == "compiling"]
     assert [series["steps"] for series in compiling] == [[1, 7]]

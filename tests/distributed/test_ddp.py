@@ -82,13 +82,14 @@ def assert_equal(result: dict) -> None:
 
 def chosen(result, phase):
     """The candidate that a rank chose, which is in the report's mode too."""
-    (name,) = [trial["candidate"] for trial in result["report"][phase]["trials"] if trial["verdict"] == "chosen"]
+    trials = result["report"][phase]["diagnostics"]["trials"]
+    (name,) = [trial["candidate"] for trial in trials if trial["verdict"] == "chosen"]
     assert result["report"][phase]["mode"] == name
     return name
 
 
 def events(result: dict, phase: str, kind: str) -> list[str]:
-    return [event["reason"] for event in result["report"][phase]["events"] if event["kind"] == kind]
+    return [event["reason"] for event in result["report"][phase]["diagnostics"]["events"] if event["kind"] == kind]
 
 
 # ------------------------------------------------------------------------------------------ the same results
@@ -180,7 +181,7 @@ def test_processes_with_unequal_batches_wait_for_nobody(pair):
     first, second = pair("uneven_validation")
     assert first["validated"] > second["validated"]
     assert chosen(first, "infer") == chosen(second, "infer")
-    assert first["report"]["infer"]["trials"][0]["samples"] > 0
+    assert first["report"]["infer"]["diagnostics"]["trials"][0]["samples"] > 0
 
 
 def test_a_process_whose_loaders_end_earlier_does_not_reduce_while_others_step(pair):
@@ -198,10 +199,10 @@ def test_ranks_whose_loaders_have_other_lengths_tune_without_waiting(pair):
 
 def test_processes_choose_the_same_candidate(pair):
     first, second = pair("tuned")
-    trials = first["report"]["train"]["trials"]
+    trials = first["report"]["train"]["diagnostics"]["trials"]
     assert [trial["verdict"] for trial in trials].count("chosen") == 1
     assert all(trial["samples"] >= 5 for trial in trials)
-    assert trials == second["report"]["train"]["trials"]
+    assert trials == second["report"]["train"]["diagnostics"]["trials"]
     torch.testing.assert_close(
         first["compiled"]["state"]["net.0.weight"], second["compiled"]["state"]["net.0.weight"], **FLOAT32
     )
@@ -226,7 +227,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(pair):
     one.fit(module, loader(12), loader(4, seed=2), ckpt_path=path, **TRUSTED)
     assert one.current_epoch == 3
     assert len(module.losses) == 12
-    assert ours.report.train.restored == ()  # step times of two processes are not compared with those of one
+    assert ours.report.train.diagnostics.restored == ()  # two processes, not one
     assert ours.report.train.eager_step_ms is not None
     assert pickle.loads(pickle.dumps(ours)).configs == ours.configs  # a later run may spawn processes
     plain = seeded()
@@ -238,6 +239,6 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(pair):
     for result in pair("resumed_from_one"):
         assert result["epoch"] == 2
         assert len(result["compiled"]["losses"]) == 6  # of twelve batches, for one epoch
-        assert result["report"]["train"]["restored"] == []
+        assert result["report"]["train"]["diagnostics"]["restored"] == []
         assert result["report"]["train"]["graphs"] == 1
         assert result["warnings"] == []

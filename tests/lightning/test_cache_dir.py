@@ -54,7 +54,9 @@ print(json.dumps({
     "predictions": predictions.tolist(),
     "misses": counters["aot_autograd"]["autograd_cache_miss"] + counters["inductor"]["fxgraph_cache_miss"],
     "hits": counters["aot_autograd"]["autograd_cache_hit"],
-    "reported": [[report.cache_hits, report.cache_misses] for report in (callback.report.train, callback.report.infer)],
+    "reported": [
+        [phase.cache_hits, phase.diagnostics.cache_misses] for phase in (callback.report.train, callback.report.infer)
+    ],
     "built": built,
 }))
 """

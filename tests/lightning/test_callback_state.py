@@ -59,8 +59,9 @@ def replaced(name, value):
 def test_a_resumed_run_has_the_earlier_report_and_baseline(checkpoint, tmp_path):
     report = resumed(checkpoint, tmp_path, lambda states: states)
     assert report.before.train.graphs == 1
-    assert report.train.restored
-    eager = [step for series in report.train.series if series["kind"] == "eager" for step in series["steps"]]
+    assert report.train.diagnostics.restored
+    series = report.train.diagnostics.series
+    eager = [step for of_kind in series if of_kind["kind"] == "eager" for step in of_kind["steps"]]
     assert eager == [1]  # in which the callback finds its targets
 
 
@@ -79,22 +80,22 @@ def test_a_resumed_run_has_the_earlier_report_and_baseline(checkpoint, tmp_path)
 )
 def test_a_state_of_another_form_costs_its_figures(checkpoint, tmp_path, change):
     report = resumed(checkpoint, tmp_path, change)
-    assert (report.before, report.train.restored) == (None, ())
-    assert report.train.series[0]["kind"] == "eager"
+    assert (report.before, report.train.diagnostics.restored) == (None, ())
+    assert report.train.diagnostics.series[0]["kind"] == "eager"
 
 
 @pytest.mark.parametrize("name", ["report", "baselines", "device", "winners"])
 @pytest.mark.parametrize("value", [None, [[1]], {"train": 5, 7: "x"}], ids=repr)
 def test_a_field_of_a_wrong_type_costs_its_figures(checkpoint, tmp_path, name, value):
     report = resumed(checkpoint, tmp_path, replaced(name, value))
-    assert bool(report.train.restored) == (name not in ("baselines", "device"))
+    assert bool(report.train.diagnostics.restored) == (name not in ("baselines", "device"))
     assert (report.before is None) == (name == "report" and not isinstance(value, dict))
 
 
 @pytest.mark.parametrize("name", ["report", "baselines", "device", "winners"])
 def test_a_missing_field_costs_its_figures(checkpoint, tmp_path, name):
     report = resumed(checkpoint, tmp_path, of_state(lambda state: state.pop(name)))
-    assert bool(report.train.restored) == (name not in ("baselines", "device"))
+    assert bool(report.train.diagnostics.restored) == (name not in ("baselines", "device"))
 
 
 @pytest.mark.parametrize(
@@ -110,12 +111,12 @@ def test_a_missing_field_costs_its_figures(checkpoint, tmp_path, name):
 )
 def test_baseline_samples_of_a_wrong_type_are_ignored(checkpoint, tmp_path, samples):
     report = resumed(checkpoint, tmp_path, replaced("baselines", {"train": samples}))
-    assert report.train.restored == ()
+    assert report.train.diagnostics.restored == ()
 
 
 def test_an_unknown_field_changes_nothing(checkpoint, tmp_path):
     report = resumed(checkpoint, tmp_path, replaced("new", {"a": 1}))
-    assert report.train.restored
+    assert report.train.diagnostics.restored
     assert report.before is not None
 
 
@@ -126,7 +127,7 @@ def test_a_checkpoint_that_is_loaded_within_a_run_is_no_resume():
     module.lr = 0.1
     run.fit(module, loader(20))
     assert ours.report.before is None
-    assert ours.report.train.restored == ()
+    assert ours.report.train.diagnostics.restored == ()
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])

@@ -136,9 +136,9 @@ def test_default_targets_are_the_called_modules_and_methods(call):
     fit(plain)
     torch.testing.assert_close(compiled.losses, plain.losses)
     train, infer = callback.report.train, callback.report.infer
-    assert {event["target"] for event in train.events if event["kind"] == "compile"} == called
+    assert {event["target"] for event in train.diagnostics.events if event["kind"] == "compile"} == called
     assert set(train.targets) == called
-    assert {event["target"] for event in infer.events if event["kind"] == "compile"} == {"ema.module"}
+    assert {event["target"] for event in infer.diagnostics.events if event["kind"] == "compile"} == {"ema.module"}
     assert sys.getprofile() is None
 
 

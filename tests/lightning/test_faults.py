@@ -43,10 +43,10 @@ def test_a_failure_costs_speed_and_nothing_else(fault, place):
     hit = callback.report.phase(place.phase)
     spared = callback.report.phase("infer" if place.phase == "train" else "train")
     failures = 2 if place.shape == "first" else 1  # the compiler is tried once for each shape, in both epochs
-    assert (hit.fallbacks, hit.skipped_passes) == ((0, failures) if fault.skipped else (failures, 0))
-    assert (spared.fallbacks, spared.skipped_passes) == (0, 0)
+    assert (hit.fallbacks, hit.diagnostics.skipped_passes) == ((0, failures) if fault.skipped else (failures, 0))
+    assert (spared.fallbacks, spared.diagnostics.skipped_passes) == (0, 0)
     assert hit.graphs == (2 if fault.skipped else 2 - failures)
-    reasons = [event["reason"] for event in hit.events if event["kind"] in ("fallback", "pass_skipped")]
+    reasons = [event["reason"] for event in hit.diagnostics.events if event["kind"] in ("fallback", "pass_skipped")]
     assert len(reasons) == failures
     for reason in reasons:
         assert any(cause in reason for cause in fault.cause.split("|"))
@@ -88,7 +88,8 @@ with warnings.catch_warnings(record=True) as caught:
     losses = run(callback)
 said = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
 report = callback.report
-print(json.dumps([losses, run(), said, report.train.fallbacks, report.infer.fallbacks, report.infer.events]))
+events = report.infer.diagnostics.events
+print(json.dumps([losses, run(), said, report.train.fallbacks, report.infer.fallbacks, events]))
 """
 
 
@@ -226,6 +227,6 @@ def test_too_little_memory_to_autotune_in_costs_speed_and_nothing_else():
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-3)
-    for event in callback.report.train.events:
+    for event in callback.report.train.diagnostics.events:
         if event["kind"] == "fallback":
             assert "memory" in event["reason"]

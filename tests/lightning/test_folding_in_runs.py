@@ -42,7 +42,7 @@ def ours(train_mode="default", infer_mode="default", **kwargs):
 def refreshed_each_stage(callback):
     infer = callback.report.infer
     assert (infer.graphs, infer.recompiles, infer.fallbacks) == (1, 0, 0)
-    assert infer.weight_refreshes == EPOCHS  # each validation; the sanity check is eager
+    assert infer.diagnostics.weight_refreshes == EPOCHS  # each validation; the sanity check is eager
     return True
 
 
@@ -108,7 +108,7 @@ def test_fused_optimizer_steps_are_seen_within_a_stage():
     callback = ours(InductorConfig(fold_weights=True))
     hooks = set(_global_optimizer_post_hooks)
     assert_same_values(fit(callback, make=ValidatesAsItTrains, epochs=2), fit(make=ValidatesAsItTrains, epochs=2))
-    assert callback.report.train.weight_refreshes == 2 * 8
+    assert callback.report.train.diagnostics.weight_refreshes == 2 * 8
     assert set(_global_optimizer_post_hooks) <= hooks
 
 
@@ -132,7 +132,7 @@ def test_validation_on_a_gpu_follows_the_weights(company, name, precision):
     close = {"rtol": 1e-3, "atol": 1e-3} if full else {"rtol": 2e-2, "atol": 2e-2}
     assert_same_values(fit(callback, company(), **settings), fit(company(), **settings), close)
     assert refreshed_each_stage(callback)
-    assert callback.report.infer.folded_mib > 0
+    assert callback.report.infer.diagnostics.folded_mib > 0
 
 
 @pytest.mark.all_versions
@@ -156,9 +156,9 @@ def test_the_report_tells_of_folded_weights():
     trainer(callback).predict(module, images())
     infer = callback.report.infer
     weights = (8 * 3 * 9 + 8) * 4 / 2**20  # the convolution's, and what is added after it; float32
-    assert infer.folded_mib == pytest.approx(weights)
-    assert infer.weight_refreshes == 1
-    assert callback.report.train.folded_mib is None
+    assert infer.diagnostics.folded_mib == pytest.approx(weights)
+    assert infer.diagnostics.weight_refreshes == 1
+    assert callback.report.train.diagnostics.folded_mib is None
     assert "folded weights MB" in str(callback.report)
     assert json.loads(json.dumps(callback.report.to_dict()))["infer"]["weight_refreshes"] == 1
 
@@ -199,7 +199,7 @@ def test_targets_that_share_weights():
 
     callback = ours()
     assert_same_values(fit(callback, make=Sharing), fit(make=Sharing))
-    assert callback.report.infer.folded_mib > 0
+    assert callback.report.infer.diagnostics.folded_mib > 0
 
 
 @pytest.mark.all_versions
@@ -224,8 +224,8 @@ def test_a_pass_sees_the_graph_of_the_user_once():
 def test_it_can_be_switched_off():
     callback = ours(infer_mode=InductorConfig(fold_weights=False))
     fit(callback, epochs=1)
-    assert callback.report.infer.folded_mib is None
-    assert callback.report.infer.weight_refreshes is None
+    assert callback.report.infer.diagnostics.folded_mib is None
+    assert callback.report.infer.diagnostics.weight_refreshes is None
 
 
 class WithTeacher(Classifier):
@@ -248,8 +248,8 @@ class WithTeacher(Classifier):
 def test_a_teacher_in_training_is_folded_where_asked_for():
     callback = ours(InductorConfig(fold_weights=True))
     assert_same_values(fit(callback, make=WithTeacher, epochs=2), fit(make=WithTeacher, epochs=2))
-    assert callback.report.train.folded_mib > 0
-    assert callback.report.train.weight_refreshes == 2  # the training stage begins anew with each epoch's first batch
+    assert callback.report.train.diagnostics.folded_mib > 0
+    assert callback.report.train.diagnostics.weight_refreshes == 2  # in each epoch's first batch
 
 
 @pytest.mark.all_versions
@@ -289,7 +289,8 @@ for change in (1.0, 2.0):
     predicted = torch.cat(trainer(callback).predict(module, images()))
     torch.testing.assert_close(predicted, eager(module), rtol=1e-4, atol=1e-5)
 infer = callback.report.infer
-print(json.dumps([infer.cache_hits, infer.cache_misses, infer.folded_mib, infer.weight_refreshes]))
+found = infer.diagnostics
+print(json.dumps([infer.cache_hits, found.cache_misses, found.folded_mib, found.weight_refreshes]))
 """
 
 

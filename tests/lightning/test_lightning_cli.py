@@ -143,7 +143,7 @@ def test_cli_run_compiles_with_every_form_of_a_mode(form, tmp_path, capsys):
     assert report.train.fallbacks == 0
     assert report.infer.graphs == 0
     if isinstance(expected, Tune):
-        assert {trial["candidate"] for trial in report.train.trials} == {"eager", "default", "aten"}
+        assert {trial["candidate"] for trial in report.train.diagnostics.trials} == {"eager", "default", "aten"}
     else:
         assert report.train.mode == expected.describe()
     capsys.readouterr()

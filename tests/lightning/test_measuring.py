@@ -13,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
-from compile_callbacks.report.report import PhaseReport, break_even_steps
+from compile_callbacks.report.build import break_even_steps
+from compile_callbacks.report.report import PhaseReport
 from tests.support.models import Classifier, loader, trainer
 from tests.support.step_times import TimedSteps, Times
 

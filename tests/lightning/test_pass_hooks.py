@@ -119,7 +119,7 @@ def test_order_time_and_node_counts_are_in_the_report():
 
     callback = ours(Watch("post_grad_post"), Doubles(), train_mode=None)
     trainer(callback).predict(Halved(), loader(1))
-    watch, doubles = callback.report.infer.passes
+    watch, doubles = callback.report.infer.diagnostics.passes
     assert (watch["name"], watch["changed"], watch["target"]) == ("Watch", False, "net")
     assert (doubles["name"], doubles["changed"], doubles["graph"]) == ("Doubles", True, "inference")
     assert doubles["nodes_before"] == doubles["nodes_after"] == watch["nodes_after"] > 3
@@ -137,7 +137,7 @@ def test_a_graph_of_torchs_cache_is_told_from_one_without_a_match():
         torch._dynamo.reset()
         callback = ours(Doubles(), train_mode=None)
         trainer(callback).predict(Classifier(nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.Tanh())), loader(1))
-        (run,) = callback.report.infer.passes
+        (run,) = callback.report.infer.diagnostics.passes
         runs.append(run)
     assert runs[0]["changed"] is False
     assert runs[1] == {"target": "net", "name": "Doubles", "hook": "post_grad_post", "from_cache": True}
@@ -247,7 +247,7 @@ def test_a_pass_that_is_wrong_is_left_out_or_named(function):
         predicted = trainer(callback).predict(module, loader(1))
     torch.testing.assert_close(predicted, expected)
     infer = callback.report.infer
-    assert (infer.skipped_passes, infer.fallbacks, infer.graphs) == (1, 0, 1)
+    assert (infer.diagnostics.skipped_passes, infer.fallbacks, infer.graphs) == (1, 0, 1)
     with pytest.raises(CompileError, match=said):
         trainer(ours(Never(function), train_mode=None, on_error="raise")).predict(module, loader(1))
 

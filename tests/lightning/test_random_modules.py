@@ -64,7 +64,7 @@ def assert_counts_are_torchs(report: CompileReport) -> None:
     # Torch counts a break again for each frame that is traced through it, and for each recompile.
     breaks = {(found.reason, found.user_stack[-1].lineno) for found in utils.graph_break_reasons}
     for phase in (train, infer):
-        found = {(e["reason"], e["line"], e["target"]) for e in phase.events if e["kind"] == "graph_break"}
+        found = {(e["reason"], e["line"], e["target"]) for e in phase.diagnostics.events if e["kind"] == "graph_break"}
         assert len(found) == phase.graph_breaks
         assert phase.graphs == 0 or {(reason, line) for reason, line, _ in found} == breaks
 

@@ -39,7 +39,7 @@ def test_a_known_graph_break_is_reported_with_file_line_and_reason():
     callback = InductorCompile("default", None, baseline_steps=0)
     trainer(callback).fit(Classifier(Broken()), loader(3))
     report = callback.report.train
-    [event] = [event for event in report.events if event["kind"] == "graph_break"]
+    [event] = [event for event in report.diagnostics.events if event["kind"] == "graph_break"]
     assert (report.graph_breaks, report.graphs, report.recompiles) == (1, 2, 0)
     assert event["target"] == "net"
     assert Path(event["file"]).name == "test_report.py"
@@ -56,7 +56,7 @@ def test_a_known_recompile_is_reported_with_its_reason():
     trainer(callback, max_epochs=2).fit(Classifier(), ragged_loader())
     report = callback.report.train
     assert (report.recompiles, report.graphs, report.graph_breaks) == (1, 2, 0)
-    [event] = [event for event in report.events if event["kind"] == "recompile"]
+    [event] = [event for event in report.diagnostics.events if event["kind"] == "recompile"]
     assert event["reason"] == "batch dimension of argument 0: 3, was 4"
 
 
@@ -67,7 +67,7 @@ def test_compiles_of_the_users_other_code_are_not_ours():
 
     callback = InductorCompile("default", None, baseline_steps=0)
     trainer(callback).fit(Other(), loader(3))
-    assert {event["target"] for event in callback.report.train.events} == {"net"}
+    assert {event["target"] for event in callback.report.train.diagnostics.events} == {"net"}
     assert callback.report.train.graphs == 1
 
 
@@ -75,7 +75,7 @@ def test_seconds_of_the_backward_graph_are_part_of_its_compile():
     torch.compiler.reset()
     callback = InductorCompile("default", None, passes=[Uncached()], baseline_steps=0)
     trainer(callback).fit(Classifier(), loader(2))
-    [compile_event] = [event for event in callback.report.train.events if event["kind"] == "compile"]
+    [compile_event] = [event for event in callback.report.train.diagnostics.events if event["kind"] == "compile"]
     assert compile_event["part"] == "graph"
     assert 0 < compile_event["backward_seconds"] < compile_event["seconds"]
 
@@ -84,7 +84,8 @@ def test_cuda_graphs_without_a_gpu_are_warned_about_once_and_reported():
     callback = InductorCompile("reduce-overhead", None, baseline_steps=0)
     with pytest.warns(CompileWarning, match="train_mode='reduce-overhead' asks for CUDA graphs.*no effect"):
         trainer(callback).fit(Classifier(), loader(2))
-    assert [e["target"] for e in callback.report.train.events if e["kind"] == "cudagraph_skip"] == ["forward", "net"]
+    events = callback.report.train.diagnostics.events
+    assert [event["target"] for event in events if event["kind"] == "cudagraph_skip"] == ["forward", "net"]
 
 
 def test_never_and_nothing_survive_json():
@@ -116,7 +117,7 @@ def test_a_resumed_run_knows_its_baseline_and_says_so(tmp_path):
     report = second.report
     assert report.before == first.report
     assert report.train.eager_step_ms == first.report.train.eager_step_ms
-    assert report.train.restored == ("eager_step_ms", "eager_spread_ms")
+    assert report.train.diagnostics.restored == ("eager_step_ms", "eager_spread_ms")
     assert report.train.samples == 4
     assert report.train.compiled_step_ms != first.report.train.compiled_step_ms
     assert "train: eager steps were measured in the run before this one" in str(report)
@@ -135,7 +136,7 @@ def test_a_resumed_run_with_other_threads_measures_its_baseline_anew(tmp_path):
     finally:
         torch.set_num_threads(threads)
     assert second.report.before is not None
-    assert second.report.train.restored == ()
+    assert second.report.train.diagnostics.restored == ()
     assert second.report.train.samples == 4
 
 

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compile_callbacks import CompileReport, InductorCompile, PhaseReport
+from compile_callbacks.report.report import PhaseDiagnostics
 from compile_callbacks.report.tensorboard import PLOT_TAG
 from tests.support.models import Classifier, loader, trainer
 from tests.support.step_times import TimedSteps
@@ -33,7 +34,9 @@ RUN = [(12, 10.0, EAGER), (1, 4000.0, COMPILING), (40, 4.0, {}), (1, 900.0, COMP
 
 
 def report_of(timer, **figures):
-    return CompileReport(train=PhaseReport(mode="default", series=timer.series("train"), **figures))
+    return CompileReport(
+        train=PhaseReport(mode="default", diagnostics=PhaseDiagnostics(series=timer.series("train")), **figures)
+    )
 
 
 def texts(figure):
@@ -97,7 +100,7 @@ def test_a_run_leaves_its_picture_in_tensorboard(tmp_path, capsys):
     assert image.encoded_image_string.startswith(b"\x89PNG")
     assert (image.width, image.height) == (1100, 704)
     assert [title.split(":")[0] for title, _ in texts(callback.report.plot())] == ["train", "infer"]
-    kinds = {part["kind"]: part["steps"] for part in callback.report.train.series}
+    kinds = {part["kind"]: part["steps"] for part in callback.report.train.diagnostics.series}
     assert sorted(step for steps in kinds.values() for step in steps) == list(range(1, 17))
     assert kinds["eager"] == [1, 2, 3, 4]
     assert 5 in kinds["compiling"]

@@ -95,7 +95,7 @@ def test_compiles_after_a_reset_within_a_step_are_heard():
     ours = InductorCompile("default", None, targets=["net"], baseline_steps=0, verify="off")
     trainer(ours).fit(seeded(Resets), loader(8))
     report = ours.report.train
-    (compiling,) = [series for series in report.series if series["kind"] == "compiling"]
+    (compiling,) = [series for series in report.diagnostics.series if series["kind"] == "compiling"]
     assert compiling["steps"] == [1, 5]
     assert (report.graphs, report.recompiles) == (2, 1)
 

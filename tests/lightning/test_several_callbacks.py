@@ -87,7 +87,7 @@ def test_each_compiles_its_targets_and_the_first_reports_the_step_times(tmp_path
     # The first two of the six eager steps are warm-up steps.
     assert graphs_of_head.index(1) == 6
     assert train[0].samples >= 4
-    assert train[1].series == ()
+    assert train[1].diagnostics.series == ()
     assert (train[1].eager_step_ms, train[1].compiled_step_ms, train[1].samples) == (None, None, None)
 
     assert {"compile/train/seconds", "compile/train/head/seconds", "step/train/compiled_ms"} <= logger.metrics.keys()
@@ -108,7 +108,7 @@ def test_each_compiles_its_targets_and_the_first_reports_the_step_times(tmp_path
 def test_the_second_reports_the_steps_of_a_phase_that_only_it_compiles():
     body, head = InductorCompile("default", None, targets=["body"]), InductorCompile(None, targets=["head"])
     trainer(body, head).validate(seeded(TwoParts), loader(20), verbose=False)
-    assert body.report.infer.series == ()
+    assert body.report.infer.diagnostics.series == ()
     assert head.report.infer.samples >= 5
     assert head.report.infer.graphs == 1
 
@@ -186,8 +186,8 @@ def test_a_checkpoint_has_the_state_of_each_and_a_resumed_run_measures_no_baseli
     trainer(body, head, max_epochs=2).fit(seeded(TwoParts), loader(20), ckpt_path=tmp_path / "run.ckpt")
     assert body.report.before.train.targets == ("body",)
     assert head.report.before.train.targets == ("head",)
-    assert body.report.train.restored
-    assert [series["kind"] for series in body.report.train.series] == ["compiling", "compiled"]
+    assert body.report.train.diagnostics.restored
+    assert [series["kind"] for series in body.report.train.diagnostics.series] == ["compiling", "compiled"]
 
 
 def test_a_tune_of_the_second_begins_after_the_baseline_of_the_first(monkeypatch):

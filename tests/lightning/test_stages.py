@@ -101,7 +101,7 @@ def test_auto_compiles_nothing_that_a_run_by_the_clock_cannot_repay():
     ours = InductorCompile("auto", None)
     trainer(ours, max_epochs=-1, max_time={"seconds": 2}).fit(Classifier(), loader(50))
     assert ours.report.train.graphs == 0
-    (trial,) = [trial for trial in ours.report.train.trials if trial["candidate"] != "eager"]
+    (trial,) = [trial for trial in ours.report.train.diagnostics.trials if trial["candidate"] != "eager"]
     assert trial["verdict"] == "not tried"
     assert "that remain could save" in trial["reason"]
 

@@ -52,7 +52,7 @@ def run(accelerator):
 def agreement(report, milliseconds):
     """By how much the two clocks differ: on each step of a kind, and on the step that compiled."""
     found = {}
-    for of_kind in report.series:
+    for of_kind in report.diagnostics.series:
         if of_kind["kind"] != "compiling":
             pairs = zip(of_kind["ms"], (milliseconds[step - 1] for step in of_kind["steps"]), strict=True)
             found[of_kind["kind"]] = statistics.median(abs(ours / theirs - 1) for ours, theirs in pairs)
@@ -69,7 +69,7 @@ def test_a_stopwatch_from_outside_agrees(accelerator, tolerance):
     allowed = {"eager": tolerance, "compiled": tolerance, "compile": 0.05}
     for _ in range(3):  # other work on the machine comes between one clock and the other
         report, milliseconds = run(accelerator)
-        eager, compiled = (of["ms"] for of in report.series if of["kind"] != "compiling")
+        eager, compiled = (of["ms"] for of in report.diagnostics.series if of["kind"] != "compiling")
         # The two steps after each change are no samples; a series keeps four digits of each step.
         assert report.samples == len(eager[2:]) == 50
         assert report.eager_step_ms == pytest.approx(statistics.median(eager[2:]), rel=1e-3)

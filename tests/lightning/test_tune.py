@@ -54,7 +54,7 @@ def fit(*callbacks, batches=40, epochs=1, val_batches=0, **settings):
 
 
 def trials(report):
-    return {trial["candidate"]: trial for trial in report.trials}
+    return {trial["candidate"]: trial for trial in report.diagnostics.trials}
 
 
 def verdicts(report):
@@ -75,7 +75,7 @@ def test_tuned_run_equals_eager_and_continues_with_the_winner(monkeypatch):
     assert (train.speedup, infer.speedup) == (2.0, 2.0)
     assert train.graphs == 1  # of the winner; compile_seconds has all candidates
     assert trials(train)["default"]["compile_seconds"] > 0
-    assert (train.verified, infer.verified) == ("equal", "equal")
+    assert [phase.verified for phase in (train, infer)] == [f"equal {phase.graphs}" for phase in (train, infer)]
     assert CompileReport.from_dict(json.loads(json.dumps(ours.report.to_dict()))) == ours.report
     assert "10.00 ms, beaten" in str(ours.report)
     assert "| train | default | 8.00 | 8.00 |" in to_markdown(ours.report, {})
@@ -92,7 +92,7 @@ def test_candidates_that_fail_or_differ_are_out_without_a_warning(monkeypatch):
     assert "not on a GPU" in trials(report)["reduce-overhead"]["reason"]
     assert "by design" in trials(report)["passes=[Raising]"]["reason"]
     assert "train: passes=[Doubling] is wrong: " in str(ours.report)
-    assert (report.fallbacks, report.verified, report.skipped_passes) == (0, "equal", 0)
+    assert (report.fallbacks, report.verified, report.diagnostics.skipped_passes) == (0, f"equal {report.graphs}", 0)
 
 
 def test_a_failing_pass_of_the_callback_is_left_out_of_all_candidates(monkeypatch):
@@ -101,7 +101,7 @@ def test_a_failing_pass_of_the_callback_is_left_out_of_all_candidates(monkeypatc
     with pytest.warns(CompileWarning, match="by design"):
         fit(ours)
     assert ours.report.train.mode == "default"
-    assert ours.report.train.skipped_passes > 0
+    assert ours.report.train.diagnostics.skipped_passes > 0
 
 
 def test_losers_are_freed(monkeypatch):
@@ -158,7 +158,7 @@ def test_keep_compiled_keeps_the_best_candidate_so_far(monkeypatch):
     module.net(torch.randn(4, FEATURES)).sum().backward()
     assert ours.report.train.graphs == report.graphs
     trainer(ours).fit(module, loader(60))  # measures again
-    assert {trial["verdict"] for trial in ours.report.train.trials} == {"beaten", "chosen"}
+    assert {trial["verdict"] for trial in ours.report.train.diagnostics.trials} == {"beaten", "chosen"}
     ours._session.end()
 
 

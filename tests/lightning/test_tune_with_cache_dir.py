@@ -28,5 +28,5 @@ def test_tune_stores_its_winner_for_a_module_that_cannot_be_described(make, tmp_
     Times(monkeypatch, train={"eager": 10, "default": 5})
     callback = InductorCompile(Tune(["default"], steps=5), None, cache_dir=tmp_path)
     trainer(callback, max_epochs=1, enable_model_summary=False).fit(make(mlp()), loader(20))
-    assert [trial["candidate"] for trial in callback.report.train.trials] == ["eager", "default"]
+    assert [trial["candidate"] for trial in callback.report.train.diagnostics.trials] == ["eager", "default"]
     assert len(list(tmp_path.glob("model-*.json"))) == 1

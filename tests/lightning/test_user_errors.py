@@ -185,7 +185,7 @@ def test_a_warning_made_an_error_is_raised_to_the_user_and_counted_once():
     callback = InductorCompile("default", None, targets=["net"], passes=[broken], baseline_steps=0)
     with pytest.raises(CompileWarning, match="ZeroDivisionError: by design"):  # by this suite's settings
         trainer(callback).fit(Classifier(), loader(2))
-    assert callback.report.train.skipped_passes == 1
+    assert callback.report.train.diagnostics.skipped_passes == 1
 
 
 class WrongShape(Classifier):

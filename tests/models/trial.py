@@ -139,7 +139,7 @@ def describe(report: Any, caught: Iterable[warnings.WarningMessage] = ()) -> dic
             "graph_breaks": phase.graph_breaks,
             "fallbacks": phase.fallbacks,
             "compile_seconds": round(phase.compile_seconds or 0, 1),
-            "comparisons": phase.describe_comparisons(),
+            "comparisons": phase.verified,
         }
     row["warnings"] = [str(one.message)[:400] for one in caught if issubclass(one.category, CompileWarning)]
     return row

@@ -1,0 +1,171 @@
+"""Build a `PhaseReport` from compile events, step times and memory; `Session.report` calls it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.config.mode import EAGER, USER
+from compile_callbacks.config.tune import Settings, Tune
+from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind
+from compile_callbacks.profiling.memory import PeakMemory
+from compile_callbacks.profiling.step_stats import SAMPLES_FOR_SPEEDUP, speedup_interval
+from compile_callbacks.profiling.step_timer import StepTimer, StepTimes, median_ms, spread_ms
+from compile_callbacks.report.report import CompileReport, PhaseDiagnostics, PhaseReport, Verdict
+from compile_callbacks.tuning.trial import Trial
+
+_RESULTS = ("differs", "equal", "outputs only", "not compared")
+
+
+class _Target(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def label(self, graphs: int) -> str: ...
+
+
+def build_phase_report(
+    phase: Phase,
+    settings: Settings,
+    targets: Sequence[_Target],
+    recorder: CompileRecorder,
+    timer: StepTimer,
+    memory: PeakMemory,
+    *,
+    left_alone: bool = False,
+    trials: Sequence[Trial] = (),
+) -> PhaseReport:
+    """Build the report of a phase.
+
+    Args:
+        phase: The phase.
+        settings: Its config or `Tune`; ``None`` if it is not compiled.
+        targets: The targets.
+        recorder: Has the compile events.
+        timer: Has the step times.
+        memory: Has the peak memory.
+        left_alone: Whether the phase runs as the user compiled it.
+        trials: The candidates of a `Tune`.
+    """
+    chosen = next((trial.candidate for trial in trials if trial.verdict == "chosen"), None)
+    config = None if chosen == EAGER else settings
+    candidate = chosen if isinstance(settings, Tune) else None
+
+    def of(kind: EventKind) -> list[CompileEvent]:
+        events = recorder.events_of(phase, kind)
+        return [event for event in events if candidate is None or event.candidate in (None, candidate)]
+
+    compiles = recorder.events_of(phase, "compile")
+    seconds = sum(event.seconds or 0 for event in compiles) if compiles else None
+    graphs: Counter[str] = Counter()
+    for event in of("compile"):
+        graphs[event.target] += event.graphs
+    times = timer.times(phase, candidate)
+    if not graphs.total():
+        times = replace(times, compiled_ms=())  # these steps ran eagerly
+    eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
+    comparison = compare(times)
+    # The break-even step and the saved time are claims about the same difference, so they need the same evidence.
+    compared_ms = (eager_ms, compiled_ms) if comparison in ("faster", "slower") else (None, None)
+    steps = timer.compiled_steps(phase, candidate)
+    saved = seconds_saved(steps, *compared_ms)
+    net_saved = None if saved is None else saved - (seconds or 0)
+    if comparison == "faster" and net_saved is not None and net_saved <= 0:
+        comparison = "compile time not repaid"
+    if comparison is None and config is not None and steps and not graphs.total():
+        comparison = "not compiled"
+    folded_mib = [event.folded_mib for event in of("fold") if event.folded_mib is not None]
+    counts = [len(side) for side in (times.eager_ms, times.compiled_ms) if side]
+    eager_peak = memory.peak(phase, compiled=False)
+    peak = memory.peak(phase, compiled=True, candidate=candidate)
+    errors = [event.max_abs_error for event in of("verify") if event.max_abs_error is not None]
+    return PhaseReport(
+        mode=chosen or (config.describe() if config else USER if left_alone else EAGER),
+        targets=tuple(target.label(graphs[target.name]) for target in targets) if config else (),
+        verdict=comparison,
+        compile_seconds=seconds,
+        graphs=graphs.total(),
+        graph_breaks=len(of("graph_break")),
+        recompiles=len(of("recompile")),
+        cache_hits=sum(event.cache_hits for event in of("cache")),
+        fallbacks=len(of("fallback")),
+        verified=_describe_comparisons(of("verify")),
+        eager_step_ms=eager_ms,
+        compiled_step_ms=compiled_ms,
+        speedup=compared_ms[0] / compared_ms[1] if compared_ms[0] and compared_ms[1] else None,
+        samples=min(counts) if counts else None,
+        break_even_steps=break_even_steps(seconds, *compared_ms),
+        net_seconds_saved=net_saved,
+        diagnostics=PhaseDiagnostics(
+            cache_misses=sum(event.cache_misses for event in of("cache")),
+            eager_spread_ms=spread_ms(times.eager_ms),
+            compiled_spread_ms=spread_ms(times.compiled_ms),
+            eager_peak_memory_mib=eager_peak.mib,
+            eager_peak_memory_at_most_mib=eager_peak.at_most_mib,
+            peak_memory_mib=peak.mib,
+            peak_memory_at_most_mib=peak.at_most_mib,
+            folded_mib=sum(folded_mib) if folded_mib else None,
+            weight_refreshes=recorder.weight_refreshes[phase] if folded_mib else None,
+            max_abs_error=max(errors, default=None),
+            skipped_passes=len(of("pass_skipped")),
+            passes=tuple(
+                {"target": key.target, **run}
+                for key, run in recorder.pass_runs
+                if key.phase == phase and (candidate is None or key.candidate == candidate)
+            ),
+            trials=tuple(trial.to_dict() for trial in trials),
+            series=timer.series(phase),
+            restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
+            events=tuple(event.to_dict() for event in recorder.events if event.phase == phase),
+        ),
+    )
+
+
+def uncompiled_report(configs: Mapping[Phase, Settings], left_alone: frozenset[Phase] = frozenset()) -> CompileReport:
+    """Return the report before anything ran."""
+    modes = {phase: USER if phase in left_alone else EAGER for phase in configs}
+    phases = {
+        phase: PhaseReport(mode=config.describe() if config else modes[phase]) for phase, config in configs.items()
+    }
+    return CompileReport(train=phases["train"], infer=phases["infer"])
+
+
+def seconds_saved(steps: int, eager_ms: float | None, compiled_ms: float | None) -> float | None:
+    """Return the time that compiled steps took less than the same number of eager steps."""
+    return None if eager_ms is None or compiled_ms is None else (eager_ms - compiled_ms) * steps / 1000
+
+
+def break_even_steps(compile_seconds: float | None, eager_ms: float | None, compiled_ms: float | None) -> float | None:
+    """Return the number of steps after which the saved time exceeds the compile time.
+
+    Infinite if compiled steps are not faster, ``None`` if one of the three figures was not measured.
+    """
+    if compile_seconds is None or eager_ms is None or compiled_ms is None:
+        return None
+    saved_ms = eager_ms - compiled_ms
+    return compile_seconds * 1000 / saved_ms if saved_ms > 0 else math.inf
+
+
+def compare(times: StepTimes) -> Verdict | None:
+    """Compare step times, regardless of the compile time; ``None`` if no compiled step was timed."""
+    if not times.compiled_ms:
+        return None
+    if min(len(times.eager_ms), len(times.compiled_ms)) < SAMPLES_FOR_SPEEDUP:
+        return "too few samples"
+    low, high = speedup_interval(times.eager_ms, times.compiled_ms)
+    return "faster" if low > 1 else "slower" if high < 1 else "no difference"
+
+
+def _describe_comparisons(comparisons: Sequence[CompileEvent]) -> str | None:
+    """Describe the number of compared graphs by result: ``"equal 12, not compared 2 (dropout)"``."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for event in comparisons:
+        if event.verdict is not None:
+            why_not = f" ({(event.reason or '').partition(':')[0]})" if event.verdict == "not compared" else ""
+            counts[event.verdict, why_not] += 1
+    ordered = sorted(counts.items(), key=lambda item: _RESULTS.index(item[0][0]))
+    return ", ".join(f"{result} {count}{why_not}" for (result, why_not), count in ordered) or None
