@@ -1,4 +1,4 @@
-"""Devices: parse and check a ``device`` argument, find the device of a module, name the hardware."""
+"""Devices: check a ``device`` argument, find the device of a module, name the hardware."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import unknown
 
 
@@ -22,38 +23,35 @@ def parse_device(name: str | None) -> torch.device:
     Raises:
         ValueError: The name is unknown, or this machine does not have the device.
     """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, colon, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdecimal())):
-        raise ValueError(unknown("--device", name, ["cpu", "cuda", "cuda:N"]))
-    if kind == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(index or 0) >= count:
-            raise ValueError(f"--device={name!r} is not here: torch can use {count or 'no'} GPU{'s' * (count > 1)}")
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(with_code("CC201", unknown("--device", name, ["cpu", "cuda", "cuda:N"])))
+    as_device(name, "--device")
     return torch.device(name)
 
 
-def as_device(device: object) -> torch.device:
-    """Check a ``device`` argument, and return the device with its index if its type has one.
+def as_device(device: object, argument: str = "device") -> torch.device:
+    """Check a device argument, and return the device with its index if its type has one.
 
     Args:
         device: A name such as ``"cuda"`` or ``"cuda:1"``, or a `torch.device`.
+        argument: The name of the argument, for messages.
 
     Raises:
         TypeError: The argument is neither a string nor a device.
         ValueError: The name is unknown, the device is missing, or it is ``"meta"``, which holds no values.
     """
     if not isinstance(device, (str, torch.device)):
-        raise TypeError(f"device={device!r} must be a string or a torch.device, not {type(device).__name__}")
+        message = f"{argument}={device!r} must be a string or a torch.device, not {type(device).__name__}"
+        raise TypeError(with_code("CC202", message))
     try:
         found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         # torch reports an unknown name, a missing GPU and a build without CUDA only by the text of the message.
         reason = str(error).splitlines()[0]
-        raise ValueError(f"device={str(device)!r} cannot be used: {reason}") from error
+        raise ValueError(with_code("CC201", f"{argument}={str(device)!r} cannot be used: {reason}")) from error
     if found.type == "meta":
-        raise ValueError("device='meta' cannot be used: it holds no values")
+        raise ValueError(with_code("CC201", f"{argument}='meta' cannot be used: it holds no values"))
     return found
 
 
@@ -72,7 +70,7 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def cpu_info(*fields: str) -> str:
-    """Return the first of these fields in ``/proc/cpuinfo``; the processor's name if none of them is there."""
+    """Return the first of these fields in ``/proc/cpuinfo``; the processor's name if the file has none of them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

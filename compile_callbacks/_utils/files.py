@@ -48,12 +48,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, data: Any, *, mode: int = 0o666) -> None:
-    """Write data to a JSON file, atomically; keys stay in order.
-
-    Args:
-        path: The file.
-        data: JSON-ready data.
-        mode: The permissions of the file; the process's umask can take away some.
+    """Write JSON-ready data to a file with these permissions, atomically.
 
     Raises:
         OSError: The file cannot be written.
@@ -68,7 +63,7 @@ def write_json(path: Path, data: Any, *, mode: int = 0o666) -> None:
 def read_json(path: Path) -> Any:
     """Return the data of a JSON file, or ``None`` if the file is missing or damaged.
 
-    The data can be of any type: other programs, and people, can write the file. Check it before use.
+    Check the data before use: other programs, and people, can write the file.
     """
     try:
         # Opening a named pipe would wait for its writer.

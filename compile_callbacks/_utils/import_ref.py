@@ -8,13 +8,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from compile_callbacks._utils.errors import with_code
+
 
 def reference_to(value: Any, module_name: str) -> str:
-    """Return ``"module:name"`` for an object that is a global of a module.
-
-    Args:
-        value: The object.
-        module_name: The name of the module to search.
+    """Return ``"module:name"`` for an object that is a global of the module.
 
     Raises:
         ValueError: The object is not a global of the module.
@@ -22,9 +20,8 @@ def reference_to(value: Any, module_name: str) -> str:
     for name, found in vars(sys.modules.get(module_name, object)).items():
         if found is value:
             return f"{module_name}:{name}"
-    raise ValueError(
-        f"{value!r} cannot be written down: module {module_name!r} has no name for it; make it there, at the top level"
-    )
+    message = f"{value!r} cannot be saved: module {module_name!r} has no global name for it; create it at the top level"
+    raise ValueError(with_code("CC207", message))
 
 
 def resolve(reference: object) -> Any:
@@ -35,16 +32,17 @@ def resolve(reference: object) -> Any:
         ValueError: The reference has another form, or the module or the name does not exist.
     """
     if not isinstance(reference, str):
-        raise TypeError(f"{reference!r} must be a string of the form 'module:name', not {type(reference).__name__}")
+        message = f"{reference!r} must be a string of the form 'module:name', not {type(reference).__name__}"
+        raise TypeError(with_code("CC202", message))
     module_name, _, name = reference.partition(":") if ":" in reference else reference.rpartition(".")
     if not (module_name and name):
-        raise ValueError(f"{reference!r} must be of the form 'module:name'")
+        raise ValueError(with_code("CC201", f"{reference!r} must be of the form 'module:name'"))
     try:
         return pkgutil.resolve_name(f"{module_name}:{name}")
     except (ImportError, AttributeError, ValueError) as error:
         similar = difflib.get_close_matches(getattr(error, "name", None) or "", dir(getattr(error, "obj", None)), n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
-        raise ValueError(f"{reference!r} cannot be imported: {error}{hint}") from error
+        raise ValueError(with_code("CC201", f"{reference!r} cannot be imported: {error}{hint}")) from error
 
 
 def class_and_arguments(
@@ -62,15 +60,18 @@ def class_and_arguments(
         ValueError: The mapping has another key, or the class cannot be imported.
     """
     if more := [name for name in value if name not in ("class_path", "init_args")]:
-        raise ValueError(f"{argument} has {more[0]!r} beside class_path; arguments of the class go into init_args")
+        message = f"{argument} has {more[0]!r} next to class_path; arguments of the class belong in init_args"
+        raise ValueError(with_code("CC201", message))
     init_args = value.get("init_args") or {}
     if not isinstance(init_args, Mapping):
-        raise TypeError(f"{argument}: init_args={init_args!r} must be a mapping, not {type(init_args).__name__}")
+        message = f"{argument}: init_args={init_args!r} must be a mapping, not {type(init_args).__name__}"
+        raise TypeError(with_code("CC202", message))
     try:
         found = resolve(value["class_path"])
     except ValueError as error:
         raise ValueError(f"{argument}: class_path {error}") from error
     if not (isinstance(found, type) and issubclass(found, kinds)):
         names = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{argument}: class_path={value['class_path']!r} is no {names}")
+        message = f"{argument}: class_path={value['class_path']!r} must name a subclass of {names}"
+        raise TypeError(with_code("CC202", message))
     return found, dict(init_args)

@@ -1,4 +1,4 @@
-"""Text of error messages: a wrong argument with its near matches, and the root cause of a failure in one line."""
+"""Texts of errors: a wrong argument with similar names, and the root cause of a failure in one line."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from compile_callbacks._utils.errors import with_code
+
 _MAX_CHOICES = 12  # a longer list does not help the reader
 
 
@@ -20,11 +22,11 @@ def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
         ValueError: The value is not one of the choices.
     """
     if value not in choices:
-        raise ValueError(unknown(argument, value, choices))
+        raise ValueError(with_code("CC201", unknown(argument, value, choices)))
 
 
 def unknown(argument: str, value: object, choices: Iterable[str]) -> str:
-    """Return the message for a value that is not one of the choices; similar names come first.
+    """Return the message for a value that is not one of the choices: similar names, and the choices if they are few.
 
     Example::
 
@@ -33,11 +35,12 @@ def unknown(argument: str, value: object, choices: Iterable[str]) -> str:
     """
     names = list(choices)
     near = difflib.get_close_matches(value, names) if isinstance(value, str) else []
-    names = near + [name for name in names if name not in near]
+    if near and len(names) > _MAX_CHOICES:
+        return f"{argument}={value!r} is unknown; did you mean {' or '.join(map(repr, near))}?"
     hint = f" did you mean {near[0]!r}?" if near else ""
-    listed = ", ".join(repr(name) for name in names[:_MAX_CHOICES])
+    names = near + [name for name in names if name not in near]
     more = f", and {len(names) - _MAX_CHOICES} more" if len(names) > _MAX_CHOICES else ""
-    return f"{argument}={value!r} is unknown;{hint} Choices: {listed}{more}."
+    return f"{argument}={value!r} is unknown;{hint} Choices: {', '.join(map(repr, names[:_MAX_CHOICES]))}{more}."
 
 
 def check_fields(data: object, dataclass: type) -> None:
@@ -48,11 +51,11 @@ def check_fields(data: object, dataclass: type) -> None:
         ValueError: A name is not a field.
     """
     if not isinstance(data, Mapping):
-        raise TypeError(f"data={data!r} must be a mapping of {dataclass.__name__}'s fields, not {type(data).__name__}")
+        message = f"data={data!r} must be a mapping of {dataclass.__name__}'s fields, not {type(data).__name__}"
+        raise TypeError(with_code("CC202", message))
     known = [field.name for field in dataclasses.fields(dataclass)]
     for name in data:
-        if name not in known:
-            raise ValueError(unknown("field", name, known))
+        check_choice("field", name, known)
 
 
 @contextlib.contextmanager
@@ -75,27 +78,18 @@ def describe_failure(error: BaseException) -> str:
         seen.add(id(error))
         cause = getattr(error, "inner_exception", None) or error.__cause__
         error = cause if isinstance(cause, BaseException) else error
-    if isinstance(error, subprocess.CalledProcessError):
-        return f"{_program_ended(error)}: {_output(error) or 'it printed nothing'}"
-    return f"{type(error).__name__}: {error}".strip()
+    if not isinstance(error, subprocess.CalledProcessError):
+        return f"{type(error).__name__}: {error}".strip()
+    command = error.cmd.split() if isinstance(error.cmd, str) else error.cmd
+    ended = f"ended with exit status {error.returncode}"
+    if error.returncode < 0:
+        ended = f"was ended by {signal.Signals(-error.returncode).name}"
+    texts = [x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr)]
+    output = "\n".join(text.strip() for text in texts if text.strip())
+    return f"{Path(str(command[0])).name} {ended}: {output or 'it printed nothing'}"
 
 
 def in_one_line(text: str, width: int = 200) -> str:
     """Replace line breaks by spaces and cut the text after ``width`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= width else line[: width - 1] + "…"
-
-
-def _program_ended(error: subprocess.CalledProcessError) -> str:
-    command = error.cmd.split() if isinstance(error.cmd, str) else error.cmd
-    program = Path(str(command[0])).name
-    if error.returncode < 0:
-        return f"{program} was ended by {signal.Signals(-error.returncode).name}"
-    return f"{program} ended with exit status {error.returncode}"
-
-
-def _output(error: subprocess.CalledProcessError) -> str:
-    texts = [
-        text.decode(errors="replace") if isinstance(text, bytes) else text for text in (error.stdout, error.stderr)
-    ]
-    return "\n".join(text.strip() for text in texts if text and text.strip())

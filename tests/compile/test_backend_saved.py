@@ -167,7 +167,7 @@ def test_what_cannot_be_written_down_is_named():
         pass
 
     backend = InductorBackend({"passes": (local,)}).build(nn.ReLU(), [((X,), {})])
-    with pytest.raises(ValueError, match=r"cannot be written down: .* at the top level"):
+    with pytest.raises(ValueError, match=r"cannot be saved: .* at the top level"):
         backend.to_dict()
 
     class Takes(nn.Module):

@@ -212,5 +212,5 @@ def test_a_pass_that_is_not_a_global_cannot_be_saved():
     def local(graph, is_inference):
         pass
 
-    with pytest.raises(ValueError, match="cannot be written down"):
+    with pytest.raises(ValueError, match="cannot be saved"):
         InductorConfig(passes=[local]).to_dict()

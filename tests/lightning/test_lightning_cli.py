@@ -178,7 +178,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"train_mode": "reduce-overheadd"}, "train_mode='reduce-overheadd' is unknown; did you mean 'reduce-overhead'?"),
     ({"infer_mode": {"templat": "aten"}}, "infer_mode field='templat' is unknown; did you mean 'template'?"),
     ({"train_mode": {"class_path": CONFIG, "init_args": {"templat": 1}}}, "train_mode field='templat' is unknown"),
-    ({"train_mode": {"class_path": "torch.nn.Linear"}}, "class_path='torch.nn.Linear' is no InductorConfig or Tune"),
+    (
+        {"train_mode": {"class_path": "torch.nn.Linear"}},
+        "class_path='torch.nn.Linear' must name a subclass of Ind",
+    ),
     ({"train_mode": {"class_path": "nowhere.Config"}}, "train_mode: class_path 'nowhere.Config' cannot be imported"),
     ({"train_mode": {"class_path": TUNE, "init_args": {"candidates": ["lit"]}}}, "train_mode: candidates[0]='lit' is"),
     ({"train_mode": 3}, "Given value: 3"),
