@@ -1,74 +1,46 @@
-"""`InductorCompile`: the Lightning callback; its hooks, and nothing else."""
+"""`InductorCompile`: the Lightning callback. Its hooks tell the `Session` what the Trainer does."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.utils.hooks import RemovableHandle
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from typing_extensions import override
 
-from compile_callbacks._utils import stack_chunks
-from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
-from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.callbacks import several_callbacks as several
+from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_seconds, remaining_steps
-from compile_callbacks.config.tune import Mode, Settings, as_settings, phases_left_alone
-from compile_callbacks.passes.base import as_passes
-from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs
-from compile_callbacks.profiling.baseline import Baseline
-from compile_callbacks.profiling.workload import Workload, workload_of
+from compile_callbacks.report import loggers
 from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.console import print_line, print_report
-from compile_callbacks.report.loggers import (
-    log_scalars,
-    log_settings,
-    log_summary,
-    report_folder,
-    settings_to_log,
-    write_report,
-)
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.runtime.cache_dir import check_folder
-from compile_callbacks.runtime.checkpoint_keys import match_orig_mod_keys
+from compile_callbacks.runtime.arguments import (
+    CompileArguments,
+    Mode,
+    NewShapes,
+    OnError,
+    Verify,
+    explain_unknown_arguments,
+)
 from compile_callbacks.runtime.fsdp import unsupported_reason, unsupported_strategy_reason
 from compile_callbacks.runtime.session import Session, Stage
-from compile_callbacks.runtime.several_callbacks import name_of, state_key, why_not_together
-from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings, Verify
-from compile_callbacks.runtime.targets import check_target_names, named_targets, resolve_targets, unwrap_compiled
+from compile_callbacks.runtime.targets import named_targets, resolve_targets, unwrap_compiled
 
-_USERS_LINE = 5  # the stack level at which a warning of the constructor names the line that calls it
 _STATE_KEY = "compile_callbacks"
 """The checkpoint's key for the states of all callbacks, by their targets. Lightning's ``state_dict`` hook is not used,
 because two callbacks would need different state keys when the Trainer is constructed."""
 
-
-@dataclass(kw_only=True)
-class _Call:
-    """A trainer call from ``setup`` to ``teardown``.
-
-    Attributes:
-        trainer: The trainer.
-        report_folder: The folder for the report.
-        key_matcher: The hook on the module, which teardown removes.
-        outer: The session of the trainer call that is running, if this one is made in a hook of it.
-        go_on: Continues ``outer``.
-    """
-
-    trainer: Trainer
-    report_folder: str | None
-    key_matcher: RemovableHandle
-    outer: Session | None
-    go_on: Callable[[], None]
+_warn = rank_zero_only(warn_user)
 
 
 class _LastReport:
@@ -132,6 +104,7 @@ class InductorCompile(Callback):
         'max-autotune'
     """
 
+    @explain_unknown_arguments
     def __init__(
         self,
         train_mode: Mode = "default",
@@ -146,68 +119,66 @@ class InductorCompile(Callback):
         cache_dir: str | os.PathLike[str] | None = None,
         keep_compiled: bool = False,
     ) -> None:
-        self.configs: dict[Phase, Settings] = {
-            "train": as_settings(train_mode, "train_mode"),
-            "infer": as_settings(infer_mode, "infer_mode"),
-        }
-        self._left_alone = phases_left_alone(train_mode, infer_mode)
-        self.targets = check_target_names(targets)
-        self._region_settings = TargetSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
-        self.passes = as_passes(passes, "passes")
-        for settings in self.configs.values():
-            if settings is not None:
-                settings.check_beside(self.passes)
-        if isinstance(baseline_steps, bool) or not isinstance(baseline_steps, int):
-            raise TypeError(f"baseline_steps={baseline_steps!r} must be an integer, 0 or more")
-        if baseline_steps < 0:
-            raise ValueError(f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline")
-        self.cache_dir = check_folder("cache_dir", cache_dir)
         if not isinstance(keep_compiled, bool):
-            raise TypeError(f"keep_compiled={keep_compiled!r} must be True or False")
-        if self.configs["train"] is not None and self.configs["train"].freezes:
-            message = "train_mode's option 'freezing' has no effect: weights that are trained are not baked in"
-            rank_zero_warn(message, stacklevel=_USERS_LINE, category=CompileWarning)
-        given = {"passes": self.passes, "cache_dir": self.cache_dir, "keep_compiled": keep_compiled}
-        if not any(self.configs.values()) and (idle := next((name for name, value in given.items() if value), None)):
-            message = f"{idle} has no effect: neither train_mode nor infer_mode compiles"
-            rank_zero_warn(message, stacklevel=_USERS_LINE, category=CompileWarning)
-        self.baseline_steps = baseline_steps
+            raise TypeError(with_code("CC202", f"keep_compiled={keep_compiled!r} must be True or False"))
+        self.arguments = CompileArguments.checked(
+            train_mode=train_mode,
+            infer_mode=infer_mode,
+            targets=targets,
+            passes=passes,
+            cache_dir=cache_dir,
+            baseline_steps=baseline_steps,
+            on_error=on_error,
+            verify=verify,
+            new_shapes=new_shapes,
+        )
         self.keep_compiled = keep_compiled
-        self._session: Session | None = None
-        self._calls: list[_Call] = []
+        for message in self.arguments.without_effect(keep_compiled=keep_compiled):
+            _warn("CC204", message)
+        self._calls = TrainerCalls()
         self._last = _LastReport()
-        self._global_step_before = 0
-        self._printed = False
-        self._peers: list[InductorCompile] = []  # the trainer's callbacks of this class
+        self._peers: Sequence[InductorCompile] = ()  # the trainer's callbacks of this class
         self._others: tuple[Any, ...] = ()  # targets of other callbacks of the trainer, which targets=None leaves out
+        self._step_is_timed, self._global_step_before = False, 0
+        self._printed = False
         self._earlier_state: object = None
 
-    @property
-    def report(self) -> CompileReport:
-        """What was measured so far; on a GPU, asking waits for the steps done so far.
-
-        If only a copy of this callback ran, the report is that of the copy.
-        """
-        if self._session is not None:
-            return self._session.report()
-        return self._last.report or uncompiled_report(self.configs, self._left_alone)
+    def __repr__(self) -> str:
+        values = {**self.arguments.values(), "keep_compiled": self.keep_compiled}
+        defaults = inspect.signature(InductorCompile).parameters
+        shown = [name for name, value in values.items() if "mode" in name or value != defaults[name].default]
+        return f"{type(self).__name__}({', '.join(f'{name}={values[name]!r}' for name in shown)})"
 
     def __getstate__(self) -> dict[str, Any]:
         # A run belongs to its process: a strategy that spawns processes sends each of them a callback.
-        return {**vars(self), "_session": None, "_calls": [], "_peers": []}
+        return {**vars(self), "_calls": TrainerCalls(), "_peers": ()}
 
-    # ------------------------------------------------------------------------------------------ a trainer run
+    @property
+    def session(self) -> Session | None:
+        """The session of the current or last run."""
+        return self._calls.session
+
+    @property
+    def report(self) -> CompileReport:
+        """The measurements so far; on a GPU, this waits for the steps done so far.
+
+        If only a copy of this callback ran, the report is that of the copy.
+        """
+        if self.session is not None:
+            return self.session.report()
+        return self._last.report or uncompiled_report(self.arguments.configs, self.arguments.left_alone)
+
+    # ------------------------------------------------------------------------------------------ a Trainer run
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if refused := unsupported_strategy_reason(trainer.strategy):
             raise MisconfigurationException(refused)
-        with contextlib.suppress(ValueError):  # configure_model may still make the module of an unknown name
+        with contextlib.suppress(ValueError):  # configure_model may still create the module of an unknown name
             self._check_together(trainer, pl_module)
-        self._begin_call(trainer, pl_module, stage)
-        stack_chunks.install_on(trainer)
-        self._adopt(pl_module)
-        log_settings(trainer, pl_module, self._settings_to_log(trainer))
+        self._calls.begin(trainer, pl_module, fits=stage == "fit", keep_compiled=self.keep_compiled)
+        self._adopt_compiled(pl_module)
+        loggers.log_settings(trainer, pl_module, several.modes_to_log(self._all_in(trainer), self))
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -215,15 +186,17 @@ class InductorCompile(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._session:
-            checkpoint.setdefault(_STATE_KEY, {})[state_key(self.targets)] = self._session.state_dict()
+        if self.session:
+            states = checkpoint.setdefault(_STATE_KEY, {})
+            states[several.state_key(self.arguments.targets)] = self.session.state_dict()
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._session and self._session.running:
+        if self.session and self.session.running:
             return  # LearningRateFinder and BatchSizeFinder load a checkpoint within a run, which is no resume
         states = checkpoint.get(_STATE_KEY)
-        self._earlier_state = states.get(state_key(self.targets)) if isinstance(states, Mapping) else None
+        key = several.state_key(self.arguments.targets)
+        self._earlier_state = states.get(key) if isinstance(states, Mapping) else None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -241,33 +214,34 @@ class InductorCompile(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer, pl_module, "train")
-        self._expect(trainer)
+        self._begin_stage(trainer, pl_module, "train")
+        self._plan(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._step_begins(batch_idx):
+        self._begin_step(batch_idx)
+        if self._step_is_timed:
             self._global_step_before = trainer.global_step
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session and self._session.has_cudagraphs:
+        if self.session and self.session.has_cudagraphs:
             accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization
-            self._session.gradients_ready(kept=accumulates)
+            self.session.gradients_ready(kept=accumulates)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        def workload() -> Workload:
+        part = ""
+        if self._step_is_timed:
             optimizer_steps = trainer.global_step - self._global_step_before
-            return workload_of("train", batch, f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated")
-
-        self._step_ends(workload)
+            part = f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated"
+        self._end_step("train", batch, part)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave("train")
+        self._end_stage("train")
         self._log(trainer, self.report)
 
     # ------------------------------------------------------------------------------------------ infer phase
@@ -276,8 +250,8 @@ class InductorCompile(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer, pl_module, "infer")
-        self._expect(trainer)
+        self._begin_stage(trainer, pl_module, "infer")
+        self._plan(trainer)
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -285,7 +259,7 @@ class InductorCompile(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._step_begins(batch_idx)
+        self._begin_step(batch_idx)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -299,34 +273,58 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._step_ends(lambda: workload_of(f"{trainer.state.stage} {dataloader_idx}", batch))
+        self._end_step(f"{trainer.state.stage} {dataloader_idx}", batch)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave("infer")
+        self._end_stage("infer")
         if trainer.state.fn == "fit":
-            self._begin(trainer, pl_module, "train")
+            self._begin_stage(trainer, pl_module, "train")
 
     on_test_end = on_predict_end = on_validation_end
 
-    # ------------------------------------------------------------------------------------------ what hooks call
+    # ------------------------------------------------------------------------------------------ parts of the hooks
 
-    def _adopt(self, pl_module: LightningModule) -> None:
-        """Undo what the user compiled, so that state_dict keys are clean and this callback's settings hold."""
-        if adopted := unwrap_compiled(pl_module, self._left_alone):
-            rank_zero_info(
-                f"InductorCompile replaces your torch.compile of {', '.join(adopted)}: it compiles the original module "
-                "with train_mode and infer_mode while a trainer runs. If a mode is None, its phase runs as you compiled"
+    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> Session:
+        """Return the session of the run. At the first call in a run, begin the session and install the targets."""
+        session, arguments = self.session, self.arguments
+        peers = self._all_in(trainer)
+        others = (
+            tuple(peer.arguments.targets for peer in peers if peer is not self) if arguments.targets is None else ()
+        )
+        if session is None or session.module is not pl_module or (not session.running and others != self._others):
+            self._calls.drop_session()
+            self._adopt_compiled(pl_module)  # again, because configure_model comes after setup
+            if refused := unsupported_reason(pl_module, arguments.configs):
+                raise MisconfigurationException(refused)
+            self._check_together(trainer, pl_module)
+            taken = [target for names in others for target in named_targets(pl_module, names)]
+            self._others = others
+            session = self._calls.session = Session(
+                pl_module,
+                resolve_targets(pl_module, arguments.targets, LightningModule, taken),
+                arguments,
+                finds_targets=arguments.targets is None,
+                taken=taken,
+                print_line=functools.partial(print_line, trainer),
             )
+        if not session.running:
+            session.begin(
+                precision=str(trainer.precision),
+                together=trainer.world_size > 1,
+                shared=several.shared_baselines(peers, self),
+            )
+        if self._earlier_state is not None:  # only now the number of processes is known
+            session.resume(self._earlier_state)
+            self._earlier_state = None
+        return session
 
-    def _begin(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
-        """Enter a phase."""
-        session = self._prepare(trainer, pl_module)
-        nested = self._is_within_run
-        self._peers = self._callbacks(trainer)
-        session.enter(
+    def _begin_stage(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
+        session, nested = self._prepare(trainer, pl_module), self._calls.nested
+        self._peers = self._all_in(trainer)
+        session.stage_begins(
             Stage(
                 phase=phase,
                 name="validate" if trainer.sanity_checking else str(trainer.state.stage.value),  # type: ignore[union-attr]
@@ -336,171 +334,60 @@ class InductorCompile(Callback):
             )
         )
 
-    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> Session:
-        """Return the session of the run. At the first call in a run, begin the session and install the targets."""
-        session = self._session
-        others = tuple(callback.targets for callback in self._callbacks(trainer) if callback is not self)
-        others = others if self.targets is None else ()
-        if session is None or session.module is not pl_module or (not session.running and others != self._others):
-            if session is not None and not self._is_within_run:
-                session.end()
-                session.free_compiled()
-            self._adopt(pl_module)  # configure_model comes after setup
-            if refused := unsupported_reason(pl_module, self.configs):
-                raise MisconfigurationException(refused)
-            self._check_together(trainer, pl_module)
-            taken = [target for names in others for target in named_targets(pl_module, names)]
-            targets = resolve_targets(pl_module, self.targets, LightningModule, taken)
-            self._others = others
-            session = self._session = Session(
-                pl_module,
-                targets,
-                self.configs,
-                left_alone=self._left_alone,
-                finds_targets=self.targets is None,
-                others=taken,
-                taken=taken,
-                passes=self.passes,
-                baseline_steps=self.baseline_steps,
-                settings=self._region_settings,
-                cache_dir=self.cache_dir,
-                print_line=functools.partial(print_line, trainer),
-            )
-        if not session.running:
-            together = trainer.world_size > 1
-            session.begin(precision=str(trainer.precision), together=together, shared=self._shared_baselines(trainer))
-        if self._earlier_state is not None:  # now it is known how many processes there are
-            session.resume(self._earlier_state)
-            self._earlier_state = None
-        return session
+    def _plan(self, trainer: Trainer) -> None:
+        """Tell how many steps remain: a baseline or a `Tune` must not take most of them."""
+        if self.session and not trainer.sanity_checking and not self._calls.nested:
+            self.session.plan(remaining_steps(trainer), remaining_seconds(trainer))
 
-    def _expect(self, trainer: Trainer) -> None:
-        """Tell how many steps are to come: what is tried out, or measured eagerly, must not take most of them."""
-        if self._session and not trainer.sanity_checking and not self._is_within_run:
-            timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
-            self._session.expect(remaining_steps(trainer), remaining_seconds(trainer, timers))
+    def _begin_step(self, batch_idx: int) -> None:
+        if self.session:
+            turn = len(self._peers) < 2 or several.measures_next_step(self._peers, self.session)
+            self._step_is_timed = self.session.step_begins(first=batch_idx == 0, turn=turn)
 
-    def _step_begins(self, batch_idx: int) -> bool:
-        """Begin a step; returns whether it is timed."""
-        if self._session is None:
-            return False
-        turn = True
-        if len(self._peers) > 1:  # each session changes how long the step takes, so only one at a time measures it
-            sessions = [session for callback in self._peers if (session := callback._session)]
-            turn = max(sessions, key=lambda session: (session.compares, session.measures)) is self._session
-        return self._session.step_begins(first=batch_idx == 0, turn=turn)
+    def _end_step(self, loader: str, batch: Any, part: str = "") -> None:
+        if self.session:
+            self.session.step_ends(loader, batch, part)
 
-    def _step_ends(self, workload: Callable[[], Workload]) -> None:
-        if self._session:
-            self._session.step_ends(workload)
-
-    def _leave(self, phase: Phase) -> None:
-        if self._session and not self._is_within_run:
-            self._session.leave(phase)
-
-    def _log(self, trainer: Trainer, report: CompileReport) -> None:
-        log_scalars(trainer.loggers, report.scalars(self._name_in(trainer)), trainer.global_step)
-
-    # ------------------------------------------------------------------------------------------ calls of a trainer
-
-    def _begin_call(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        while self._calls and (
-            self._calls[-1].trainer.state.status != TrainerStatus.RUNNING
-            or (self._calls[-1].trainer is trainer and stage == "fit")
-        ):
-            self._close(self._calls.pop())  # another callback raised in on_exception, so this one was not called
-        outer = self._session if self._calls and self._session and self._session.running else None
-        call = _Call(
-            trainer=trainer,
-            report_folder=report_folder(trainer),  # a collective, so that no other hook asks for it
-            key_matcher=match_orig_mod_keys(pl_module),
-            outer=outer,
-            go_on=outer.interrupt() if outer else lambda: None,
-        )
-        self._calls.append(call)
-
-    @property
-    def _is_within_run(self) -> bool:
-        """Whether the call was made within a run of the same session, which then neither measures nor decides."""
-        return bool(self._calls) and self._session is not None and self._calls[-1].outer is self._session
+    def _end_stage(self, phase: Phase) -> None:
+        if self.session and not self._calls.nested:
+            self.session.stage_ends(phase)
 
     def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
-        if not self._calls or self._calls[-1].trainer is not trainer:
-            return  # an exception came before this callback's setup
-        within, call = self._is_within_run, self._calls.pop()
-        try:
-            stack_chunks.remove_from(trainer)
-            self._close(call)
+        with self._calls.end(trainer, keep_compiled=self.keep_compiled) as call:
+            if call is None:
+                return
             report = self._last.report = self.report
+            peers = self._all_in(trainer)
+            name, modes = several.name_in_logs(peers, self), several.modes_to_log(peers, self)
             self._log(trainer, report)
-            name, settings = self._name_in(trainer), self._settings_to_log(trainer)
-            log_summary(trainer.loggers, report, trainer.global_step, self._recorded_graphs(), settings, name)
-            write_report(call.report_folder, trainer, report, exception, name)
-            if exception is None and not within:
-                self._summarize(trainer, report)
-        finally:
-            if call.outer is not None:
-                if self._session is not None and not (within or self.keep_compiled):
-                    self._session.free_compiled()
-                self._session = call.outer
-                call.go_on()
+            graphs = self.arguments.recorded_graphs()
+            loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs, modes, name)
+            loggers.write_report(call.report_folder, trainer, report, exception, name)
+            if exception is not None or call.nested or self.session is None or not report.has_figures:
+                return
+            self.session.check_run()
+            if trainer.is_global_zero and (trainer.state.fn == "fit" or not self._printed):
+                self._printed = True
+                print_report(report, name)
 
-    def _close(self, call: _Call) -> None:
-        """Remove the hook and the compiled calls of a trainer call."""
-        call.key_matcher.remove()
-        if self._session is not None and self._session is not call.outer:
-            try:
-                self._session.end(keep_compiled=self.keep_compiled)
-            except Exception as error:
-                if isinstance(error, Warning):  # a warning that the user has made an error
-                    raise
-                message = f"InductorCompile could not clean up after the run: {in_one_line(describe_failure(error))}"
-                rank_zero_warn(message, category=CompileWarning)
+    def _log(self, trainer: Trainer, report: CompileReport) -> None:
+        name = several.name_in_logs(self._all_in(trainer), self)
+        loggers.log_scalars(trainer.loggers, report.scalars(name), trainer.global_step)
 
-    def _summarize(self, trainer: Trainer, report: CompileReport) -> None:
-        """Warn of slow steps, and after a fit or the first call print the table."""
-        if self._session is None or not report.has_figures:
-            return
-        self._session.warn_about_slow_steps()
-        if trainer.is_global_zero and (trainer.state.fn == "fit" or not self._printed):
-            self._printed = True
-            print_report(report, self._name_in(trainer))
+    def _adopt_compiled(self, pl_module: LightningModule) -> None:
+        """Undo what the user compiled, so that state_dict keys are clean and this callback's settings hold."""
+        if adopted := unwrap_compiled(pl_module, self.arguments.left_alone):
+            rank_zero_info(
+                f"InductorCompile replaces your torch.compile of {', '.join(adopted)}: it compiles the original module "
+                "with train_mode and infer_mode while a trainer runs. If a mode is None, its phase runs as you compiled"
+            )
 
-    # ------------------------------------------------------------------------------------------ several callbacks
-
-    def _callbacks(self, trainer: Trainer) -> list[InductorCompile]:
-        """The trainer's callbacks of this class. The first one that compiles a phase measures it."""
+    def _all_in(self, trainer: Trainer) -> Sequence[InductorCompile]:
+        """The trainer's callbacks of this class."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of its connectors sets it
         found = [callback for callback in callbacks if isinstance(callback, InductorCompile)]
         return found if any(callback is self for callback in found) else [self]  # a callback around it calls its hooks
 
     def _check_together(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if refused := why_not_together(self._callbacks(trainer), pl_module):
-            raise MisconfigurationException(refused)
-
-    def _name_in(self, trainer: Trainer) -> str:
-        """The name in scalars and files; empty for the trainer's first callback."""
-        return "" if self._callbacks(trainer)[0] is self else name_of(self.targets)
-
-    def _shared_baselines(self, trainer: Trainer) -> dict[Phase, Baseline]:
-        """By phase, the baseline of the first callback that compiles it, unless that is this one."""
-        callbacks = self._callbacks(trainer)
-        firsts = {phase: next((c for c in callbacks if c.configs[phase]), callbacks[0]) for phase in PHASES}
-        return {
-            phase: first._session.baseline(phase) if first._session else Baseline(0)
-            for phase, first in firsts.items()
-            if first is not self
-        }
-
-    def _settings_to_log(self, trainer: Trainer) -> dict[str, str]:
-        """The settings of all callbacks, which the first one logs: TensorBoard shows one set of hyperparameters."""
-        first, *others = self._callbacks(trainer)
-        settings = settings_to_log(first.configs, first.targets)
-        for other in others:
-            settings |= settings_to_log(other.configs, other.targets, name_of(other.targets))
-        return settings if first is self else {}
-
-    def _recorded_graphs(self) -> list[RecordedGraph]:
-        configured = [config.passes for config in self.configs.values() if config is not None]
-        recorders = {id(p): p for passes in (self.passes, *configured) for p in passes if isinstance(p, RecordGraphs)}
-        return [graph for recorder in recorders.values() for graph in recorder.graphs]
+        if refused := several.why_not_together(self._all_in(trainer), pl_module):
+            raise MisconfigurationException(with_code("CC203", refused))

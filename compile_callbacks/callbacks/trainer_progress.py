@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Timer
 
 from compile_callbacks._utils.phases import Phase
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.callbacks import Timer
 
 
 def remaining_steps(trainer: Trainer) -> Mapping[Phase, float]:
@@ -30,13 +28,10 @@ def remaining_steps(trainer: Trainer) -> Mapping[Phase, float]:
     return {"infer": float(sum(batches.get(trainer.state.fn, ())))}
 
 
-def remaining_seconds(trainer: Trainer, timers: Sequence[Timer]) -> float:
-    """When a fit ends by the clock, ``max_time`` or a `Timer` of the user's; ``math.inf`` where it does not.
-
-    Args:
-        trainer: The trainer.
-        timers: Those among its callbacks.
-    """
+def remaining_seconds(trainer: Trainer) -> float:
+    """The seconds until ``max_time`` or a `Timer` ends a fit; ``math.inf`` without a limit."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of its connectors sets it
+    timers = [callback for callback in callbacks if isinstance(callback, Timer)]
     left = [timer.time_remaining() for timer in timers if trainer.state.fn == "fit"]
     return max(0.0, min((seconds for seconds in left if seconds is not None), default=math.inf))
 

@@ -26,7 +26,7 @@ from compile_callbacks.profiling.compile_events import CompileEvent, CompileReco
 from compile_callbacks.profiling.step_stats import SAMPLES_FOR_SPEEDUP
 from compile_callbacks.profiling.step_timer import median_ms, spread_ms
 from compile_callbacks.report.file import environment
-from compile_callbacks.runtime.dispatcher import PhaseSwitch
+from compile_callbacks.runtime.dispatcher import ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.target import Target
 from compile_callbacks.runtime.target_settings import TargetSettings
 
@@ -83,10 +83,11 @@ class Candidate:
             self._optimizer = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1e-4)
         if self.config is not None:
             targets, settings = [Target(self.name, self.module)], TargetSettings(verify="warn")
-            self.switch = PhaseSwitch(targets, {self.phase: self.config}, recorder=self.recorder, settings=settings)
+            self.switch = PhaseSwitch(targets, recorder=self.recorder, settings=settings)
             self.recorder.listen()
             self.switch.install()
-            self.switch.select(self.phase, frozen=self.config.freezes)  # the weights of infer steps are constant
+            # The weights of infer steps are constant.
+            self.switch.select(self.phase, ActiveConfig(self.config), frozen=self.config.freezes)
         torch.manual_seed(0)
         self.step()
         if self._on_gpu:

@@ -16,6 +16,7 @@ from compile_callbacks import _torch
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.inference.saved_state import Sample, on_device
 from compile_callbacks.report.report import CompileReport
+from compile_callbacks.runtime.arguments import CompileArguments
 from compile_callbacks.runtime.session import Session
 from compile_callbacks.runtime.snapshot import Snapshot
 from compile_callbacks.runtime.target import Target
@@ -87,9 +88,8 @@ class CompiledInference:
         self._module = module
         self._device = device
         self._placement = Placement(module)
-        self._session = Session(
-            module, [Target("forward", module)], {"train": None, "infer": config}, settings=settings
-        )
+        arguments = CompileArguments(configs={"train": None, "infer": config}, target_settings=settings)
+        self._session = Session(module, [Target("forward", module)], arguments)
         try:
             module.to(device).eval()
             self._session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
@@ -113,7 +113,7 @@ class CompiledInference:
 
     def report(self) -> CompileReport:
         """The report so far; warns once about targets that ran and were not compiled."""
-        self._session.leave("infer")
+        self._session.check("infer")
         return self._session.report()
 
     def end(self) -> None:
@@ -130,7 +130,7 @@ class CompiledInference:
                 self(*args, **kwargs)
         finally:
             before.restore()
-        self._session.leave("infer")
+        self._session.check("infer")
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         converted = [self._as_argument(value) for value in args]

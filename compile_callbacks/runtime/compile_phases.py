@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
-from compile_callbacks._utils.errors import CompileWarning
-from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks._utils.errors import warn_user, with_code
+from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.config.mode import Mode
-from compile_callbacks.config.tune import Settings, Tune, as_settings, phases_left_alone
-from compile_callbacks.passes.base import as_passes
+from compile_callbacks.config.tune import Tune
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.runtime.cache_dir import check_folder
+from compile_callbacks.runtime.arguments import CompileArguments, NewShapes, OnError, Verify, explain_unknown_arguments
 from compile_callbacks.runtime.dispatcher import compiled_target_names
 from compile_callbacks.runtime.fsdp import unsupported_reason
 from compile_callbacks.runtime.session import Session
-from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings, Verify
-from compile_callbacks.runtime.targets import check_target_names, resolve_targets
+from compile_callbacks.runtime.targets import resolve_targets
 
 
+@explain_unknown_arguments
 def compile_phases(
     target: Any = None,
     /,
@@ -90,29 +87,36 @@ def compile_phases(
         raise TypeError(f"target={target!r} must be a module or a function")
     if targets is not None and not isinstance(target, nn.Module):
         raise ValueError(f"targets={targets!r} names parts of a module, and {target!r} is a function")
-    configs: dict[Phase, Settings] = {
-        "train": _without_trainer(train_mode, "train_mode"),
-        "infer": _without_trainer(infer_mode, "infer_mode"),
-    }
-    passes = as_passes(passes, "passes")
-    for config in configs.values():
-        if config is not None:
-            config.check_beside(passes)
-    settings = TargetSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
-    folder = check_folder("cache_dir", cache_dir)
-    if folder is not None and not any(configs.values()):
-        message = "cache_dir has no effect: neither train_mode nor infer_mode compiles"
-        warnings.warn(message, CompileWarning, stacklevel=3)
-    for phase, config in configs.items():
-        if config is not None and config.freezes:
-            message = (
-                f"{phase}_mode's freezing has no effect without a Trainer, whose stages tell where weights stand still"
+    arguments = CompileArguments.checked(
+        train_mode=train_mode,
+        infer_mode=infer_mode,
+        targets=targets,
+        passes=passes,
+        cache_dir=cache_dir,
+        on_error=on_error,
+        verify=verify,
+        new_shapes=new_shapes,
+    )
+    for phase, config in arguments.configs.items():
+        if isinstance(config, Tune):
+            raise ValueError(
+                with_code(
+                    "CC203",
+                    f"{phase}_mode={config.describe()!r} compares the step times of a Trainer, and compile_phases has "
+                    "none. Give one mode or config",
+                )
             )
-            warnings.warn(message, CompileWarning, stacklevel=3)
+    messages = arguments.without_effect()
+    infer = arguments.configs["infer"]
+    if infer is not None and infer.freezes:
+        messages.append(
+            "infer_mode's option 'freezing' has no effect without a Trainer, whose stages tell when weights are frozen"
+        )
+    for message in messages:
+        warn_user("CC204", message)
     module = target if isinstance(target, nn.Module) else _Function(target)
-    names = check_target_names(targets)
-    found = resolve_targets(module, names or ("forward",), nn.Module)
-    if refused := unsupported_reason(module, configs):
+    found = resolve_targets(module, arguments.targets or ("forward",), nn.Module)
+    if refused := unsupported_reason(module, arguments.configs):
         raise ValueError(refused)
     parts = {member.name for part in found for member in part.members}
     if _session_of(module) is not None or parts & set(compiled_target_names(module)):
@@ -121,17 +125,9 @@ def compile_phases(
             "deactivate() where an InductorBackend compiled it"
         )
         raise ValueError(message)
-    session = Session(
-        module,
-        found,
-        configs,
-        left_alone=phases_left_alone(train_mode, infer_mode),
-        passes=passes,
-        settings=settings,
-        cache_dir=folder,
-    )
+    session = Session(module, found, arguments)
     session.begin_by_grad_mode()
-    weakref.finalize(module, session.listeners_end())
+    weakref.finalize(module, session.finalizer())
     if module is target:
         return module
 
@@ -156,7 +152,7 @@ def report_of(compiled: Any) -> CompileReport:
     """
     session = _session_or_error(compiled)
     for phase in PHASES:
-        session.leave(phase)
+        session.check(phase)
     return session.report()
 
 
@@ -172,16 +168,6 @@ def restore(compiled: Any) -> None:
     session = _session_or_error(compiled)
     session.end()
     session.free_compiled()
-
-
-def _without_trainer(mode: object, argument: str) -> InductorConfig | None:
-    settings = as_settings(mode, argument)
-    if isinstance(settings, Tune):
-        raise ValueError(
-            f"{argument}={mode!r} chooses by the times of a Trainer's steps, which compile_phases does not know; give "
-            "one mode or config"
-        )
-    return settings
 
 
 _HOLDER = "__compile_phases__"

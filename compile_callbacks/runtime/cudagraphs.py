@@ -117,6 +117,53 @@ class BackwardInCallingThread:
             self._off = None
 
 
+class StepsOnGpu:
+    """The steps of a session: what they need if the module is on a GPU. On other devices, all methods do nothing.
+
+    Args:
+        module: The root module.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.active = False
+        """Whether the module is on a GPU."""
+        self._module = module
+        self._several_devices = False
+        self._gradients = GradientCopies()
+        self._backward_thread = BackwardInCallingThread()
+
+    def begin(self, device: torch.device) -> None:
+        """Begin a Trainer run on a device."""
+        self.active = device.type == "cuda"
+        self._several_devices = len({weight.device for weight in self._module.parameters()}) > 1
+
+    def step_begins(self, *, trains_compiled: bool) -> None:
+        """Begin a step.
+
+        Args:
+            trains_compiled: Whether it is a training step that runs compiled.
+        """
+        if self.active:
+            torch.compiler.cudagraph_mark_step_begin()
+            if trains_compiled and not self._several_devices:
+                self._backward_thread.begin()
+
+    def step_ends(self) -> None:
+        """End a step."""
+        if self.active:
+            self._backward_thread.end()
+
+    def keep_gradients(self) -> None:
+        """Copy the gradients that are in the memory of CUDA graphs."""
+        self._gradients.keep(self._module.parameters())
+
+    def end(self) -> None:
+        """End the run, also after an exception within a step."""
+        self._backward_thread.end()
+        if self.active:
+            drop_overwritten_gradients(self._module.parameters())
+
+
 def _is_cuda(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda
 

@@ -24,6 +24,21 @@ from compile_callbacks.runtime.target_settings import TargetSettings
 _CALL_SLOT = "_compiled_call_impl"  # what nn.Module.compile() sets, and nn.Module.__call__ looks at
 
 
+class ActiveConfig(NamedTuple):
+    """The config that a phase runs with. `Session` holds one for each phase.
+
+    Attributes:
+        config: The config; ``None`` runs the targets eagerly, or as the user compiled them in a phase left alone.
+        candidate: The name of the candidate, if the config is one of several that a `Tune` tries.
+    """
+
+    config: InductorConfig | None = None
+    candidate: str | None = None
+
+
+EAGERLY = ActiveConfig()
+
+
 class _Made(NamedTuple):
     """A target compiled with one config, and again with frozen weights if the config freezes."""
 
@@ -46,9 +61,6 @@ class Dispatcher(InstalledCall):
     def __init__(self, target: Target) -> None:
         self.target = target
         self.compiled_by_user: Callable[..., Any] | None = None  # by module.compile(); runs in `left_alone` phases
-        self.left_alone: frozenset[Phase] = frozenset()
-        self.compiled_targets: dict[Phase, CompiledTarget] = {}
-        self.frozen_targets: dict[Phase, CompiledTarget] = {}
         self.eager = target.eager
         self.__wrapped__ = self.eager  # Lightning inspects the method and its arguments through it
         self.selected: Callable[..., Any] = self.eager
@@ -64,19 +76,6 @@ class Dispatcher(InstalledCall):
             return self.eager(*args, **kwargs)
         return self.selected(*args, **kwargs)
 
-    def call(self, phase: Phase, *, compiled: bool = True, frozen: bool = False) -> Callable[..., Any]:
-        """The call of the target in a phase.
-
-        Args:
-            phase: The phase.
-            compiled: Whether to run compiled, if the phase is compiled.
-            frozen: Whether to run with frozen weights, if the config freezes.
-        """
-        if self.compiled_by_user is not None and phase in self.left_alone:
-            return self.compiled_by_user
-        compiled_target = (self.frozen_targets.get(phase) if frozen else None) or self.compiled_targets.get(phase)
-        return compiled_target.on(self.target) if compiled and compiled_target is not None else self.eager
-
     def __reduce__(self) -> tuple[Any, ...]:
         # As the module's own method, which a process can load without this library.
         if self.target.method is None:
@@ -85,22 +84,9 @@ class Dispatcher(InstalledCall):
             return operator.getitem, ([own], 0)
         return getattr, (self.target.module, self.target.method)
 
-    def by_grad_mode(self, *, frozen: bool) -> Callable[..., Any]:
-        """The call of the target in the phase that the grad mode tells, if no trainer selects a phase.
-
-        Args:
-            frozen: Whether calls without grad run with frozen weights, if the config freezes.
-        """
-        train, infer = self.call("train"), self.call("infer", frozen=frozen)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return train(*args, **kwargs) if torch.is_grad_enabled() else infer(*args, **kwargs)
-
-        return call
-
 
 class PhaseSwitch:
-    """Compiles targets in place with one config for each phase, and selects the phase.
+    """Compiles targets in place, and selects the phase and the config that they run with.
 
     Nothing is compiled before a target is called. There is no wrapper module: ``state_dict`` keys, ``isinstance``,
     hooks and optimizers see the original modules.
@@ -108,11 +94,10 @@ class PhaseSwitch:
     If a config freezes, each target is compiled a second time with frozen weights, for the stages in which no weight
     changes: `select` with ``frozen=True``.
 
-    `set_config` changes the config of a phase. The compiled code of the former config is kept until `free_candidate`.
+    The compiled code of each candidate of a `Tune` is kept until `free_candidates`.
 
     Args:
         targets: The targets.
-        configs: The config of each phase; with ``None`` the phase is eager.
         left_alone: Phases in which a target that the user compiled in place runs as the user compiled it.
         passes: Graph passes for both phases, before those of each config.
         recorder: Records the compile events.
@@ -123,7 +108,6 @@ class PhaseSwitch:
     def __init__(
         self,
         targets: Sequence[Compiled],
-        configs: Mapping[Phase, InductorConfig | None],
         *,
         left_alone: frozenset[Phase] = frozenset(),
         passes: Sequence[Any] = (),
@@ -141,16 +125,13 @@ class PhaseSwitch:
         self._dispatchers_of: list[list[Dispatcher]] = []
         self._made: dict[tuple[Phase, str | None], list[_Made]] = {}
         self._config_of: dict[tuple[Phase, str | None], InductorConfig] = {}
-        self._in_use: dict[Phase, tuple[InductorConfig | None, str | None]] = {}
         self._trace_settings = _torch.events.TraceSettings(
             ours=lambda: recorder.key is not None,
             frozen=lambda: recorder.key is not None and recorder.key.frozen,
         )
         recorder.on_reset = self._trace_settings.install
         self._before: list[tuple[Dispatcher, str, Any]] | None = None
-        self._selected: tuple[Phase, bool, bool] | None = None
-        for phase, config in configs.items():
-            self.set_config(phase, config)
+        self._selected: tuple[Phase, ActiveConfig, bool] | None = None
         self.add(targets)
 
     @property
@@ -177,14 +158,11 @@ class PhaseSwitch:
     def add(self, targets: Sequence[Compiled]) -> None:
         """Add targets. They are compiled at their next call."""
         dispatchers = [[Dispatcher(member) for member in target.members] for target in targets]
-        for dispatcher in (one for of_target in dispatchers for one in of_target):
-            dispatcher.left_alone = self._left_alone
         self.targets += tuple(targets)
         self._dispatchers_of += dispatchers
         for (phase, name), made in self._made.items():
             made += [self._make(target, phase, self._config_of[phase, name], name) for target in targets]
-        for phase, (config, name) in self._in_use.items():
-            self.set_config(phase, config, name)
+        self._selected = None
         if self.installed:
             self._install_dispatchers([one for of_target in dispatchers for one in of_target])
 
@@ -203,43 +181,51 @@ class PhaseSwitch:
         """Whether the user compiled a target in place, and it runs so in the phases that are left alone."""
         return any(dispatcher.compiled_by_user is not None for dispatcher in self._dispatchers)
 
-    def select(self, phase: Phase, *, compiled: bool = True, frozen: bool = False) -> None:
-        """Run the targets with the config of a phase from now on, or eagerly.
+    def select(self, phase: Phase, active: ActiveConfig, *, frozen: bool = False) -> None:
+        """Run the targets with the config of a phase from now on.
 
         Args:
             phase: The phase.
-            compiled: Whether to run compiled.
+            active: The config.
             frozen: Whether to run with frozen weights, if the config freezes.
         """
-        if self._selected == (phase, compiled, frozen):  # as in most steps; a change takes 10 µs for each target
+        if self._selected == (phase, active, frozen):  # as in most steps; a change takes 10 µs for each target
             return
-        for dispatcher in self._dispatchers:
-            dispatcher.selected = dispatcher.call(phase, compiled=compiled, frozen=frozen)
-        self._selected = phase, compiled, frozen
+        for dispatcher, call in self._calls(phase, active, frozen=frozen):
+            dispatcher.selected = call
+        self._selected = phase, active, frozen
 
-    def set_config(self, phase: Phase, config: InductorConfig | None, name: str | None = None) -> None:
-        """Run a phase with this config from the next `select` on.
+    def select_by_grad_mode(self, active: Mapping[Phase, ActiveConfig], *, frozen: bool = False) -> None:
+        """Run the targets with the config of the phase that the grad mode of each call tells.
 
         Args:
-            phase: The phase.
-            config: The config; ``None`` for eager.
-            name: The name of the candidate, if the config is one of several. It is on trial until `end_trial`.
+            active: The config of each phase: train if grad is enabled, else infer.
+            frozen: Whether calls without grad run with frozen weights, if the config freezes.
         """
         self._selected = None
-        self._in_use[phase] = config, name
+        train = self._calls("train", active["train"], frozen=False)
+        infer = self._calls("infer", active["infer"], frozen=frozen)
+        for (dispatcher, train_call), (_, infer_call) in zip(train, infer, strict=True):
+            dispatcher.selected = _by_grad_mode(train_call, infer_call)
+
+    def _calls(
+        self, phase: Phase, active: ActiveConfig, *, frozen: bool
+    ) -> Iterator[tuple[Dispatcher, Callable[..., Any]]]:
+        """Each dispatcher with the function that it calls in a phase."""
+        config, name = active
         if config is not None and (phase, name) not in self._made:
             self._config_of[phase, name] = config
             self._made[phase, name] = [self._make(target, phase, config, name) for target in self.targets]
-        for dispatcher in self._dispatchers:
-            dispatcher.compiled_targets.pop(phase, None)
-            dispatcher.frozen_targets.pop(phase, None)
-        if config is None:
-            return
-        for made, dispatchers in zip(self._made[phase, name], self._dispatchers_of, strict=True):
+        for position, dispatchers in enumerate(self._dispatchers_of):
+            made = self._made[phase, name][position] if config is not None else None
             for dispatcher in dispatchers:
-                dispatcher.compiled_targets[phase] = made.compiled_target
-                if made.frozen is not None:
-                    dispatcher.frozen_targets[phase] = made.frozen
+                if dispatcher.compiled_by_user is not None and phase in self._left_alone:
+                    yield dispatcher, dispatcher.compiled_by_user
+                elif made is None:
+                    yield dispatcher, dispatcher.eager
+                else:
+                    compiled_target = (made.frozen if frozen else None) or made.compiled_target
+                    yield dispatcher, compiled_target.on(dispatcher.target)
 
     def end_trial(self, phase: Phase, name: str) -> None:
         """End the trial of a candidate, which won: the config of the phase is its config from now on."""
@@ -247,12 +233,13 @@ class PhaseSwitch:
             for compiled_target in made.compiled_targets:
                 compiled_target.end_trial(self._settings)
 
-    def free_candidate(self, phase: Phase, name: str) -> None:
-        """Give back what was compiled with candidates that are not to be used again."""
-        self._config_of.pop((phase, name), None)
-        for made in self._made.pop((phase, name), ()):
-            for compiled_target in made.compiled_targets:
-                compiled_target.free_compiled()
+    def free_candidates(self, phase: Phase, *names: str) -> None:
+        """Free the code that was compiled with these candidates."""
+        for name in names:
+            self._config_of.pop((phase, name), None)
+            for made in self._made.pop((phase, name), ()):
+                for compiled_target in made.compiled_targets:
+                    compiled_target.free_compiled()
 
     def set_session(self, session: Any) -> None:
         """Have the targets know who compiled them."""
@@ -269,16 +256,6 @@ class PhaseSwitch:
         for phase in PHASES:
             for compiled_target in self.compiled_targets(phase):
                 compiled_target.invalidate_weights()
-
-    def select_by_grad_mode(self, *, frozen: bool = False) -> None:
-        """Select by the grad mode of each call: the train phase if grad is enabled, else the infer phase.
-
-        Args:
-            frozen: Whether calls without grad run with frozen weights, if the config freezes.
-        """
-        self._selected = None
-        for dispatcher in self._dispatchers:
-            dispatcher.selected = dispatcher.by_grad_mode(frozen=frozen)
 
     def free_compiled(self) -> None:
         """Free the memory of the compiled code. A target that is called again is compiled again."""
@@ -337,6 +314,13 @@ class PhaseSwitch:
             freezes = False
             self._warn((target.name, "freezing"), f"freezing has no effect on target {target.name!r}: {reason}")
         return _Made(compiled_target(frozen=False), compiled_target(frozen=True) if freezes else None)
+
+
+def _by_grad_mode(train: Callable[..., Any], infer: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return train(*args, **kwargs) if torch.is_grad_enabled() else infer(*args, **kwargs)
+
+    return call
 
 
 def compiled_target_names(module: nn.Module) -> list[str]:

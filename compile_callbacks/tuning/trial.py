@@ -1,4 +1,4 @@
-"""The result of each candidate of a `Tune`, and which of its steps are compared with eager's."""
+"""`Trial`: the result of a candidate of a `Tune`; `compare` finds the steps that are compared with eager's."""
 
 from __future__ import annotations
 
@@ -19,24 +19,35 @@ beyond noise; too few of its steps can be compared; it did not compile; its resu
 
 
 class Block(NamedTuple):
-    """The measurements of a block: its samples in milliseconds, how long it took, the compile time of the candidate.
+    """The measurements of a block of steps.
 
-    ``problem`` tells why the candidate cannot win, if it failed or computes something else.
+    Attributes:
+        times: The samples in milliseconds, by the workload of the step.
+        seconds: The time that the block took, compile time included.
+        compile_seconds: The time that compiling the candidate has taken so far.
+        problem: Why the candidate cannot win, if it failed or its results differ.
+        steps: The number of steps.
     """
 
     times: Mapping[Workload, Sequence[float]]
     seconds: float
     compile_seconds: float = 0.0
     problem: tuple[Verdict, str] | None = None
+    steps: int = 0
 
     @classmethod
     def of_ranks(cls, blocks: Sequence[Block]) -> Block:
-        """The block of all ranks: the samples of the slowest one, and the problem of any."""
+        """The block of all ranks: the samples of the slowest rank, and the problem of any."""
+
+        def median_ms(block: Block) -> float:
+            return statistics.median([ms for samples in block.times.values() for ms in samples] or [0.0])
+
         return cls(
-            max((block.times for block in blocks), key=_median_ms),
+            max(blocks, key=median_ms).times,
             max(block.seconds for block in blocks),
             max(block.compile_seconds for block in blocks),
             next((block.problem for block in blocks if block.problem is not None), None),
+            blocks[0].steps,
         )
 
 
@@ -49,6 +60,7 @@ class Trial:
         verdict: The result.
         reason: The reason, if the numbers do not show it.
         compile_seconds: Time spent compiling it; ``None`` if it was never compiled.
+        compile_cost: Its expected compile time, divided by that of the default mode.
         stats: Median and percentiles of the step times that are compared; ``None`` without such times.
         times: All of its step times, in milliseconds, by the workload of the step.
         blocks: Number of blocks that ran with it.
@@ -58,6 +70,7 @@ class Trial:
     verdict: Verdict = "undecided"
     reason: str | None = None
     compile_seconds: float | None = None
+    compile_cost: float = 1.0
     stats: StepStats | None = None
     times: defaultdict[Workload, list[float]] = field(default_factory=lambda: defaultdict(list))
     blocks: int = 0
@@ -90,10 +103,10 @@ class Trial:
 
 
 def compared_workload(steps: Counter[Workload]) -> Workload | None:
-    """The workload whose steps are compared, given how often eager steps did each; ``None`` if there are no steps.
+    """The workload whose steps are compared, given how many eager steps had each; ``None`` if there are no steps.
 
-    Steps of equal workload are compared if they are at least half of the eager steps. Otherwise shapes vary, and steps
-    of the most frequent stage and kind are pooled with all their shapes; the returned workload then has no shapes.
+    Steps of equal workload are compared if they are at least half of the eager steps. Otherwise shapes vary: the steps
+    of the most frequent stage and kind are pooled with all their shapes, and the returned workload has no shapes.
     """
     if not steps.total():
         return None
@@ -102,7 +115,7 @@ def compared_workload(steps: Counter[Workload]) -> Workload | None:
         return usual
     kinds: Counter[Workload] = Counter()
     for workload, count in steps.items():
-        kinds[Workload(workload.stage, workload.kind)] += count
+        kinds[workload._replace(shapes=())] += count
     return kinds.most_common(1)[0][0]
 
 
@@ -110,28 +123,19 @@ def compare(trials: Sequence[Trial]) -> None:
     """Set the ``stats`` of all trials from the samples that can be compared. The first trial is eager's.
 
     Pooled samples are scaled to the usual batch size, by a line through the eager step times over the batch sizes.
-    Candidates run in interleaved blocks, so that each of them gets its share of all shapes; but without the line, the
-    spread of the sizes would hide a speedup of two.
+    Without the scale, the spread of the sizes would hide a speedup of two.
     """
     eager = trials[0].times
     compared = compared_workload(Counter({workload: len(samples) for workload, samples in eager.items()}))
-    found = [
-        [
-            (workload, ms)
-            for workload, samples in trial.times.items()
-            if compared in (workload, Workload(*workload[:2]))
-            for ms in samples
-        ]
-        for trial in trials
+    pooled = compared not in eager
+    points = [
+        [(_size(w), ms) for w, samples in t.times.items() if compared in (w, w._replace(shapes=())) for ms in samples]
+        for t in trials
     ]
-    line = (
-        _line_through([(_size(workload), ms) for workload, ms in found[0]])
-        if compared not in eager
-        else lambda size: 1.0
-    )
-    usual_ms = statistics.median([line(_size(workload)) for workload, _ in found[0]] or [1.0])
-    for trial, samples in zip(trials, found, strict=True):
-        trial.stats = StepStats.of([ms * usual_ms / line(_size(workload)) for workload, ms in samples])
+    expected_ms = _line_through(points[0]) if pooled else lambda size: 1.0
+    usual_ms = statistics.median([expected_ms(size) for size, _ in points[0]] or [1.0])
+    for trial, found in zip(trials, points, strict=True):
+        trial.stats = StepStats.of([ms * usual_ms / expected_ms(size) for size, ms in found])
 
 
 def _line_through(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
@@ -145,7 +149,3 @@ def _line_through(points: Sequence[tuple[int, float]]) -> Callable[[int], float]
 
 def _size(workload: Workload) -> int:
     return sum(math.prod(shape) for shape in workload.shapes)
-
-
-def _median_ms(times: Mapping[Workload, Sequence[float]]) -> float:
-    return statistics.median([sample for samples in times.values() for sample in samples] or [0.0])

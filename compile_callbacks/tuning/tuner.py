@@ -1,45 +1,50 @@
-"""`Tuner`: which candidate runs next, and which one wins. It uses no torch and no clock, so all ranks decide alike.
+"""`Tuner`: which candidate of a `Tune` runs next, and which one wins. `PhaseTuning` gives it the measurements.
 
-Candidates run in blocks of steps, forth and back (eager, a, b; b, a, eager), so that a machine that becomes slower or
-faster does so for all of them. After each block, the candidates are compared with eager and with each other.
+Candidates run in interleaved blocks of steps, back and forth (eager, a, b; b, a, eager), so that a machine that becomes
+slower or faster does so for all of them. After each block, the candidates are compared with eager and with each other.
+The tuner uses no clock and no random numbers, so all ranks decide alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 
 from compile_callbacks.config.mode import EAGER
-from compile_callbacks.config.tune import LEAST_SAMPLES, Tune
+from compile_callbacks.config.tune import AUTO, LEAST_SAMPLES, Tune
+from compile_callbacks.tuning.candidates import Candidate
 from compile_callbacks.tuning.trial import Block, Trial, compare
 
-_MOST_ROUNDS = 2  # times those that the samples need: a block may give few of them
+_MOST_ROUNDS = 2  # times the rounds that the samples need, because a block may have steps that are no samples
 _CLEAR_SAMPLES = 2 * LEAST_SAMPLES  # of two blocks, because one of them may have run while the machine was busy
+
+# Orders of magnitude. They only keep a short run from a compile that it cannot amortize.
+_FIRST_COMPILE_SECONDS = {"cuda": 10.0, "cpu": 4.0}  # of a small network, if nothing was compiled yet
+_PLAUSIBLE_SPEEDUP = {"cuda": 5.0, "cpu": 2.0}  # the highest over eager that is expected
+_FURTHER_SPEEDUP = 1.25  # the highest over the best candidate so far that is expected
 
 
 class Tuner:
     """Decides which candidate the next block of steps runs with, until one is chosen.
 
-    Eager runs first. Call `block_ends` after each block, and `start` after the first one. All decisions follow from
-    these calls alone.
+    Eager runs first. Call `block_ends` after each block, and `start` after the first one.
 
     Args:
         tune: The limits.
-        why_not: Returns why a candidate is not worth compiling, or ``None``, given its name, the median of an eager
-            step, the lowest median so far (milliseconds), and the rest of the budget (seconds).
+        device_type: The type of the device that the steps run on.
     """
 
-    def __init__(
-        self, tune: Tune, why_not: Callable[[str, float, float, float], str | None] = lambda *known: None
-    ) -> None:
+    def __init__(self, tune: Tune, device_type: str = "cpu") -> None:
         self.winner: str | None = None
         """The chosen candidate; ``None`` before the choice."""
         self.complete = True
         """Whether all candidates had their chance, so that a longer run would choose the same."""
         self.trials: dict[str, Trial] = {EAGER: Trial(EAGER)}
         """The result of each candidate so far, eager first."""
+        self.steps_left = self.seconds_left = math.inf
+        """The rest of the run, in which a candidate of ``"auto"`` must amortize its compile time."""
         self._tune = tune
-        self._why_not = why_not
+        self._device_type = "cpu" if device_type == "cpu" else "cuda"
         self._eager = self.trials[EAGER]
         self._turns = [self._eager]
         self._round = 1
@@ -56,8 +61,13 @@ class Tuner:
         return self.winner or self._turns[0].candidate
 
     @property
+    def lasts(self) -> bool:
+        """Whether the next run of this process may rely on the winner. It may not if the run was too short to try."""
+        return self.winner is not None and (self.complete or self.winner != EAGER)
+
+    @property
     def worth_keeping(self) -> bool:
-        """Whether later runs may rely on the winner.
+        """Whether later processes may rely on the winner.
 
         They may not if the comparison was cut short, or if eager won because a candidate failed (a missing compiler,
         for example), could not be compared, or was faster only within noise (a busy machine).
@@ -68,10 +78,12 @@ class Tuner:
         )
         return self.winner is not None and self.complete and not (self.winner == EAGER and unknown)
 
-    def start(self, candidates: Mapping[str, str | None]) -> None:
-        """Name the candidates in order, each with the reason why it is not tried, or ``None``."""
-        for name, reason in candidates.items():
-            self.trials[name] = Trial(name, "not tried" if reason else "undecided", reason)
+    def start(self, candidates: Sequence[Candidate]) -> None:
+        """Begin to try candidates, in this order."""
+        for one in candidates:
+            self.trials[one.name] = Trial(one.name, compile_cost=one.compile_cost)
+            if one.why_not is not None:
+                self.trials[one.name].decide("not tried", one.why_not)
         self._turns = self._in_play()
         self._next_turn()
 
@@ -84,6 +96,8 @@ class Tuner:
         if one is not self._eager:
             one.compile_seconds = block.compile_seconds
         self._budget_left -= block.seconds
+        self.seconds_left -= block.seconds
+        self.steps_left -= block.steps
         if block.problem is not None:
             one.decide(*block.problem)
         compare(list(self.trials.values()))
@@ -115,40 +129,56 @@ class Tuner:
 
     # ------------------------------------------------------------------------------------------ the next block
 
-    def _next_turn(self) -> None:
-        """Find the next block that is worth running; after the last one, begin another round, or choose."""
-        while self.winner is None:
-            while self._turns and not self._is_worth_it(self._turns[0]):
-                self._turns.pop(0)
-            if self._turns:
-                return
-            in_play = self._in_play()
-            wanting = any(one.samples < self._tune.steps for one in (self._eager, *in_play))
-            if in_play and wanting and self._round < _MOST_ROUNDS * math.ceil(self._tune.steps / LEAST_SAMPLES):
-                self._round += 1
-                turns = [self._eager, *in_play]
-                self._turns = turns if self._round % 2 else turns[::-1]
-            else:
-                self._choose_fastest()
-
-    def _is_worth_it(self, one: Trial) -> bool:
-        """Whether to run a block of a candidate. Before it is compiled for the first time, ``why_not`` is asked."""
-        if one is self._eager or one.blocks or self._eager.stats is None or one.verdict != "undecided":
-            return one.verdict == "undecided"
-        medians = [other.stats.median_ms for other in (self._eager, *self._in_play()) if other.stats is not None]
-        reason = self._why_not(one.candidate, self._eager.stats.median_ms, min(medians), self._budget_left)
-        if reason is not None:
-            one.decide("not tried", reason)
-            self.complete = False
-        return reason is None
-
-    # ------------------------------------------------------------------------------------------ who wins
-
     def _in_play(self) -> list[Trial]:
         return [one for one in self.trials.values() if one.verdict == "undecided" and one is not self._eager]
 
+    def _next_turn(self) -> None:
+        """Find the next block to run; after the last one, begin another round, or choose."""
+        while self._turns and not self._is_to_run(self._turns[0]):
+            self._turns.pop(0)
+        if self._turns:
+            return
+        in_play = self._in_play()
+        lacks_samples = any(one.samples < self._tune.steps for one in (self._eager, *in_play))
+        if in_play and lacks_samples and self._round < _MOST_ROUNDS * math.ceil(self._tune.steps / LEAST_SAMPLES):
+            self._round += 1
+            turns = [self._eager, *in_play]
+            self._turns = turns if self._round % 2 else turns[::-1]
+        else:
+            self._choose_fastest()
+
+    def _is_to_run(self, one: Trial) -> bool:
+        new = one.verdict == "undecided" and one is not self._eager and not one.blocks
+        if new and (reason := self._why_not_compiled(one)) is not None:
+            one.decide("not tried", reason)
+            self.complete = False
+        return one.verdict == "undecided"
+
+    def _why_not_compiled(self, one: Trial) -> str | None:
+        """Why a candidate is not worth its compile time; ``None`` if it may be."""
+        if self._eager.stats is None:
+            return None
+        eager_ms = self._eager.median_ms()
+        best_ms = min(trial.median_ms() for trial in (self._eager, *self._in_play()) if trial.stats)
+        costs = [t.compile_seconds / t.compile_cost for t in self.trials.values() if t.compile_seconds]
+        seconds = max(costs, default=_FIRST_COMPILE_SECONDS[self._device_type]) * one.compile_cost
+        if costs and seconds > self._budget_left:
+            left = f"{self._budget_left:.1f} s of budget_seconds are left"
+            return f"compiling takes about {seconds:.0f} s, and {left}"
+        if self._tune.candidates != AUTO:
+            return None
+        steps_left = max(0.0, min(self.steps_left, self.seconds_left * 1000 / eager_ms))
+        fastest_ms = min(eager_ms / _PLAUSIBLE_SPEEDUP[self._device_type], best_ms / _FURTHER_SPEEDUP)
+        saved_seconds = steps_left * (best_ms - fastest_ms) / 1000
+        if saved_seconds >= seconds:
+            return None
+        saved = f"the {steps_left:.0f} steps that remain could save {saved_seconds:.1f} s at best"
+        return f"{saved}, and compiling takes about {seconds:.0f} s"
+
+    # ------------------------------------------------------------------------------------------ who wins
+
     def _drop_slower_candidates(self) -> None:
-        """Rule out candidates that are clearly not faster than eager, or clearly slower than another one."""
+        """Drop candidates that are clearly not faster than eager, or clearly slower than another one."""
         for one in self._in_play():
             if self._is_clear(self._eager, one, 1 / self._tune.min_speedup):
                 one.decide("not faster", self._speedup(one))

@@ -216,5 +216,5 @@ def test_bad_arguments_are_refused_by_name(target, settings, error, said):
 
 
 def test_freezing_has_no_effect_without_stages():
-    with pytest.warns(CompileWarning, match="infer_mode's freezing has no effect"):
+    with pytest.warns(CompileWarning, match="infer_mode's option 'freezing' has no effect"):
         compile_phases(seeded(), infer_mode="freezing")

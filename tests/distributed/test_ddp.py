@@ -229,7 +229,9 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(pair):
     assert len(module.losses) == 12
     assert ours.report.train.diagnostics.restored == ()  # two processes, not one
     assert ours.report.train.eager_step_ms is not None
-    assert pickle.loads(pickle.dumps(ours)).configs == ours.configs  # a later run may spawn processes
+    assert (
+        pickle.loads(pickle.dumps(ours)).arguments.configs == ours.arguments.configs
+    )  # a later run may spawn processes
     plain = seeded()
     trainer(max_epochs=3).fit(plain, loader(12), loader(4, seed=2), ckpt_path=path, **TRUSTED)
     torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()), **FLOAT32)

@@ -121,14 +121,14 @@ FORMS: dict[str, tuple[Any, InductorConfig | Tune | None]] = {
 def test_cli_builds_every_form_of_a_mode_and_prints_what_builds_it_again(form, tmp_path, capsys):
     given, expected = FORMS[form]
     made = callback_of(cli(tmp_path, run=False, train_mode=given, infer_mode="max-autotune"))
-    assert made.configs == {"train": expected, "infer": InductorConfig(mode="max-autotune")}
+    assert made.arguments.configs == {"train": expected, "infer": InductorConfig(mode="max-autotune")}
 
     with pytest.raises(SystemExit):
         cli(tmp_path, "--print_config", run=False, train_mode=given, infer_mode="max-autotune")
     printed = capsys.readouterr().out
     (tmp_path / "printed.yaml").write_text(printed)
     again = LightningCLI(Model, args=["--config", str(tmp_path / "printed.yaml")], run=False, save_config_callback=None)
-    assert callback_of(again).configs == made.configs
+    assert callback_of(again).arguments.configs == made.arguments.configs
     in_yaml = yaml.safe_load(printed)["trainer"]["callbacks"][0]["init_args"]
     assert in_yaml["infer_mode"] == "max-autotune"
     if form in ("mode", "template", "mapping", "options", "auto", "eager", "null"):
@@ -156,7 +156,7 @@ def test_cli_passes_by_import_path_and_by_class(tmp_path):
         {"class_path": f"{__name__}.Scaled", "init_args": {"factor": 2.0}},
         {"class_path": "compile_callbacks.passes.TritonMaxPoolBackward"},
     ]
-    made = callback_of(cli(tmp_path, run=False, passes=passes)).passes
+    made = callback_of(cli(tmp_path, run=False, passes=passes)).arguments.passes
     assert made[:2] == (changes_nothing, changes_nothing)
     assert isinstance(made[2], Scaled)
     assert made[2].factor == 2.0
@@ -167,7 +167,7 @@ def test_cli_passes_by_import_path_and_by_class(tmp_path):
 def test_passes_as_data_need_no_cli():
     config = InductorConfig(passes=[{"class_path": f"{__name__}.Scaled", "init_args": {"factor": 2.0}}])
     assert config == InductorConfig(passes=(Scaled(factor=2.0),))
-    assert InductorCompile(passes=[f"{__name__}.changes_nothing"]).passes == (changes_nothing,)
+    assert InductorCompile(passes=[f"{__name__}.changes_nothing"]).arguments.passes == (changes_nothing,)
     with pytest.raises(TypeError, match=r"train_mode: init_args=\[1\] must be a mapping, not list"):
         InductorCompile({"class_path": CONFIG, "init_args": [1]})
     with pytest.raises(TypeError, match=r"passes\[0\]: .*missing 1 required positional argument: 'factor'"):

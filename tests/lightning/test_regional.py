@@ -236,7 +236,7 @@ class Numbered(Block):
 
 def test_blocks_that_differ_have_a_graph_each_and_are_warned_about():
     callback = regional()
-    with pytest.warns(CompileWarning, match=r"'net.layers.\*' share no graph .* \"value of 'number': no longer"):
+    with pytest.warns(CompileWarning, match=r"'net.layers.\*' share no graph .*value of 'number': no longer"):
         module = fit(stacked(3, make=numbered), callback)
     assert_same_values(module, fit(stacked(3, make=numbered)))
     assert callback.report.train.targets == ("net.layers.* (3 blocks, 3 graphs)",)

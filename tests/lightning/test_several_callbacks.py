@@ -168,7 +168,7 @@ def test_one_callback_twice_is_refused():
 
 def test_two_cache_folders_are_refused(tmp_path):
     callbacks = [InductorCompile(targets=[name], cache_dir=tmp_path / name) for name in ("body", "head")]
-    with pytest.raises(MisconfigurationException, match="give both callbacks the same"):
+    with pytest.raises(MisconfigurationException, match="Give both the same"):
         trainer(*callbacks).fit(seeded(TwoParts), loader(2))
 
 

@@ -6,7 +6,6 @@ import math
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import Timer
 from torch.utils.data import DataLoader, IterableDataset
 
 from compile_callbacks import InductorCompile
@@ -89,8 +88,7 @@ def test_steps_of_two_optimizers_are_one_batch():
 def test_a_run_that_ends_by_the_clock_says_when(settings, seconds):
     class Asked(pl.Callback):
         def on_train_start(self, trainer, *_):
-            timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
-            self.seconds = remaining_seconds(trainer, timers)
+            self.seconds = remaining_seconds(trainer)
 
     asked = Asked()
     trainer(asked, **settings).fit(Classifier(), loader(1))

@@ -118,7 +118,7 @@ def test_losers_are_freed(monkeypatch):
     assert trials(report)["default"]["reason"] == "0.83 times as fast as eager"
     assert report.compile_seconds > 0
     assert compiled_code() == before
-    assert ours._session is not None  # which would keep it
+    assert ours.session is not None  # which would keep it
 
 
 class EndsTheRun(pl.Callback):
@@ -159,7 +159,7 @@ def test_keep_compiled_keeps_the_best_candidate_so_far(monkeypatch):
     assert ours.report.train.graphs == report.graphs
     trainer(ours).fit(module, loader(60))  # measures again
     assert {trial["verdict"] for trial in ours.report.train.diagnostics.trials} == {"beaten", "chosen"}
-    ours._session.end()
+    ours.session.end()
 
 
 def test_auto_tries_dynamic_shapes_if_shapes_vary(monkeypatch):

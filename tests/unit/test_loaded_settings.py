@@ -127,4 +127,4 @@ def test_a_mapping_in_the_program_takes_what_loaded_settings_may_not_hold():
     candidates = {"candidates": [given, {"class_path": "compile_callbacks.InductorConfig", "init_args": given}]}
     callback = InductorCompile(given, candidates)
     config = InductorConfig(options={"cuda.arch": "90"}, passes=[changes_nothing])
-    assert callback.configs == {"train": config, "infer": Tune([config])}
+    assert callback.arguments.configs == {"train": config, "infer": Tune([config])}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 
 from compile_callbacks import Tune
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
-from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
 from compile_callbacks.runtime.model_record import ModelRecord
@@ -25,6 +26,9 @@ class FakeProcesses:
         self.barrier = threading.Barrier(size, timeout=60)
         self.calls = [0] * size
 
+    def of(self, rank):
+        return SimpleNamespace(size=len(self.values), gather=functools.partial(self.gather, rank))
+
     def gather(self, rank, value):
         self.calls[rank] += 1
         self.values[rank] = value
@@ -35,8 +39,7 @@ class FakeProcesses:
 
 
 def tuning_of(phase, tune, recorder, **settings):
-    switch = PhaseSwitch([], {}, recorder=recorder)
-    return PhaseTuning(phase, tune, switch=switch, recorder=recorder, timer=StepTimer(), print_line=print, **settings)
+    return PhaseTuning(phase, tune, switch=PhaseSwitch([], recorder=recorder), recorder=recorder, **settings)
 
 
 def run(tuning, recorder, ms, *, steps=400, fails=()):
@@ -45,15 +48,13 @@ def run(tuning, recorder, ms, *, steps=400, fails=()):
     for _ in range(steps):
         if tuning.winner is not None:
             break
-        tuning.step_begins(measured=True)
-        name = tuning.active_candidate or "eager"
+        name = tuning.step_begins(measured=True).candidate or "eager"
         if name != "eager" and name not in ran:
             key = CompileKey("net", tuning.phase, candidate=name)
             what = {"reason": "no compiler"} if name in fails else {"graphs": 1, "seconds": 1.0}
             recorder.record("fallback" if name in fails else "compile", key, **what)
         ran.append(name)
-        tuning._timer.last_step = Fixed(ms[name])
-        tuning.step_ends(Workload("w"), measured=True)
+        tuning.step_ends(Workload("w"), Fixed(ms[name]))
     return ran
 
 
@@ -64,7 +65,7 @@ def test_ranks_run_the_same_candidates_and_choose_by_the_slowest_rank():
     def rank_of(rank):
         recorder = CompileRecorder()
         tune = Tune(["default", "aten", "lite"], steps=10)
-        tuning = tuning_of("train", tune, recorder, gather=lambda value: ranks.gather(rank, value))
+        tuning = tuning_of("train", tune, recorder, processes=ranks.of(rank))
         tuning.begin(torch.device("cpu"))
         return run(tuning, recorder, ms[rank], fails=["lite"] if rank else ()), tuning.winner
 
@@ -82,19 +83,19 @@ def test_ranks_of_inference_take_the_winner_of_rank_zero_at_the_end_of_the_stage
 
     def rank_of(rank):
         recorder = CompileRecorder()
-        tuning = tuning_of("infer", Tune(["default", "aten"]), recorder, gather=lambda value: ranks.gather(rank, value))
+        tuning = tuning_of("infer", Tune(["default", "aten"]), recorder, processes=ranks.of(rank))
         tuning.begin(torch.device("cpu"), record=ModelRecord(tmp_path, "m", read_only=rank > 0))
         run(tuning, recorder, ms[rank % 2], steps=5 if rank == 2 else 400)  # the third rank has fewer batches
         before = tuning.winner
         for _ in range(2):
             tuning.stage_ends()
-        return before, tuning.winner, tuning.config.describe()
+        return before, tuning.winner, tuning.active.config.describe()
 
     with ThreadPoolExecutor(3) as threads:
         told = list(threads.map(rank_of, range(3)))
     assert [before for before, _, _ in told] == ["default", "aten", None]
     assert {(winner, config) for _, winner, config in told} == {("default", "default")}
-    assert ranks.calls == [1, 1, 1]
+    assert ranks.calls == [2, 2, 2]
     assert len(ModelRecord(tmp_path, "m").load()["winners"]) == 1
 
 
@@ -102,12 +103,12 @@ def test_a_run_that_decided_nothing_does_not_count_for_the_next_one():
     recorder = CompileRecorder()
     tuning = tuning_of("train", Tune("auto"), recorder)
     tuning.begin(torch.device("cpu"))
-    tuning.expect(30)
+    tuning.plan(30)
     run(tuning, recorder, {"eager": 10, "default": 5})
     assert tuning.winner == "eager"
     assert "22 steps that remain" in tuning.trials()[1].reason
     tuning.begin(torch.device("cpu"))
-    tuning.expect(100_000)
+    tuning.plan(100_000)
     assert tuning.winner is None
     ran = run(tuning, recorder, {"eager": 100, "default": 50})
     assert (tuning.winner, set(ran)) == ("default", {"eager", "default"})

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
+from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.profiling.step_timer import RECENT_SAMPLES
-from compile_callbacks.runtime.diagnostics import slower_steps
+from compile_callbacks.runtime.diagnostics import SessionWarnings
+from compile_callbacks.runtime.dispatcher import PhaseSwitch
 from tests.support.step_times import TimedSteps
 
 NET = CompileKey("net", "train")
@@ -26,7 +30,10 @@ def steps():
 
 
 def messages(recorder, timer, phase="train"):
-    return [message for _, message in slower_steps(phase, None, recorder, timer)]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        SessionWarnings(WarnOnce(), PhaseSwitch([], recorder=recorder), recorder, timer).check_step_times(phase)
+    return [str(warning.message) for warning in found]
 
 
 def test_slower_steps_are_reported_with_the_last_recompile(recorder, steps):
@@ -35,13 +42,13 @@ def test_slower_steps_are_reported_with_the_last_recompile(recorder, steps):
     recorder.record("recompile", NET, reason="tensor 'x' size mismatch at index 0: expected 4, actual 5")
     steps.run([14] * RECENT_SAMPLES, compiled=True)
     (message,) = messages(recorder, steps.timer)
-    assert "compiled train steps are slower than eager ones (14.00 ms in the last 20, eager 10.00 ms);" in message
-    assert "the last recompile of target 'net': tensor 'x' size mismatch" in message
+    assert "compiled train steps are slower than eager ones (14.00 ms in the last 20, eager 10.00 ms)." in message
+    assert "The last recompile of target 'net': tensor 'x' size mismatch" in message
     assert "train_mode='eager'" in message
 
 
 def test_steps_of_other_work_and_of_other_phases_are_not_compared(recorder, steps):
-    steps.run([30] * 30, compiled=True, workload="larger")
+    steps.run([30] * 30, compiled=True, work="larger")
     assert messages(recorder, steps.timer) == []
     assert messages(recorder, steps.timer, "infer") == []
 
@@ -50,5 +57,5 @@ def test_noise_and_few_samples_are_not_reported(recorder):
     steps = TimedSteps()
     steps.run([8, 9, 10, 11, 12] * 4, compiled=False)
     steps.run([11] * 30, compiled=True)
-    steps.run([90] * 2, compiled=True, workload="few")
+    steps.run([90] * 2, compiled=True, work="few")
     assert messages(recorder, steps.timer) == []

@@ -100,7 +100,7 @@ def test_steps_of_another_precision_have_no_speedup_without_eager_steps_of_their
     ours, model = InductorCompile("default", None, baseline_steps=4, verify="off"), seeded(Classifier)
     for precision, steps in [("32-true", 30), ("bf16-mixed", 60)]:
         trainer(ours, precision=precision).fit(model, batches([4] * steps))
-    assert "bf16-mixed" in ours._session._timer.times("train").workload.kind
+    assert "bf16-mixed" in ours.session._measurements.timer.times("train").workload.kind
     assert ours.report.train.speedup is None
 
 

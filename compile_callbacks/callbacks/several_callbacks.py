@@ -1,0 +1,91 @@
+"""Several `InductorCompile` callbacks in one Trainer: what each may compile, measure and log, and under which name."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.profiling.baseline import Baseline
+from compile_callbacks.report.loggers import settings_to_log
+from compile_callbacks.runtime.session import Session
+from compile_callbacks.runtime.target import overlap
+from compile_callbacks.runtime.targets import named_targets
+
+if TYPE_CHECKING:
+    from compile_callbacks.callbacks.inductor_compile import InductorCompile
+
+Names = Sequence[str] | str | None
+"""The ``targets`` of a callback."""
+
+
+def why_not_together(callbacks: Sequence[InductorCompile], module: nn.Module) -> str | None:
+    """Why the callbacks of a trainer cannot run together; ``None`` if they can.
+
+    Raises:
+        ValueError: A name in targets matches nothing.
+    """
+    for one, other in itertools.combinations([callback.arguments for callback in callbacks], 2):
+        if one.cache_dir and other.cache_dir and one.cache_dir != other.cache_dir:
+            return (
+                f"two InductorCompile callbacks have different folders, cache_dir={str(one.cache_dir)!r} and "
+                f"{str(other.cache_dir)!r}, but torch has one cache folder for the process. Give both the same"
+            )
+        if one.targets is None and other.targets is None:
+            return (
+                "two InductorCompile callbacks have targets=None, so both would compile the whole module. Name the "
+                "targets of one, as in InductorCompile('max-autotune', targets=['net'])"
+            )
+        for first, second in itertools.product(
+            named_targets(module, one.targets), named_targets(module, other.targets)
+        ):
+            if overlap(first, second):
+                return (
+                    f"two InductorCompile callbacks have overlapping targets: {first.name!r} and {second.name!r}. A "
+                    "target can be compiled by one callback: name different modules"
+                )
+    return None
+
+
+def name_in_logs(callbacks: Sequence[InductorCompile], own: InductorCompile) -> str:
+    """The name of a callback in scalars and files: empty for the trainer's first one, else such as ``"head-net"``."""
+    return "" if callbacks[0] is own else _name_of(own.arguments.targets)
+
+
+def state_key(targets: Names) -> str:
+    """The key of a callback's state in a checkpoint. Unlike names in logs, the keys of different targets differ."""
+    return str(targets if targets is None or isinstance(targets, str) else sorted(targets))
+
+
+def modes_to_log(callbacks: Sequence[InductorCompile], own: InductorCompile) -> Mapping[str, str]:
+    """The modes of all callbacks, which the first one logs, because TensorBoard shows one set of hyperparameters."""
+    first, *others = (callback.arguments for callback in callbacks)
+    modes = settings_to_log(first.configs, first.targets)
+    for other in others:
+        modes |= settings_to_log(other.configs, other.targets, _name_of(other.targets))
+    return modes if callbacks[0] is own else {}
+
+
+def shared_baselines(callbacks: Sequence[InductorCompile], own: InductorCompile) -> dict[Phase, Baseline]:
+    """By phase, the baseline of the first callback that compiles the phase, unless that is this callback."""
+    firsts = {phase: next((c for c in callbacks if c.arguments.configs[phase]), callbacks[0]) for phase in PHASES}
+    return {
+        phase: first.session.baseline(phase) if first.session else Baseline(0)
+        for phase, first in firsts.items()
+        if first is not own
+    }
+
+
+def measures_next_step(callbacks: Sequence[InductorCompile], own: Session) -> bool:
+    """Whether a session measures the next step: one at a time does, because each changes how long the step takes."""
+    sessions = [callback.session for callback in callbacks if callback.session is not None]
+    return max(sessions, key=lambda session: (session.compares, session.measures)) is own
+
+
+def _name_of(targets: Names) -> str:
+    names = targets if isinstance(targets, str) else "-".join(sorted(targets or ["default"]))
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", names)

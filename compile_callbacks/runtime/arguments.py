@@ -1,0 +1,159 @@
+"""`CompileArguments`: the arguments that `InductorCompile` and `compile_phases` share, checked."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from compile_callbacks._utils.errors import with_code
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.config.mode import EAGER
+from compile_callbacks.config.tune import Mode, Settings, as_settings
+from compile_callbacks.passes.base import as_passes
+from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs
+from compile_callbacks.runtime.cache_dir import check_folder
+from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings, Verify
+from compile_callbacks.runtime.targets import check_target_names
+
+__all__ = ["CompileArguments", "Mode", "NewShapes", "OnError", "Verify", "explain_unknown_arguments"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileArguments:
+    """The arguments of a `Session`.
+
+    Attributes:
+        configs: By phase, its config, or the candidates for it; ``None`` leaves the phase eager.
+        left_alone: The phases whose mode is ``None``: a target that the user compiled in place runs as the user
+            compiled it.
+        targets: The names of the targets.
+        passes: Graph passes for both phases.
+        target_settings: The reactions to failures, differences from eager and new shapes.
+        cache_dir: The folder for compiled code, and for what a `Tune` chose.
+        baseline_steps: Eager samples wanted in each phase.
+    """
+
+    configs: Mapping[Phase, Settings]
+    left_alone: frozenset[Phase] = frozenset()
+    targets: Sequence[str] | str | None = None
+    passes: tuple[Any, ...] = ()
+    target_settings: TargetSettings = field(default_factory=TargetSettings)
+    cache_dir: Path | None = None
+    baseline_steps: int = 0
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        train_mode: object,
+        infer_mode: object,
+        targets: object,
+        passes: object,
+        cache_dir: str | os.PathLike[str] | None,
+        baseline_steps: object = 0,
+        **target_settings: Any,
+    ) -> CompileArguments:
+        """Check the arguments that a user gave.
+
+        Raises:
+            ValueError: A value that is none of the choices.
+            TypeError: A value of the wrong type.
+        """
+        modes: dict[Phase, object] = {"train": train_mode, "infer": infer_mode}
+        configs = {phase: as_settings(mode, f"{phase}_mode") for phase, mode in modes.items()}
+        checked_passes = as_passes(passes, "passes")
+        for config in configs.values():
+            if config is not None:
+                config.check_beside(checked_passes)
+        if isinstance(baseline_steps, bool) or not isinstance(baseline_steps, int):
+            raise TypeError(f"baseline_steps={baseline_steps!r} must be an integer, 0 or more")
+        if baseline_steps < 0:
+            raise ValueError(f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline")
+        return cls(
+            configs=configs,
+            left_alone=frozenset(phase for phase, mode in modes.items() if mode is None),
+            targets=check_target_names(targets),
+            passes=checked_passes,
+            target_settings=TargetSettings(**target_settings),
+            cache_dir=check_folder("cache_dir", cache_dir),
+            baseline_steps=baseline_steps,
+        )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a phase is compiled."""
+        return any(self.configs.values())
+
+    def without_effect(self, **others: object) -> list[str]:
+        """Return a message for each argument that has no effect.
+
+        Args:
+            others: Further arguments that have an effect only if a phase is compiled.
+        """
+        train = self.configs["train"]
+        messages = []
+        if train is not None and train.freezes:
+            messages.append("train_mode's option 'freezing' has no effect: weights that are trained are not frozen")
+        given = {"passes": self.passes, "cache_dir": self.cache_dir, **others}
+        if not self.compiles and (name := next((name for name, value in given.items() if value), None)):
+            messages.append(f"{name} has no effect: neither train_mode nor infer_mode compiles")
+        return messages
+
+    def recorded_graphs(self) -> list[RecordedGraph]:
+        """The graphs that the `RecordGraphs` passes of both phases have recorded."""
+        configured = [config.passes for config in self.configs.values() if config is not None]
+        recorders = {id(p): p for passes in (self.passes, *configured) for p in passes if isinstance(p, RecordGraphs)}
+        return [graph for recorder in recorders.values() for graph in recorder.graphs]
+
+    def values(self) -> dict[str, Any]:
+        """The arguments by name, as a user writes them."""
+        modes = {
+            f"{phase}_mode": config.describe() if config else None if phase in self.left_alone else EAGER
+            for phase, config in self.configs.items()
+        }
+        return {
+            **modes,
+            "targets": self.targets if self.targets is None or isinstance(self.targets, str) else list(self.targets),
+            "passes": self.passes,
+            "baseline_steps": self.baseline_steps,
+            "on_error": self.target_settings.on_error,
+            "verify": self.target_settings.verify,
+            "new_shapes": self.target_settings.new_shapes,
+            "cache_dir": self.cache_dir and str(self.cache_dir),
+        }
+
+
+def explain_unknown_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have a function refuse a keyword that it does not take with the argument that the caller may have meant.
+
+    The names are those that people know from ``torch.compile``. Any other name gets near matches.
+    """
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    called = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name, value in kwargs.items():
+            if name not in names:
+                if name == "mode":
+                    hint = f"Training and inference have one each: {called}(train_mode={value!r}, infer_mode={value!r})"
+                elif name == "backend":
+                    hint = f"It compiles with Inductor. Choose the settings: {called}(train_mode=..., infer_mode=...)"
+                elif name in ("dynamic", "fullgraph", "options", "template", "freezing"):
+                    hint = f"It belongs to the mode of a phase: {called}(train_mode={{{name!r}: {value!r}}})"
+                else:
+                    near = difflib.get_close_matches(name, names)
+                    hint = f"Did you mean {near[0]!r}?" if near else f"Arguments: {', '.join(names)}"
+                raise TypeError(with_code("CC201", f"{called} has no argument {name!r}. {hint}"))
+        return function(*args, **kwargs)
+
+    return checked

@@ -1,0 +1,142 @@
+"""`Measurements`: the step times, the eager baseline and the peak memory of both phases. `Session` owns it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_callbacks._utils.device import device_name
+from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.profiling.baseline import Baseline
+from compile_callbacks.profiling.memory import PeakMemory
+from compile_callbacks.profiling.step_timer import StepTimer
+from compile_callbacks.profiling.workload import Workload, baseline_from_data
+from compile_callbacks.runtime.dispatcher import ActiveConfig
+from compile_callbacks.runtime.step import Stage, Step
+
+
+class Measurements:
+    """Measures the steps of one session.
+
+    Args:
+        module: The root module.
+        baseline_steps: Eager samples wanted in each phase.
+    """
+
+    def __init__(self, module: nn.Module, baseline_steps: Mapping[Phase, int]) -> None:
+        self.timer = StepTimer()
+        self.memory = PeakMemory()
+        self._module = module
+        self._baselines = {phase: Baseline(steps) for phase, steps in baseline_steps.items()}
+        self._shared: Mapping[Phase, Baseline] = {}
+        self._device = torch.device("cpu")
+        self._precision = ""
+        self._processes = 1
+        self._trained: int | None = None  # a hash of which weights are trained
+
+    def begin(self, device: torch.device, precision: str, processes: int, shared: Mapping[Phase, Baseline]) -> None:
+        """Begin a Trainer run.
+
+        Args:
+            device: The device that the steps run on.
+            precision: The trainer's precision.
+            processes: The number of processes.
+            shared: By phase, the baseline of another session of the run, which measures that phase's steps instead.
+        """
+        self._device, self._precision, self._processes, self._shared = device, precision, processes, shared
+
+    def baseline(self, phase: Phase) -> Baseline:
+        """The baseline of a phase, which all sessions of a run share: its steps are eager in all of them."""
+        return self._shared.get(phase) or self._baselines[phase]
+
+    def owns(self, phase: Phase) -> bool:
+        """Whether this session measures the steps of a phase. One session of a run does."""
+        return phase not in self._shared
+
+    def in_baseline(self, phase: Phase) -> bool:
+        """Whether the next steps of a phase belong to the baseline of this session."""
+        return self.owns(phase) and self._baselines[phase].running
+
+    def timer_for_report(self, phase: Phase) -> StepTimer:
+        """The step times that the report of a phase shows: none if another session measures the phase."""
+        return self.timer if self.owns(phase) else StepTimer()
+
+    def step_begins(self, stage: Stage, active: ActiveConfig, *, compiled: bool, wanted: bool) -> bool:
+        """Begin to measure a step.
+
+        Args:
+            stage: The stage of the step.
+            active: The active config of the phase.
+            compiled: Whether the step runs compiled.
+            wanted: Whether to time the step in any case.
+
+        Returns:
+            Whether the step is timed.
+        """
+        if self._device.type == "cuda":
+            self.memory.start(stage.phase, compiled=compiled, candidate=active.candidate)
+        return self.timer.start(self._device, wanted=wanted)
+
+    def step_ends(
+        self, step: Step, stage: Stage, active: ActiveConfig, workload: Workload | None, *, tuned: bool
+    ) -> Workload | None:
+        """End the measurement of a step.
+
+        Args:
+            step: The step.
+            stage: Its stage.
+            active: The active config of the phase.
+            workload: The workload of the step; ``None`` if the step is not timed.
+            tuned: Whether the phase has a `Tune`.
+
+        Returns:
+            The workload with the conditions that this session knows.
+        """
+        phase = stage.phase
+        if workload is not None:
+            workload = workload.with_conditions(**self._conditions(step, stage, tuned=tuned))
+        if step.disturbed:
+            self._trained = None
+        is_sample = self.timer.stop(
+            phase, compiled=step.compiled, workload=workload, disturbed=step.disturbed, candidate=active.candidate
+        )
+        if self._device.type == "cuda" and step.measured:
+            self.memory.stop(traced=step.traced)
+        if not step.compiled and self.in_baseline(phase):
+            self._baselines[phase].step(sample=is_sample)
+        return workload
+
+    def _conditions(self, step: Step, stage: Stage, *, tuned: bool) -> dict[str, object]:
+        known: dict[str, object] = {"precision": self._precision}
+        if stage.phase == "train":  # below frozen weights there is no backward pass
+            if step.first or step.disturbed or self._trained is None:
+                self._trained = zlib.crc32(bytes(weight.requires_grad for weight in self._module.parameters()))
+            known["trained"] = self._trained
+        if tuned:  # the first batch of a stage folds weights again, and with frozen weights other code runs
+            known |= {"first": step.first, "frozen": stage.weights_frozen}
+        return known
+
+    # ------------------------------------------------------------------------------------------ across runs
+
+    def device_name(self) -> str:
+        """The hardware that step times are compared on."""
+        name = device_name(self._device)
+        if self._device.type == "cpu":
+            name += f", {torch.get_num_threads()} threads"
+        return name if self._processes == 1 else f"{self._processes} x {name}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The eager samples by phase, as plain data."""
+        return {phase: [[list(w), list(ms)] for w, ms in self.timer.baseline(phase).items()] for phase in PHASES}
+
+    def resume(self, state: Mapping[Any, Any]) -> None:
+        """Use the eager samples of an earlier run on the same hardware, in place of a baseline."""
+        for phase in PHASES:
+            baseline = baseline_from_data(state.get(phase))
+            self.timer.restore(phase, baseline)
+            if baseline:
+                self._baselines[phase].skip()
