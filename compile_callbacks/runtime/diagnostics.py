@@ -161,8 +161,8 @@ class SessionWarnings:
         message = (
             f"target {key.target!r} reached torch's recompile limit in the {key.phase} phase. Inputs that fit none of "
             f"its graphs run eagerly. The reason of the last recompile: {reason} (all reasons: "
-            f"callback.report.{key.phase}.diagnostics.events). If shapes are the cause, set dynamic=True in {key.phase}_mode or "
-            "keep the shapes constant"
+            f"callback.report.{key.phase}.diagnostics.events). If shapes are the cause, set dynamic=True in "
+            f"{key.phase}_mode or keep the shapes constant"
         )
         self._warn.warn("CC103", message, about=key)
 

@@ -149,7 +149,7 @@ def test_run_that_ends_early_decides_nothing_and_the_next_one_tunes(monkeypatch)
 
 
 def test_keep_compiled_keeps_the_best_candidate_so_far(monkeypatch):
-    Times(monkeypatch, train={"eager": 10, "default": 5})
+    Times(monkeypatch, train={"eager": 10, "default": 5, UNFUSED.describe(): 8})
     ours = InductorCompile(Tune(BOTH), Tune(BOTH), keep_compiled=True)
     module = fit(ours, batches=20)
     report = ours.report.train

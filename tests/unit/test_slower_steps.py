@@ -48,7 +48,7 @@ def test_slower_steps_are_reported_with_the_last_recompile(recorder, steps):
 
 
 def test_steps_of_other_work_and_of_other_phases_are_not_compared(recorder, steps):
-    steps.run([30] * 30, compiled=True, work="larger")
+    steps.run([30] * 30, compiled=True, workload="larger")
     assert messages(recorder, steps.timer) == []
     assert messages(recorder, steps.timer, "infer") == []
 
@@ -57,5 +57,5 @@ def test_noise_and_few_samples_are_not_reported(recorder):
     steps = TimedSteps()
     steps.run([8, 9, 10, 11, 12] * 4, compiled=False)
     steps.run([11] * 30, compiled=True)
-    steps.run([90] * 2, compiled=True, work="few")
+    steps.run([90] * 2, compiled=True, workload="few")
     assert messages(recorder, steps.timer) == []
