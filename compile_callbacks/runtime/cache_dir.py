@@ -1,4 +1,4 @@
-"""`CompileCache`: keeps Inductor's and Triton's own caches in a folder of the user's while a run lasts."""
+"""`CompileCache`: keeps Inductor's and Triton's own caches in a folder of the user while a run lasts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from compile_callbacks._utils.errors import with_code
 
 MAX_BYTES = 5 * 2**30
 """The size above which the least recently used entries are deleted at the start of a run."""
@@ -28,7 +29,7 @@ _environment_before: dict[str, str | None] = {}
 
 
 def check_folder(argument: str, folder: object) -> Path | None:
-    """The absolute path of a folder given as an argument. The folder need not exist.
+    """Check the path of a folder, which need not exist, and return it as an absolute path.
 
     Args:
         argument: The argument's name, for messages.
@@ -40,14 +41,15 @@ def check_folder(argument: str, folder: object) -> Path | None:
     """
     if folder is None:
         return None
-    if not isinstance(folder, (str, os.PathLike)) or isinstance(named := os.fspath(folder), bytes):
-        raise TypeError(f"{argument}={folder!r} must be the path of a folder, not {type(folder).__name__}")
-    if not named:
-        raise ValueError(f"{argument}={folder!r} must name a folder; '.' is the current one")
-    path = Path(named).expanduser().absolute()
-    with contextlib.suppress(OSError):  # if nobody may look there, using the folder warns
+    if not isinstance(folder, (str, os.PathLike)) or isinstance(name := os.fspath(folder), bytes):
+        message = f"{argument}={folder!r} must be the path of a folder, not {type(folder).__name__}"
+        raise TypeError(with_code("CC202", message))
+    if not name:
+        raise ValueError(with_code("CC401", f"{argument}={folder!r} must name a folder; '.' is the current one"))
+    path = Path(name).expanduser().absolute()
+    with contextlib.suppress(OSError):  # for a path that this user may not read, `begin` warns
         if path.exists() and not path.is_dir():
-            raise ValueError(f"{argument}={folder!r} must be a folder, and is a file")
+            raise ValueError(with_code("CC401", f"{argument}={folder!r} must be a folder, and is a file"))
     return path
 
 
@@ -75,7 +77,7 @@ class CompileCache:
         """Start to use the folder.
 
         Args:
-            clean: Delete old entries if the folder is too large. One rank of a run does.
+            clean: Delete old entries if the folder is too large; for one rank of a run.
         """
         if self.active:
             return
@@ -127,51 +129,42 @@ def _make_private(folder: Path, *, follow_links: bool = True) -> None:
         raise PermissionError(f"other users can write code to {folder}; `chmod go-w {folder}` prevents that")
 
 
-# ---------------------------------------------------------------------------------------------- cleaning
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """Files that the cache can use only together: a kernel's directory, or a C++ source and its library."""
-
-    paths: tuple[Path, ...]
-    size_bytes: int
-    last_used: float
-    foreign: bool  # a file of it belongs to another user
-
-
 def delete_old_entries(folder: Path) -> None:
-    """Delete the least recently used entries until the caches take at most `MAX_BYTES`.
+    """Delete the least recently used entries until both caches together take at most `MAX_BYTES`.
 
-    Entries with files of another user are deleted first: they would be loaded as code. Links are not followed, and
-    nothing outside of the two cache folders is touched. Entries used within `KEPT_SECONDS` are kept.
+    An entry is a set of files that torch can use only together; it is deleted whole. Entries with files of another user
+    are deleted in any case, because they would be loaded as code. Entries used within `KEPT_SECONDS` are kept. Links
+    are not followed, and nothing outside of the two caches is touched.
 
     Args:
         folder: The folder that `CompileCache` uses.
     """
-    entries = [_described(paths) for paths in _entries(folder)]
-    for entry in entries:
-        if entry.foreign:
-            _delete(entry)
-    kept = sorted((entry for entry in entries if not entry.foreign), key=lambda entry: entry.last_used)
-    excess_bytes = sum(entry.size_bytes for entry in kept) - MAX_BYTES
-    for entry in kept:
-        if excess_bytes <= 0 or time.time() - entry.last_used < KEPT_SECONDS:
+    entries = []
+    for paths in _entries(folder):
+        found = [stats for path in paths for stats in _stats_below(path)]
+        if any(stats.st_uid not in (os.geteuid(), 0) for stats in found):
+            _delete(paths)
+            continue
+        files = [stats for stats in found if not stat.S_ISDIR(stats.st_mode)]  # to list a directory is to access it
+        last_used = max((max(stats.st_atime, stats.st_mtime) for stats in files), default=0.0)
+        entries.append((last_used, sum(stats.st_size for stats in files), paths))
+    excess_bytes = sum(size_bytes for _, size_bytes, _ in entries) - MAX_BYTES
+    for last_used, size_bytes, paths in sorted(entries):
+        if excess_bytes <= 0 or time.time() - last_used < KEPT_SECONDS:
             return
-        _delete(entry)
-        excess_bytes -= entry.size_bytes
+        _delete(paths)
+        excess_bytes -= size_bytes
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, ...]]:
-    """The entries of both caches, each a directory or the files that share a name up to its first dot."""
+    """The entries of both caches, each a directory, or the files that share a name up to its first dot."""
     for kernel in _children(folder / "triton"):
         yield (kernel,)
     for group in _children(folder / "inductor"):
         if group.name == "locks":  # empty files, which running processes hold
             continue
         if group.name == "fxgraph":  # fxgraph/xx/KEY
-            for prefix in _children(group):
-                yield from ((key,) for key in _children(prefix))
+            yield from ((key,) for prefix in _children(group) for key in _children(prefix))
             continue
         by_stem: dict[str, list[Path]] = {}
         for path in _children(group):
@@ -182,34 +175,24 @@ def _entries(folder: Path) -> Iterator[tuple[Path, ...]]:
 def _children(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir()) if not folder.is_symlink() else []
-    except OSError:  # a file, or deleted by another process
+    except OSError:  # a file, or a folder that another process deleted
         return []
 
 
-def _described(paths: tuple[Path, ...]) -> _Entry:
-    size_bytes, last_used, foreign = 0, 0.0, False
+def _stats_below(path: Path) -> Iterator[os.stat_result]:
+    """The status of a path and, for a directory, of everything in it."""
+    with contextlib.suppress(OSError):  # another process deleted it
+        yield (found := path.lstat())
+        if stat.S_ISDIR(found.st_mode):
+            for child in _children(path):
+                yield from _stats_below(child)
+
+
+def _delete(paths: tuple[Path, ...]) -> None:
     for path in paths:
-        for name in (path, *_below(path)):
-            with contextlib.suppress(OSError):  # another process was first
-                found = name.lstat()
-                foreign |= found.st_uid not in (os.geteuid(), 0)
-                if not stat.S_ISDIR(found.st_mode):  # listing a directory updates its access time
-                    size_bytes += found.st_size
-                    last_used = max(last_used, found.st_atime, found.st_mtime)
-    return _Entry(paths, size_bytes, last_used, foreign)
-
-
-def _below(path: Path) -> Iterator[Path]:
-    if path.is_dir() and not path.is_symlink():
-        for parent, folders, files in os.walk(path):
-            yield from (Path(parent, name) for name in (*folders, *files))
-
-
-def _delete(entry: _Entry) -> None:
-    for path in entry.paths:
-        with contextlib.suppress(OSError):  # another process was first
+        with contextlib.suppress(OSError):  # another process deleted it
             if path.is_dir() and not path.is_symlink():
-                # Renamed first, so that no other process finds half of it: Triton raises KeyError if a file is missing.
+                # Renamed first, so that no process finds a part of it: Triton raises KeyError if a file is missing.
                 doomed = path.with_name(f".{secrets.token_hex(8)}.deleted")
                 path.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)

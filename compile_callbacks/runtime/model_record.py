@@ -1,8 +1,8 @@
-"""`ModelRecord`: the small JSON file that runs of one model leave in ``cache_dir`` for later runs."""
+"""`ModelRecord`: the small JSON file in ``cache_dir`` in which a run of a model leaves the winners of its `Tune`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +15,20 @@ from compile_callbacks.passes.base import pass_identity
 
 VERSION = 1
 
-_MAX_ENTRIES = 50  # of each section, the latest: a file that grows with each new batch size is no small file
-
-
-def _is_seconds(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e9
-
-
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-_SECTIONS: Mapping[str, Callable[[object], bool]] = {"winners": _is_mapping, "compile_seconds": _is_seconds}
+_SECTIONS = ("winners",)
+_MAX_ENTRIES = 50  # the latest of each section, so that a new batch size in each run does not fill the file
 
 
 class ModelRecord:
-    """One JSON file: a mapping of sections, each a mapping of keys to values.
+    """One JSON file: a mapping of sections, each a mapping of keys to mappings.
 
-    - ``"winners"``: the winner of a `Tune` by the key of the conditions that it was measured under.
-    - ``"compile_seconds"``: the last compile time of each phase, in seconds.
+    The section ``"winners"`` has the winner of a `Tune` by the key of the conditions that it was measured under.
 
-    A file that is missing, damaged or of another version reads as an empty record, without values of the wrong type. A
-    file that cannot be written costs the record, not the run. The file replaces the old one as a whole, and
-    only its owner can read it.
+    A file that is missing, damaged or of another version reads as an empty record. A file that cannot be written costs
+    the record, not the run. The new file replaces the old one as a whole, and only its owner can read it.
 
     Args:
-        cache_dir: The folder. It is created when there is something to write.
+        cache_dir: The folder, which is created by the first write.
         fingerprint: Identifies the model, in the file's name.
         read_only: Write nothing. Of several ranks, only rank zero writes.
     """
@@ -50,56 +38,41 @@ class ModelRecord:
         self.read_only = read_only
 
     def load(self) -> dict[str, Any]:
-        """Read the file: ``"version"``, and each section as a mapping, with values of the right type only."""
+        """Read the file: ``"version"``, and each section, without values of the wrong type."""
         data = read_json(self.path)
-        if not isinstance(data, dict) or data.get("version") != VERSION:
-            data = {}
+        known = data if isinstance(data, dict) and data.get("version") == VERSION else {}
         record: dict[str, Any] = {"version": VERSION}
-        for section, is_valid in _SECTIONS.items():
-            entries = data.get(section)
+        for section in _SECTIONS:
+            entries = known.get(section)
             entries = entries if isinstance(entries, dict) else {}
-            record[section] = {key: value for key, value in entries.items() if is_valid(value)}
+            record[section] = {key: value for key, value in entries.items() if isinstance(value, dict)}
         return record
 
-    def save(self, record: Mapping[str, Any]) -> str | None:
-        """Write the file.
+    def update(self, section: str, key: str, value: Any) -> str | None:
+        """Write one value, and drop the oldest values of the section if there are too many.
 
         Returns:
             Why it could not be written, or ``None``.
         """
         if self.read_only:
             return None
-        try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_json(self.path, record, mode=0o600)
-        except (OSError, TypeError, ValueError) as error:  # the last two for a value that JSON has no form for
-            return f"{type(error).__name__}: {error}"
-        return None
-
-    def update(self, section: str, key: str, value: Any) -> str | None:
-        """Write one value; the oldest values of the section are dropped if there are too many.
-
-        Returns:
-            Why it could not be written, or ``None``.
-        """
         record = self.load()
         entries = record[section]
         entries.pop(key, None)
         entries[key] = value
         record[section] = dict(list(entries.items())[-_MAX_ENTRIES:])
-        return self.save(record)
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_json(self.path, record, mode=0o600)
+        except (OSError, TypeError, ValueError) as error:  # the last two: JSON has no form for a value
+            return f"{type(error).__name__}: {error}"
+        return None
 
 
 def conditions(
-    *,
-    model: str,
-    targets: Sequence[str],
-    passes: Sequence[Any],
-    precision: str,
-    device: torch.device,
-    ranks: int = 1,
+    *, model: str, targets: Sequence[str], passes: Sequence[Any], precision: str, device: torch.device, ranks: int = 1
 ) -> dict[str, str]:
-    """The conditions of a run that may change which settings are the fastest.
+    """Return the conditions of a run that may change which config is the fastest.
 
     Args:
         model: Fingerprint of the model.

@@ -81,7 +81,7 @@ class Session:
         self._processes = ProcessGroupSync()
         warn = WarnOnce()
         folder = arguments.cache_dir if arguments.compiles else None
-        self._cache = CompileCache(folder, functools.partial(warn, "cache_dir")) if folder else None
+        self._cache = CompileCache(folder, functools.partial(warn.warn, "CC401")) if folder else None
         progress = CompileProgress(print_line)
         # torch holds the recorder while it listens. The recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(on_start=progress.compile_begins, on_end=progress.compile_ends)
