@@ -33,7 +33,8 @@ from compile_callbacks.runtime.arguments import (
     explain_unknown_arguments,
 )
 from compile_callbacks.runtime.fsdp import unsupported_reason, unsupported_strategy_reason
-from compile_callbacks.runtime.session import Session, Stage
+from compile_callbacks.runtime.measurements import Stage
+from compile_callbacks.runtime.session import Session
 from compile_callbacks.runtime.targets import named_targets, resolve_targets, unwrap_compiled
 
 _STATE_KEY = "compile_callbacks"
@@ -137,7 +138,6 @@ class InductorCompile(Callback):
             _warn("CC204", message)
         self._calls = TrainerCalls()
         self._last = _LastReport()
-        self._peers: Sequence[InductorCompile] = ()  # the trainer's callbacks of this class
         self._others: tuple[Any, ...] = ()  # targets of other callbacks of the trainer, which targets=None leaves out
         self._step_is_timed, self._global_step_before = False, 0
         self._printed = False
@@ -151,7 +151,7 @@ class InductorCompile(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A run belongs to its process: a strategy that spawns processes sends each of them a callback.
-        return {**vars(self), "_calls": TrainerCalls(), "_peers": ()}
+        return {**vars(self), "_calls": TrainerCalls()}
 
     @property
     def session(self) -> Session | None:
@@ -225,9 +225,10 @@ class InductorCompile(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.session and self.session.has_cudagraphs:
-            accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization
-            self.session.gradients_ready(kept=accumulates)
+        if not (self.session and self.session.has_cudagraphs):
+            return
+        if trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization:
+            self.session.keep_gradients()
 
     @override
     def on_train_batch_end(
@@ -323,7 +324,6 @@ class InductorCompile(Callback):
 
     def _begin_stage(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
         session, nested = self._prepare(trainer, pl_module), self._calls.nested
-        self._peers = self._all_in(trainer)
         session.stage_begins(
             Stage(
                 phase=phase,
@@ -341,8 +341,7 @@ class InductorCompile(Callback):
 
     def _begin_step(self, batch_idx: int) -> None:
         if self.session:
-            turn = len(self._peers) < 2 or several.measures_next_step(self._peers, self.session)
-            self._step_is_timed = self.session.step_begins(first=batch_idx == 0, turn=turn)
+            self._step_is_timed = self.session.step_begins(first=batch_idx == 0)
 
     def _end_step(self, loader: str, batch: Any, part: str = "") -> None:
         if self.session:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.config.tune import Tune
 from compile_callbacks.profiling.baseline import Baseline
 from compile_callbacks.report.loggers import settings_to_log
-from compile_callbacks.runtime.session import Session
 from compile_callbacks.runtime.target import overlap
 from compile_callbacks.runtime.targets import named_targets
 
@@ -35,6 +35,12 @@ def why_not_together(callbacks: Sequence[InductorCompile], module: nn.Module) ->
                 f"two InductorCompile callbacks have different folders, cache_dir={str(one.cache_dir)!r} and "
                 f"{str(other.cache_dir)!r}, but torch has one cache folder for the process. Give both the same"
             )
+        for phase in PHASES:
+            if isinstance(one.configs[phase], Tune) and isinstance(other.configs[phase], Tune):
+                return (
+                    f"two InductorCompile callbacks have a Tune or 'auto' for the {phase} phase, and each would change "
+                    f"the step times that the other one compares. Give one of them a fixed {phase}_mode"
+                )
         if one.targets is None and other.targets is None:
             return (
                 "two InductorCompile callbacks have targets=None, so both would compile the whole module. Name the "
@@ -71,19 +77,22 @@ def modes_to_log(callbacks: Sequence[InductorCompile], own: InductorCompile) -> 
 
 
 def shared_baselines(callbacks: Sequence[InductorCompile], own: InductorCompile) -> dict[Phase, Baseline]:
-    """By phase, the baseline of the first callback that compiles the phase, unless that is this callback."""
-    firsts = {phase: next((c for c in callbacks if c.arguments.configs[phase]), callbacks[0]) for phase in PHASES}
+    """By phase, the baseline of the callback that measures the phase, unless that is this callback.
+
+    A callback that tunes the phase measures it, otherwise the first one that compiles it.
+    """
+    measuring = {phase: _measuring(callbacks, phase) for phase in PHASES}
     return {
-        phase: first.session.baseline(phase) if first.session else Baseline(0)
-        for phase, first in firsts.items()
-        if first is not own
+        phase: callback.session.baseline(phase) if callback.session else Baseline(0)
+        for phase, callback in measuring.items()
+        if callback is not own
     }
 
 
-def measures_next_step(callbacks: Sequence[InductorCompile], own: Session) -> bool:
-    """Whether a session measures the next step: one at a time does, because each changes how long the step takes."""
-    sessions = [callback.session for callback in callbacks if callback.session is not None]
-    return max(sessions, key=lambda session: (session.compares, session.measures)) is own
+def _measuring(callbacks: Sequence[InductorCompile], phase: Phase) -> InductorCompile:
+    compiling = [callback for callback in callbacks if callback.arguments.configs[phase]]
+    tuning = [callback for callback in compiling if isinstance(callback.arguments.configs[phase], Tune)]
+    return next(iter([*tuning, *compiling, *callbacks]))
 
 
 def _name_of(targets: Names) -> str:

@@ -62,8 +62,9 @@ class CalledTargets:
 
     def stop(self) -> list[Target]:
         """Stop, and return what was recorded since `start`, in the order of the first call."""
-        if self._recording:
-            sys.setprofile(None)
+        if not self._recording:
+            return []
+        sys.setprofile(None)
         found = [one for one in self._found.values() if not any(overlap(one, other) for other in self._others)]
         self._found, self._modules, self._names = {}, {}, {}
         self._inside = self._method = None

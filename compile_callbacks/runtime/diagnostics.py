@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from compile_callbacks._utils.errors import WarnOnce
-from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey, CompileRecorder, EventKind
 from compile_callbacks.profiling.step_timer import RECENT_SAMPLES, StepTimer, median_ms, spread_ms
@@ -91,12 +91,7 @@ class SessionWarnings:
 
     def check_targets(self) -> None:
         """Warn about each named target that no phase called, when a fit is over."""
-        called = {
-            compiled_target.key.target
-            for phase in PHASES
-            for compiled_target in self._switch.compiled_targets(phase)
-            if compiled_target.called
-        }
+        called = self._switch.called_targets("train") | self._switch.called_targets("infer")
         for target in self._switch.targets if called else ():
             if target.name not in called:
                 message = f"target {target.name!r} was never called, so it is not compiled. {_NAME_OTHERS}"
@@ -149,8 +144,7 @@ class SessionWarnings:
             return False
         if not (self._switch.targets or self._finds_targets):
             return False  # a warning says why each of the named targets is not compiled
-        called = any(compiled_target.called for compiled_target in self._switch.compiled_targets(phase))
-        return not called and bool(self._timer.compiled_steps(phase, active.candidate))
+        return not self._switch.called_targets(phase) and bool(self._timer.compiled_steps(phase, active.candidate))
 
     def _warn_of_no_effect(self, kind: EventKind, phase: Phase, message: str) -> None:
         if self._warn.warn("CC204", message, about=(phase, kind)):

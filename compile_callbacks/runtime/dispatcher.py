@@ -290,6 +290,10 @@ class PhaseSwitch:
             for compiled_target in made.compiled_targets
         ]
 
+    def called_targets(self, phase: Phase) -> set[str]:
+        """The names of the targets that compiled steps of a phase called."""
+        return {one.key.target for one in self.compiled_targets(phase) if one.called}
+
     @property
     def _dispatchers(self) -> Iterator[Dispatcher]:
         return (dispatcher for dispatchers in self._dispatchers_of for dispatcher in dispatchers)

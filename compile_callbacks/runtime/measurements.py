@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,50 @@ from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.workload import Workload, baseline_from_data
 from compile_callbacks.runtime.dispatcher import ActiveConfig
-from compile_callbacks.runtime.step import Stage, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A stage of a Trainer run.
+
+    Attributes:
+        phase: Its phase.
+        name: The trainer's name: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        sanity: Whether it is the sanity check: its steps are eager, and no samples.
+        nested: Whether a Trainer call within another one runs it: its steps are compiled, and no samples.
+        weights_frozen: Whether no weight changes in it, so that the compiled code may contain the weights.
+    """
+
+    phase: Phase = "train"
+    name: str = "train"
+    sanity: bool = False
+    nested: bool = False
+    weights_frozen: bool = False
+
+
+@dataclass(slots=True)
+class Step:
+    """A batch, from its start to its end.
+
+    Attributes:
+        first: Whether it is the first one of its stage.
+        measured: Whether its time may be a sample.
+        compiles_before: Number of compiles before it.
+        traces_before: Number of compiles before it, except recordings of CUDA graphs.
+        timed: Whether the timer takes its time.
+        compiled: Whether it runs compiled.
+        disturbed: Whether anything compiled in it; known at its end.
+        traced: Whether anything except a CUDA graph recording compiled in it; known at its end.
+    """
+
+    first: bool = False
+    measured: bool = False
+    compiles_before: int = 0
+    traces_before: int = 0
+    timed: bool = False
+    compiled: bool = False
+    disturbed: bool = False
+    traced: bool = False
 
 
 class Measurements:
@@ -49,37 +93,33 @@ class Measurements:
         """
         self._device, self._precision, self._processes, self._shared = device, precision, processes, shared
 
-    def baseline(self, phase: Phase) -> Baseline:
-        """The baseline of a phase, which all sessions of a run share: its steps are eager in all of them."""
-        return self._shared.get(phase) or self._baselines[phase]
-
     def owns(self, phase: Phase) -> bool:
         """Whether this session measures the steps of a phase. One session of a run does."""
         return phase not in self._shared
 
-    def in_baseline(self, phase: Phase) -> bool:
-        """Whether the next steps of a phase belong to the baseline of this session."""
-        return self.owns(phase) and self._baselines[phase].running
+    def baseline(self, phase: Phase) -> Baseline:
+        """The baseline of a phase. All sessions of a run share it: its steps are eager in all of them."""
+        return self._shared.get(phase) or self._baselines[phase]
 
     def timer_for_report(self, phase: Phase) -> StepTimer:
         """The step times that the report of a phase shows: none if another session measures the phase."""
         return self.timer if self.owns(phase) else StepTimer()
 
-    def step_begins(self, stage: Stage, active: ActiveConfig, *, compiled: bool, wanted: bool) -> bool:
+    def step_begins(self, step: Step, phase: Phase, active: ActiveConfig, *, tries: bool) -> bool:
         """Begin to measure a step.
 
         Args:
-            stage: The stage of the step.
+            step: The step.
+            phase: Its phase.
             active: The active config of the phase.
-            compiled: Whether the step runs compiled.
-            wanted: Whether to time the step in any case.
+            tries: Whether the candidates of a `Tune` are tried, so that each step is timed.
 
         Returns:
             Whether the step is timed.
         """
         if self._device.type == "cuda":
-            self.memory.start(stage.phase, compiled=compiled, candidate=active.candidate)
-        return self.timer.start(self._device, wanted=wanted)
+            self.memory.start(phase, compiled=step.compiled, candidate=active.candidate)
+        return self.timer.start(self._device, wanted=tries or self._baselines[phase].running)
 
     def step_ends(
         self, step: Step, stage: Stage, active: ActiveConfig, workload: Workload | None, *, tuned: bool
@@ -106,7 +146,7 @@ class Measurements:
         )
         if self._device.type == "cuda" and step.measured:
             self.memory.stop(traced=step.traced)
-        if not step.compiled and self.in_baseline(phase):
+        if not step.compiled and self.owns(phase) and self._baselines[phase].running:
             self._baselines[phase].step(sample=is_sample)
         return workload
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from compile_callbacks._utils.fingerprints import digest
+from compile_callbacks._utils.device import device_of
+from compile_callbacks._utils.fingerprints import architecture_fingerprint, code_fingerprint, digest
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.mode import EAGER
 from compile_callbacks.config.tune import LEAST_SAMPLES, Tune
@@ -18,10 +20,11 @@ from compile_callbacks.profiling.compile_events import CompileEvent, CompileReco
 from compile_callbacks.profiling.step_series import Span
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.runtime.arguments import CompileArguments
 from compile_callbacks.runtime.dispatcher import EAGERLY, ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
-from compile_callbacks.runtime.model_record import ModelRecord
+from compile_callbacks.runtime.model_record import ModelRecord, conditions
 from compile_callbacks.tuning.candidates import candidates_of
 from compile_callbacks.tuning.trial import Block, Trial, Verdict, compared_workload
 from compile_callbacks.tuning.tuner import Tuner
@@ -85,20 +88,28 @@ class PhaseTuning:
 
     # ------------------------------------------------------------------------------------------ a run
 
-    def begin(
-        self, device: torch.device, *, record: ModelRecord | None = None, conditions: Mapping[str, str] | None = None
-    ) -> None:
-        """Begin a trainer run. The winner of the run before is kept, unless that run was too short to decide.
+    def begin(self, module: nn.Module, arguments: CompileArguments, precision: str = "") -> None:
+        """Begin a Trainer run. The winner of the run before is kept, unless that run was too short to decide.
 
         Args:
-            device: The device of the module.
-            record: The file with the winners of earlier runs.
-            conditions: Everything that may change which candidate is the fastest, see `model_record.conditions`.
+            module: The root module.
+            arguments: The arguments of the session.
+            precision: The trainer's precision.
         """
-        self._device, self._record, self._conditions = device, record, conditions or {}
-        if record is not None:
-            for winner in record.load()["winners"].values():
-                self._remember(winner, f"won in an earlier run; delete {record.path} to measure again")
+        self._device = device_of(module)
+        model = digest([architecture_fingerprint(module), code_fingerprint(module)])
+        self._conditions = conditions(
+            model=model,
+            targets=[target.name for target in self._switch.targets],
+            passes=arguments.passes,
+            precision=precision,
+            device=self._device,
+            ranks=self._processes.size,
+        )
+        if arguments.cache_dir is not None:
+            self._record = ModelRecord(arguments.cache_dir, model, read_only=not self._processes.is_global_zero)
+            for winner in self._record.load()["winners"].values():
+                self._remember(winner, f"won in an earlier run; delete {self._record.path} to measure again")
         if not (self._is_final and self._tuner.lasts):
             self._switch.free_candidates(self.phase, *self._configs)
             self._reset()

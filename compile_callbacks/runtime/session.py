@@ -12,13 +12,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.errors import WarnOnce
-from compile_callbacks._utils.fingerprints import architecture_fingerprint, code_fingerprint, digest
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.tune import Tune
@@ -36,14 +34,10 @@ from compile_callbacks.runtime.diagnostics import SessionWarnings
 from compile_callbacks.runtime.dispatcher import EAGERLY, ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import is_sharded
-from compile_callbacks.runtime.measurements import Measurements
-from compile_callbacks.runtime.model_record import ModelRecord, conditions
+from compile_callbacks.runtime.measurements import Measurements, Stage, Step
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
 from compile_callbacks.runtime.repeated import Compiled, group_targets
-from compile_callbacks.runtime.step import Stage, Step
-from compile_callbacks.runtime.target import Target, overlap
-
-__all__ = ["STATE_VERSION", "Session", "Stage"]
+from compile_callbacks.runtime.target import Target
 
 STATE_VERSION = 1
 """The version of `Session.state_dict`."""
@@ -59,7 +53,7 @@ class Session:
         targets: The targets in it.
         arguments: The arguments of the callback or of `compile_phases`.
         finds_targets: Whether the modules and methods that the first steps call become targets, too.
-        taken: Targets of other callbacks, which do not become targets here.
+        taken: Targets of other callbacks, which the first steps do not make targets of this session.
         print_line: Prints a line of text while something compiles, and when a `Tune` has chosen.
     """
 
@@ -75,9 +69,9 @@ class Session:
     ) -> None:
         self.module = module
         self._arguments = arguments
-        self._taken = tuple(taken)
         self._print_line = print_line
-        self._called = CalledTargets(module, taken) if finds_targets and arguments.compiles else None
+        self._finds_targets = finds_targets and arguments.compiles
+        self._called = CalledTargets(module, taken)
         self._processes = ProcessGroupSync()
         warn = WarnOnce()
         folder = arguments.cache_dir if arguments.compiles else None
@@ -110,7 +104,8 @@ class Session:
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
         )
         self._gpu = StepsOnGpu(module)
-        self._running = False
+        self.running = False
+        """Whether a Trainer run is in progress."""
         self._stage, self._step = Stage(), Step()
         self._stages: set[str] = set()  # the names of the stages so far
         self._compiled = False  # whether the selected config compiles
@@ -118,11 +113,6 @@ class Session:
         self._before: CompileReport | None = None  # the report of the run that this one resumes
 
     # ------------------------------------------------------------------------------------------ a Trainer run
-
-    @property
-    def running(self) -> bool:
-        """Whether a Trainer run is in progress."""
-        return self._running
 
     def begin(
         self, *, precision: str = "", together: bool = False, shared: Mapping[Phase, Baseline] | None = None
@@ -134,7 +124,7 @@ class Session:
             together: Whether all processes of the process group, if there is one, begin the same run here.
             shared: By phase, the baseline of another session of the run, which measures that phase's steps instead.
         """
-        self._running = True
+        self.running = True
         device = device_of(self.module)
         self._gpu.begin(device)
         self._processes.join(together=together and self._arguments.compiles, decides=bool(self._tunings))
@@ -148,19 +138,21 @@ class Session:
             self._cache.begin(clean=self._processes.is_global_zero)
         self._recorder.listen()
         self._switch.install()
-        if self._tunings:
-            self._begin_tunings(device, precision)
+        for tuning in self._tunings.values():
+            tuning.begin(self.module, self._arguments, precision)
+            self._adopt(tuning)
 
     def end(self, *, keep_compiled: bool = False) -> None:
         """End the Trainer run: the module is an ordinary module again, unless it is to stay compiled."""
-        self._running = False
+        self.running = False
+        cache = self._cache if self._cache is not None and self._cache.active else None
         parts = (
-            self._stop_recording,
+            self._called.stop,
             self._gpu.end,
             self._processes.leave,
             self._recorder.stop,
             self._measurements.timer.discard_step,
-            self._end_cache,
+            *((self._warnings.check_cache_dir, cache.end) if cache is not None else ()),
             self._stay_compiled if keep_compiled else self._switch.remove,
         )
         with contextlib.ExitStack() as remaining:  # an exception in one part does not prevent the others
@@ -233,43 +225,41 @@ class Session:
         self._stage = stage
         self._select(compiled=True)
 
-    def step_begins(self, *, first: bool = False, turn: bool = True) -> bool:
+    def step_begins(self, *, first: bool = False) -> bool:
         """Begin a step: decide whether it is eager and whether it is timed, and select its config.
 
         Args:
             first: Whether it is the first batch of its stage: the weights may have been swapped for the stage.
-            turn: Whether this session measures the step, if several callbacks compile.
 
         Returns:
             Whether the step is timed.
         """
-        if self._left_garbage:
-            self._collect_garbage()
+        if self._left_garbage and gc.isenabled():
+            gc.collect()  # the garbage of a compile: an automatic collection would take longer than most steps
+        self._left_garbage = False
         if first:
             self._switch.invalidate_weights()
-        recorder, stage = self._recorder, self._stage
+        recorder, measurements, stage, phase = self._recorder, self._measurements, self._stage, self._stage.phase
         recorder.listen_after_reset()
         is_sample = not (stage.sanity or stage.nested)
-        finds_targets = self._called is not None and not stage.nested and stage.name not in self._stages
+        finds_targets = self._finds_targets and not stage.nested and stage.name not in self._stages
         if not stage.nested:
             self._stages.add(stage.name)
-        measured = turn and is_sample and not finds_targets
-        self._step = step = Step(first, finds_targets, measured, recorder.compiles_seen, recorder.traces_seen)
-        if (tuning := self._tunings.get(stage.phase)) is not None:
-            self._active[stage.phase] = tuning.step_begins(measured=measured)
+        measured = is_sample and not finds_targets and measurements.owns(phase)
+        self._step = step = Step(first, measured, recorder.compiles_seen, recorder.traces_seen)
+        if (tuning := self._tunings.get(phase)) is not None:
+            self._active[phase] = active = tuning.step_begins(measured=measured)
             if measured and tuning.begins_block:
-                active = self._active[stage.phase]
                 compiled = active.config is not None
-                self._measurements.timer.restart_warmup(stage.phase, compiled=compiled, candidate=active.candidate)
-        in_baseline = is_sample and self.baseline(stage.phase).running
+                measurements.timer.restart_warmup(phase, compiled=compiled, candidate=active.candidate)
+        in_baseline = is_sample and measurements.baseline(phase).running
         self._select(compiled=not (stage.sanity or finds_targets or in_baseline))
         step.compiled = self._compiled
-        self._gpu.step_begins(trains_compiled=step.compiled and stage.phase == "train")
-        if turn and is_sample:
-            step.timed = self._measurements.step_begins(
-                stage, self._active[stage.phase], compiled=step.compiled, wanted=self.compares
-            )
-        if finds_targets and self._called is not None:
+        self._gpu.step_begins(trains_compiled=step.compiled and phase == "train")
+        if is_sample and measurements.owns(phase):
+            tries = tuning is not None and tuning.winner is None
+            step.timed = measurements.step_begins(step, phase, self._active[phase], tries=tries)
+        if finds_targets:
             self._called.start()
         return step.timed
 
@@ -279,14 +269,9 @@ class Session:
         config = self._active["train"].config
         return self._gpu.active and self._compiled and config is not None and config.uses_cudagraphs
 
-    def gradients_ready(self, *, kept: bool) -> None:
-        """A backward pass is done.
-
-        Args:
-            kept: Whether the gradients may outlive the step, as in an accumulation.
-        """
-        if kept and self.has_cudagraphs:
-            self._gpu.keep_gradients()
+    def keep_gradients(self) -> None:
+        """Copy the gradients out of the memory of CUDA graphs, because they may outlive the step."""
+        self._gpu.keep_gradients()
 
     def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
         """End a step: record its time, and count it for the baseline or the candidate.
@@ -297,8 +282,8 @@ class Session:
             part: Everything else that changes the workload of the step.
         """
         stage, step = self._stage, self._step
-        if step.finds_targets and self._called is not None:
-            self._switch.add(self._new_targets(self._called.stop()))
+        if called := self._called.stop():
+            self._switch.add(self._new_targets(called))
         step.disturbed = self._recorder.compiles_seen != step.compiles_before
         step.traced = self._left_garbage = self._recorder.traces_seen != step.traces_before
         tuning = self._tunings.get(stage.phase)
@@ -317,41 +302,31 @@ class Session:
         self._select(compiled=True)
 
     def stage_ends(self, phase: Phase) -> None:
-        """End a stage: warn about targets that ran in it and are not compiled, and about slow steps."""
+        """End a stage: agree with other ranks on the winner of a `Tune`, and issue warnings."""
         if (tuning := self._tunings.get(phase)) is not None:
             tuning.stage_ends()
             self._adopt(tuning)
         self.check(phase)
-        self._check_step_times(phase)
 
     def check(self, phase: Phase) -> None:
-        """Warn about targets that ran in a phase and are not compiled, once."""
+        """Warn about targets that ran in a phase and are not compiled, and about slow steps; each once.
+
+        While a `Tune` tries candidates, the active config outside steps is eager, so there is nothing to warn about.
+        """
         self._recorder.collect()
-        if not self._is_tried(phase):
-            self._warnings.check_stage(phase, self._active[phase])
+        self._warnings.check_stage(phase, self._active[phase])
+        self._warnings.check_step_times(phase, self._active[phase].candidate)
 
     def check_run(self) -> None:
         """Warn at the end of a run about slow steps, and about targets that no step called."""
         for phase in PHASES:
-            self._check_step_times(phase)
-        if self._called is None and "train" in self._stages:
+            self._warnings.check_step_times(phase, self._active[phase].candidate)
+        if not self._finds_targets and "train" in self._stages:
             self._warnings.check_targets()
 
-    # ------------------------------------------------------------------------------------------ several sessions
-
     def baseline(self, phase: Phase) -> Baseline:
-        """The baseline of a phase, see `Measurements.baseline`."""
+        """The baseline of a phase, for the sessions of other callbacks."""
         return self._measurements.baseline(phase)
-
-    @property
-    def measures(self) -> bool:
-        """Whether this session measures the steps of the active phase. One session of a run does."""
-        return self._measurements.owns(self._stage.phase)
-
-    @property
-    def compares(self) -> bool:
-        """Whether this session still compares step times in the active phase, and so needs a sample of each step."""
-        return self._is_tried(self._stage.phase) or self._measurements.in_baseline(self._stage.phase)
 
     # ------------------------------------------------------------------------------------------ results
 
@@ -362,7 +337,7 @@ class Session:
             phase: build_phase_report(
                 phase,
                 config,
-                self._targets_of(phase),
+                self._reported_targets(phase),
                 self._recorder,
                 self._measurements.timer_for_report(phase),
                 self._measurements.memory,
@@ -408,26 +383,6 @@ class Session:
         self._compiled = active.config is not None
         self._switch.select(stage.phase, active, frozen=stage.weights_frozen)
 
-    def _is_tried(self, phase: Phase) -> bool:
-        """Whether the candidates of a `Tune` are tried in a phase."""
-        return phase in self._tunings and self._tunings[phase].winner is None
-
-    def _begin_tunings(self, device: torch.device, precision: str) -> None:
-        model = digest([architecture_fingerprint(self.module), code_fingerprint(self.module)])
-        folder, read_only = self._arguments.cache_dir, not self._processes.is_global_zero
-        record = None if folder is None else ModelRecord(folder, model, read_only=read_only)
-        made_for = conditions(
-            model=model,
-            targets=[target.name for target in self._switch.targets],
-            passes=self._arguments.passes,
-            precision=precision,
-            device=device,
-            ranks=self._processes.size,
-        )
-        for tuning in self._tunings.values():
-            tuning.begin(device, record=record, conditions=made_for)
-            self._adopt(tuning)
-
     def _adopt(self, tuning: PhaseTuning) -> None:
         """Take over the config that a tuning has chosen, and print its messages."""
         self._active[tuning.phase] = tuning.active
@@ -435,43 +390,15 @@ class Session:
             self._print_line(message)
         tuning.messages.clear()
 
-    def _check_step_times(self, phase: Phase) -> None:
-        if not self._is_tried(phase):
-            self._warnings.check_step_times(phase, self._active[phase].candidate)
-
     def _new_targets(self, called: Sequence[Target]) -> Sequence[Compiled]:
         """The called modules and methods that are not targets yet; those that look alike share a graph."""
         known = {(id(member.module), member.method) for target in self._switch.targets for member in target.members}
-        new = [one for one in called if (id(one.module), one.method) not in known]
-        return group_targets(self.module, [one for one in new if not any(overlap(one, other) for other in self._taken)])
+        return group_targets(self.module, [one for one in called if (id(one.module), one.method) not in known])
 
-    def _targets_of(self, phase: Phase) -> Sequence[Compiled]:
+    def _reported_targets(self, phase: Phase) -> Sequence[Compiled]:
         """The targets for the report of a phase: the named ones, or those that compiled steps called."""
-        called = {
-            compiled_target.key.target
-            for compiled_target in self._switch.compiled_targets(phase)
-            if compiled_target.called
-        }
-        return [target for target in self._switch.targets if self._called is None or target.name in called]
-
-    def _collect_garbage(self) -> None:
-        """Collect the garbage of a compile now, because an automatic collection would take longer than most steps."""
-        self._left_garbage = False
-        if gc.isenabled():
-            gc.collect()
-
-    def _stop_recording(self) -> None:
-        if self._called is not None:
-            self._called.stop()
-
-    def _end_cache(self) -> None:
-        if self._cache is None:
-            return
-        try:
-            if self._cache.active:
-                self._warnings.check_cache_dir()
-        finally:
-            self._cache.end()
+        called = self._switch.called_targets(phase)
+        return [target for target in self._switch.targets if not self._finds_targets or target.name in called]
 
     def _stay_compiled(self) -> None:
         for tuning in self._tunings.values():

@@ -190,15 +190,20 @@ def test_a_checkpoint_has_the_state_of_each_and_a_resumed_run_measures_no_baseli
     assert [series["kind"] for series in body.report.train.diagnostics.series] == ["compiling", "compiled"]
 
 
-def test_a_tune_of_the_second_begins_after_the_baseline_of_the_first(monkeypatch):
+def test_the_callback_that_tunes_a_phase_measures_its_steps(monkeypatch):
     Times(monkeypatch, train={"eager": 10, "default": 5})
     body = InductorCompile("default", None, targets=["body"], baseline_steps=4)
     head = InductorCompile(Tune(["default"], steps=5), None, targets=["head"])
-    ours, eager = fit(body, head, batches=80), fit(batches=80)
+    ours, eager = fit(body, head, batches=40), fit(batches=40)
     assert_same_values(ours, eager, {"rtol": 1e-3, "atol": 1e-4})
-    assert head.report.train.mode == "default"
-    # The first measures no step while the second one tries its candidates.
-    assert body.report.train.samples is not None
+    assert (head.report.train.mode, head.report.train.speedup) == ("default", 2.0)
+    assert (body.report.train.graphs, body.report.train.samples) == (1, None)
+
+
+def test_two_callbacks_that_tune_the_same_phase_are_refused():
+    callbacks = InductorCompile("auto", None, targets=["body"]), InductorCompile("auto", "auto", targets=["head"])
+    with pytest.raises(MisconfigurationException, match=r"Tune or 'auto' for the train phase.*fixed train_mode"):
+        trainer(*callbacks).fit(seeded(TwoParts), loader(2))
 
 
 def test_tensorboard_shows_both_reports(tmp_path):

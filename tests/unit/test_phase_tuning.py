@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import torch
+from torch import nn
 
 from compile_callbacks import Tune
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.runtime.arguments import CompileArguments
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
-from compile_callbacks.runtime.model_record import ModelRecord
 from compile_callbacks.runtime.phase_tuning import BLOCK_STEPS, PhaseTuning
 from tests.support.step_times import Fixed
 
@@ -27,7 +28,9 @@ class FakeProcesses:
         self.calls = [0] * size
 
     def of(self, rank):
-        return SimpleNamespace(size=len(self.values), gather=functools.partial(self.gather, rank))
+        return SimpleNamespace(
+            size=len(self.values), is_global_zero=rank == 0, gather=functools.partial(self.gather, rank)
+        )
 
     def gather(self, rank, value):
         self.calls[rank] += 1
@@ -40,6 +43,11 @@ class FakeProcesses:
 
 def tuning_of(phase, tune, recorder, **settings):
     return PhaseTuning(phase, tune, switch=PhaseSwitch([], recorder=recorder), recorder=recorder, **settings)
+
+
+def begin(tuning, cache_dir=None):
+    arguments = CompileArguments(configs={"train": tuning.tune, "infer": tuning.tune}, cache_dir=cache_dir)
+    tuning.begin(nn.Linear(1, 1), arguments)
 
 
 def run(tuning, recorder, ms, *, steps=400, fails=()):
@@ -66,7 +74,7 @@ def test_ranks_run_the_same_candidates_and_choose_by_the_slowest_rank():
         recorder = CompileRecorder()
         tune = Tune(["default", "aten", "lite"], steps=10)
         tuning = tuning_of("train", tune, recorder, processes=ranks.of(rank))
-        tuning.begin(torch.device("cpu"))
+        begin(tuning)
         return run(tuning, recorder, ms[rank], fails=["lite"] if rank else ()), tuning.winner
 
     with ThreadPoolExecutor(2) as threads:
@@ -84,7 +92,7 @@ def test_ranks_of_inference_take_the_winner_of_rank_zero_at_the_end_of_the_stage
     def rank_of(rank):
         recorder = CompileRecorder()
         tuning = tuning_of("infer", Tune(["default", "aten"]), recorder, processes=ranks.of(rank))
-        tuning.begin(torch.device("cpu"), record=ModelRecord(tmp_path, "m", read_only=rank > 0))
+        begin(tuning, tmp_path)
         run(tuning, recorder, ms[rank % 2], steps=5 if rank == 2 else 400)  # the third rank has fewer batches
         before = tuning.winner
         for _ in range(2):
@@ -96,24 +104,25 @@ def test_ranks_of_inference_take_the_winner_of_rank_zero_at_the_end_of_the_stage
     assert [before for before, _, _ in told] == ["default", "aten", None]
     assert {(winner, config) for _, winner, config in told} == {("default", "default")}
     assert ranks.calls == [2, 2, 2]
-    assert len(ModelRecord(tmp_path, "m").load()["winners"]) == 1
+    (record,) = tmp_path.glob("model-*.json")
+    assert len(json.loads(record.read_text())["winners"]) == 1
 
 
 def test_a_run_that_decided_nothing_does_not_count_for_the_next_one():
     recorder = CompileRecorder()
     tuning = tuning_of("train", Tune("auto"), recorder)
-    tuning.begin(torch.device("cpu"))
+    begin(tuning)
     tuning.plan(30)
     run(tuning, recorder, {"eager": 10, "default": 5})
     assert tuning.winner == "eager"
     assert "22 steps that remain" in tuning.trials()[1].reason
-    tuning.begin(torch.device("cpu"))
+    begin(tuning)
     tuning.plan(100_000)
     assert tuning.winner is None
     ran = run(tuning, recorder, {"eager": 100, "default": 50})
     assert (tuning.winner, set(ran)) == ("default", {"eager", "default"})
     assert tuning.trials()[0].median_ms() == 100
-    tuning.begin(torch.device("cpu"))
+    begin(tuning)
     assert tuning.winner == "default"
 
 
@@ -121,11 +130,11 @@ def test_state_of_another_form_is_ignored():
     tuning = tuning_of("train", Tune(["default"]), recorder := CompileRecorder())
     for state in (None, [], "default", {"key": 3}, {"key": "k", "config_key": None}, {"key": "k", "more": 1}):
         tuning.restore(state)
-    tuning.begin(torch.device("cpu"))
+    begin(tuning)
     run(tuning, recorder, {"eager": 10, "default": 5})
     assert tuning.winner == "default"
     again = tuning_of("train", Tune(["default"]), recorder)
     again.restore({**tuning.state(), "of a later version": 1})
-    again.begin(torch.device("cpu"))
+    begin(again)
     assert run(again, recorder, {"eager": 10, "default": 50}) == ["eager"] * BLOCK_STEPS
     assert again.trials()[1].reason == "won in the run that this one resumes"
