@@ -96,10 +96,12 @@ class TargetCall(NamedTuple):
     Attributes:
         key: The target and its phase.
         on_trace: Called when Dynamo begins to trace in the call.
+        nested_calls_eager: Whether targets that are called within this one run eagerly.
     """
 
     key: CompileKey
     on_trace: Callable[[], None]
+    nested_calls_eager: bool = False
 
 
 class _Calling(threading.local):

@@ -1,10 +1,11 @@
-"""`PhaseSwitch` installs compiled targets on modules, selects those of a phase, and removes them. `Session` owns it."""
+"""`Dispatcher` replaces the call of a target, and `PhaseSwitch` sets what the dispatchers of a session call."""
 
 from __future__ import annotations
 
+import functools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +13,18 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import WarnOnce
-from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileRecorder
-from compile_callbacks.runtime.compiled_target import CompiledTarget, Isolation
+from compile_callbacks.runtime.compiled_target import CompiledTarget
 from compile_callbacks.runtime.freezing import unwatchable_reason
 from compile_callbacks.runtime.repeated import Compiled
-from compile_callbacks.runtime.target import InstalledCall, Target
+from compile_callbacks.runtime.target import Target
 from compile_callbacks.runtime.target_settings import TargetSettings
 
-_CALL_SLOT = "_compiled_call_impl"  # what nn.Module.compile() sets, and nn.Module.__call__ looks at
+_CALL_SLOT = "_compiled_call_impl"  # nn.Module.compile() sets it, and nn.Module.__call__ calls it
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+_ABSENT = object()
 
 
 class ActiveConfig(NamedTuple):
@@ -29,7 +32,7 @@ class ActiveConfig(NamedTuple):
 
     Attributes:
         config: The config; ``None`` runs the targets eagerly, or as the user compiled them in a phase left alone.
-        candidate: The name of the candidate, if the config is one of several that a `Tune` tries.
+        candidate: The name of the config, if a `Tune` tries several. It is on trial until `PhaseSwitch.end_trial`.
     """
 
     config: InductorConfig | None = None
@@ -39,45 +42,60 @@ class ActiveConfig(NamedTuple):
 EAGERLY = ActiveConfig()
 
 
-class _Made(NamedTuple):
-    """A target compiled with one config, and again with frozen weights if the config freezes."""
+class Dispatcher:
+    """Replaces the call of a target: ``module._compiled_call_impl``, or the method of that name.
 
-    compiled_target: CompiledTarget
-    frozen: CompiledTarget | None
-
-    @property
-    def compiled_targets(self) -> list[CompiledTarget]:
-        """Both, or the only one."""
-        return [self.compiled_target] if self.frozen is None else [self.compiled_target, self.frozen]
-
-
-class Dispatcher(InstalledCall):
-    """Replaces a target's call. It calls the compiled target of the selected phase, or the module itself.
-
-    It is an object and not a closure, so that copies and pickles of the module can drop it: a copied call would run
+    It is an object and not a closure, so that copies and pickles of the module can drop it: a copied closure would run
     with the weights of the original.
+
+    Attributes:
+        target: The target.
+        eager: The call of the target without this library.
+        active: What a call of the target runs now. `PhaseSwitch` sets it.
+        compiled_by_user: What ``module.compile()`` had put into the slot.
+        session: The session, if `report_of` and `restore` are to find it from the module.
     """
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.compiled_by_user: Callable[..., Any] | None = None  # by module.compile(); runs in `left_alone` phases
         self.eager = target.eager
         self.__wrapped__ = self.eager  # Lightning inspects the method and its arguments through it
-        self.selected: Callable[..., Any] = self.eager
-        self.session: Any = None  # the session, if `report_of` and `restore` find it from the module
+        self.active: Callable[..., Any] = self.eager
+        self.compiled_by_user: Callable[..., Any] | None = None
+        self.session: Any = None
+        self._slot = target.method or _CALL_SLOT
+        self._replaced: Any = _ABSENT
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the compiled target of the selected phase, or the module itself."""
-        if torch.compiler.is_compiling():  # another target or an export is traced: be part of its graph
+        """Call the target as the active phase has it."""
+        # While another target, an export or a logger's graph is traced, the target is a part of that graph.
+        if (
+            torch.compiler.is_compiling() or _runs_lightning_step(self.target.module) or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        ):
             return self.eager(*args, **kwargs)
-        if _is_redirected(self.target.module):
-            return self.eager(*args, **kwargs)
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # as for a logger's graph
-            return self.eager(*args, **kwargs)
-        return self.selected(*args, **kwargs)
+        return self.active(*args, **kwargs)
+
+    def install(self) -> None:
+        """Put this object into the slot."""
+        replaced = vars(self.target.module).get(self._slot, _ABSENT)
+        by_user = self._slot == _CALL_SLOT and replaced is not _ABSENT and not isinstance(replaced, Dispatcher)
+        self.compiled_by_user = replaced if by_user else None
+        self._replaced = replaced
+        object.__setattr__(self.target.module, self._slot, self)
+
+    def remove(self) -> None:
+        """Put the former value back into the slot, unless the user has replaced this object."""
+        self.active = self.eager  # the user may hold this object, in a wrapper for example
+        module = self.target.module
+        if vars(module).get(self._slot) is not self:
+            return
+        if self._replaced is _ABSENT:
+            del vars(module)[self._slot]
+        else:
+            object.__setattr__(module, self._slot, self._replaced)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As the module's own method, which a process can load without this library.
+        # A pickle has the module's own method, which a process can load without this library.
         if self.target.method is None:
             return type(None), ()
         if (own := self.target.own_function) is not None:
@@ -86,15 +104,12 @@ class Dispatcher(InstalledCall):
 
 
 class PhaseSwitch:
-    """Compiles targets in place, and selects the phase and the config that they run with.
+    """Has the dispatchers of a session's targets call the code that is compiled for the active phase.
 
-    Nothing is compiled before a target is called. There is no wrapper module: ``state_dict`` keys, ``isinstance``,
-    hooks and optimizers see the original modules.
-
-    If a config freezes, each target is compiled a second time with frozen weights, for the stages in which no weight
-    changes: `select` with ``frozen=True``.
-
-    The compiled code of each candidate of a `Tune` is kept until `free_candidates`.
+    There is no wrapper module: ``state_dict`` keys, ``isinstance``, hooks and optimizers see the original modules. A
+    `CompiledTarget` is made for a target, a phase and a candidate when they are first selected, and torch compiles at
+    its first call. If the config freezes, there is another one with frozen weights, for stages in which no weight
+    changes.
 
     Args:
         targets: The targets.
@@ -102,7 +117,7 @@ class PhaseSwitch:
         passes: Graph passes for both phases, before those of each config.
         recorder: Records the compile events.
         settings: The settings of the targets other than the config.
-        warn: Warns of each subject once.
+        warn: Issues each warning once.
     """
 
     def __init__(
@@ -115,71 +130,70 @@ class PhaseSwitch:
         settings: TargetSettings | None = None,
         warn: WarnOnce | None = None,
     ) -> None:
-        self.targets: tuple[Compiled, ...] = ()
+        self._left_alone = left_alone
         self._passes = tuple(passes)
         self._recorder = recorder
         self._settings = settings or TargetSettings()
         self._warn = warn or WarnOnce()
-        self._isolation = Isolation()
-        self._left_alone = left_alone
-        self._dispatchers_of: list[list[Dispatcher]] = []
-        self._made: dict[tuple[Phase, str | None], list[_Made]] = {}
-        self._config_of: dict[tuple[Phase, str | None], InductorConfig] = {}
-        self._trace_settings = _torch.events.TraceSettings(
+        self._dispatchers: dict[Compiled, list[Dispatcher]] = {}
+        self._compiled: dict[tuple[Compiled, Phase, str | None, bool], CompiledTarget] = {}
+        self._installed = False
+        self._selected: tuple[Phase, ActiveConfig, bool] | None = None
+        self.trace_settings = _torch.events.TraceSettings(
             ours=lambda: recorder.key is not None,
             frozen=lambda: recorder.key is not None and recorder.key.frozen,
         )
-        recorder.on_reset = self._trace_settings.install
-        self._before: list[tuple[Dispatcher, str, Any]] | None = None
-        self._selected: tuple[Phase, ActiveConfig, bool] | None = None
+        """Sets torch's settings while a target is traced."""
+        recorder.on_reset = self.trace_settings.install
         self.add(targets)
+
+    # ------------------------------------------------------------------------------------------ targets
+
+    @property
+    def targets(self) -> tuple[Compiled, ...]:
+        """The targets."""
+        return tuple(self._dispatchers)
 
     @property
     def shares_graphs(self) -> bool:
         """Whether several modules share a graph, so that their weights cannot be frozen in it."""
-        return any(len(target.members) > 1 for target in self.targets)
-
-    @property
-    def installed(self) -> bool:
-        """Whether the targets call through this switch."""
-        return self._before is not None
-
-    def install(self) -> None:
-        """Install a dispatcher on each target; it calls the module itself until a phase is selected."""
-        for dispatcher in self._dispatchers:
-            dispatcher.selected = dispatcher.eager
-        self._selected = None
-        if self.installed:
-            return
-        self._before = []
-        self._trace_settings.install()
-        self._install_dispatchers(self._dispatchers)
+        return any(len(target.members) > 1 for target in self._dispatchers)
 
     def add(self, targets: Sequence[Compiled]) -> None:
-        """Add targets. They are compiled at their next call."""
-        dispatchers = [[Dispatcher(member) for member in target.members] for target in targets]
-        self.targets += tuple(targets)
-        self._dispatchers_of += dispatchers
-        for (phase, name), made in self._made.items():
-            made += [self._make(target, phase, self._config_of[phase, name], name) for target in targets]
+        """Add targets. They run eagerly until the next `select`."""
         self._selected = None
-        if self.installed:
-            self._install_dispatchers([one for of_target in dispatchers for one in of_target])
+        for target in targets:
+            self._dispatchers[target] = [Dispatcher(member) for member in target.members]
+            if self._installed:
+                for dispatcher in self._dispatchers[target]:
+                    dispatcher.install()
 
-    def _install_dispatchers(self, dispatchers: Iterable[Dispatcher]) -> None:
-        assert self._before is not None
-        for dispatcher in dispatchers:
-            module, slot = dispatcher.target.module, dispatcher.target.method or _CALL_SLOT
-            before = vars(module).get(slot, _ABSENT)
-            self._before.append((dispatcher, slot, before))
-            by_user = slot == _CALL_SLOT and before is not _ABSENT and not isinstance(before, Dispatcher)
-            dispatcher.compiled_by_user = before if by_user else None
-            object.__setattr__(module, slot, dispatcher)
+    def set_session(self, session: Any) -> None:
+        """Let `report_of` and `restore` find the session from the module: a registry would keep the module alive."""
+        for dispatcher in self._all_dispatchers():
+            dispatcher.session = session
 
-    @property
-    def compiled_by_user(self) -> bool:
-        """Whether the user compiled a target in place, and it runs so in the phases that are left alone."""
-        return any(dispatcher.compiled_by_user is not None for dispatcher in self._dispatchers)
+    def install(self) -> None:
+        """Install the dispatchers. The targets run eagerly until a phase is selected."""
+        self._selected = None
+        for dispatcher in self._all_dispatchers():
+            dispatcher.active = dispatcher.eager
+            if not self._installed:
+                dispatcher.install()
+        self._installed = True
+        self.trace_settings.install()
+
+    def remove(self) -> None:
+        """Remove the dispatchers."""
+        for dispatcher in self._all_dispatchers() if self._installed else ():
+            dispatcher.remove()
+        self._installed = False
+        self._selected = None
+        self.trace_settings.remove()
+        for compiled_target in self.compiled_targets():
+            compiled_target.free_folded_weights()
+
+    # ------------------------------------------------------------------------------------------ phases
 
     def select(self, phase: Phase, active: ActiveConfig, *, frozen: bool = False) -> None:
         """Run the targets with the config of a phase from now on.
@@ -187,144 +201,97 @@ class PhaseSwitch:
         Args:
             phase: The phase.
             active: The config.
-            frozen: Whether to run with frozen weights, if the config freezes.
+            frozen: Whether no weight changes meanwhile, so that weights are frozen if the config freezes.
         """
         if self._selected == (phase, active, frozen):  # as in most steps; a change takes 10 µs for each target
             return
-        for dispatcher, call in self._calls(phase, active, frozen=frozen):
-            dispatcher.selected = call
+        for target, dispatchers in self._dispatchers.items():
+            for dispatcher in dispatchers:
+                dispatcher.active = self._call_of(target, dispatcher, phase, active, frozen=frozen)
         self._selected = phase, active, frozen
 
     def select_by_grad_mode(self, active: Mapping[Phase, ActiveConfig], *, frozen: bool = False) -> None:
-        """Run the targets with the config of the phase that the grad mode of each call tells.
+        """Let the grad mode of each call select the phase: train if grad is enabled, else infer.
 
         Args:
-            active: The config of each phase: train if grad is enabled, else infer.
-            frozen: Whether calls without grad run with frozen weights, if the config freezes.
+            active: The config of each phase.
+            frozen: Whether weights are frozen in calls without grad, if the config freezes.
         """
         self._selected = None
-        train = self._calls("train", active["train"], frozen=False)
-        infer = self._calls("infer", active["infer"], frozen=frozen)
-        for (dispatcher, train_call), (_, infer_call) in zip(train, infer, strict=True):
-            dispatcher.selected = _by_grad_mode(train_call, infer_call)
-
-    def _calls(
-        self, phase: Phase, active: ActiveConfig, *, frozen: bool
-    ) -> Iterator[tuple[Dispatcher, Callable[..., Any]]]:
-        """Each dispatcher with the function that it calls in a phase."""
-        config, name = active
-        if config is not None and (phase, name) not in self._made:
-            self._config_of[phase, name] = config
-            self._made[phase, name] = [self._make(target, phase, config, name) for target in self.targets]
-        for position, dispatchers in enumerate(self._dispatchers_of):
-            made = self._made[phase, name][position] if config is not None else None
+        for target, dispatchers in self._dispatchers.items():
             for dispatcher in dispatchers:
-                if dispatcher.compiled_by_user is not None and phase in self._left_alone:
-                    yield dispatcher, dispatcher.compiled_by_user
-                elif made is None:
-                    yield dispatcher, dispatcher.eager
-                else:
-                    compiled_target = (made.frozen if frozen else None) or made.compiled_target
-                    yield dispatcher, compiled_target.on(dispatcher.target)
+                dispatcher.active = _by_grad_mode(
+                    self._call_of(target, dispatcher, "train", active["train"]),
+                    self._call_of(target, dispatcher, "infer", active["infer"], frozen=frozen),
+                )
 
-    def end_trial(self, phase: Phase, name: str) -> None:
-        """End the trial of a candidate, which won: the config of the phase is its config from now on."""
-        for made in self._made.get((phase, name), ()):
-            for compiled_target in made.compiled_targets:
-                compiled_target.end_trial(self._settings)
-
-    def free_candidates(self, phase: Phase, *names: str) -> None:
-        """Free the code that was compiled with these candidates."""
-        for name in names:
-            self._config_of.pop((phase, name), None)
-            for made in self._made.pop((phase, name), ()):
-                for compiled_target in made.compiled_targets:
-                    compiled_target.free_compiled()
-
-    def set_session(self, session: Any) -> None:
-        """Have the targets know who compiled them."""
-        for dispatcher in self._dispatchers:
-            dispatcher.session = session
-
-    @property
-    def trace_settings(self) -> _torch.events.TraceSettings:
-        """The settings that hold while the targets are traced."""
-        return self._trace_settings
-
-    def invalidate_weights(self) -> None:
-        """Have weights that are baked in or folded looked at before they are used again."""
-        for phase in PHASES:
-            for compiled_target in self.compiled_targets(phase):
-                compiled_target.invalidate_weights()
-
-    def free_compiled(self) -> None:
-        """Free the memory of the compiled code. A target that is called again is compiled again."""
-        for phase in PHASES:
-            for compiled_target in self.compiled_targets(phase):
-                compiled_target.free_compiled()
-
-    def remove(self) -> None:
-        """Remove the dispatchers. If the user has replaced one since `install`, the user's call stays."""
-        for dispatcher, slot, before in self._before or ():
-            module = dispatcher.target.module
-            dispatcher.selected = dispatcher.eager  # the user may hold it, in a wrapper for example
-            if vars(module).get(slot) is not dispatcher:
-                continue
-            if before is _ABSENT:
-                del vars(module)[slot]
-            else:
-                object.__setattr__(module, slot, before)
-        self._trace_settings.remove()
-        for phase in PHASES:
-            for compiled_target in self.compiled_targets(phase):
-                compiled_target.free_folded_weights()
-        self._before = None
-
-    def compiled_targets(self, phase: Phase) -> list[CompiledTarget]:
-        """The compiled targets of a phase, including those of candidates; empty if the phase is eager."""
-        return [
-            compiled_target
-            for (of_phase, _), all_made in self._made.items()
-            if of_phase == phase
-            for made in all_made
-            for compiled_target in made.compiled_targets
-        ]
-
-    def called_targets(self, phase: Phase) -> set[str]:
-        """The names of the targets that compiled steps of a phase called."""
-        return {one.key.target for one in self.compiled_targets(phase) if one.called}
-
-    @property
-    def _dispatchers(self) -> Iterator[Dispatcher]:
-        return (dispatcher for dispatchers in self._dispatchers_of for dispatcher in dispatchers)
-
-    def _make(self, target: Compiled, phase: Phase, config: InductorConfig, name: str | None) -> _Made:
-        def compiled_target(*, frozen: bool) -> CompiledTarget:
-            return CompiledTarget(
+    def _call_of(
+        self, target: Compiled, dispatcher: Dispatcher, phase: Phase, active: ActiveConfig, *, frozen: bool = False
+    ) -> Callable[..., Any]:
+        """The call of a target in a phase."""
+        if dispatcher.compiled_by_user is not None and phase in self._left_alone:
+            return dispatcher.compiled_by_user
+        config, candidate = active
+        if config is None:
+            return dispatcher.eager
+        frozen = frozen and phase == "infer" and config.freezes and self._can_freeze(target)
+        key = target, phase, candidate, frozen
+        if key not in self._compiled:
+            self._compiled[key] = CompiledTarget(
                 target,
                 phase,
                 config,
                 passes=self._passes,
                 recorder=self._recorder,
-                isolation=self._isolation,
                 warn=self._warn,
-                settings=self._settings if name is None else self._settings.for_trial(),
+                settings=self._settings if candidate is None else self._settings.for_trial(),
                 frozen=frozen,
-                name=name,
+                candidate=candidate,
             )
+        return functools.partial(self._compiled[key].call, dispatcher.target)
 
-        freezes = config.freezes and phase == "infer" and len(target.members) == 1 and not target.members[0].sharded
-        if freezes and (reason := unwatchable_reason(target.members[0].module)) is not None:
-            freezes = False
-            self._warn((target.name, "freezing"), f"freezing has no effect on target {target.name!r}: {reason}")
-        return _Made(compiled_target(frozen=False), compiled_target(frozen=True) if freezes else None)
+    def _can_freeze(self, target: Compiled) -> bool:
+        if len(target.members) > 1 or target.members[0].sharded:
+            return False
+        if (reason := unwatchable_reason(target.members[0].module)) is None:
+            return True
+        message = f"freezing has no effect on target {target.name!r} in the infer phase: {reason}"
+        self._warn.warn("CC204", message, about=(target.name, "freezing"))
+        return False
 
+    # ------------------------------------------------------------------------------------------ compiled code
 
-def _by_grad_mode(train: Callable[..., Any], infer: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return train(*args, **kwargs) if torch.is_grad_enabled() else infer(*args, **kwargs)
+    def compiled_targets(self, phase: Phase | None = None) -> list[CompiledTarget]:
+        """The compiled targets of a phase, or of all phases."""
+        return [found for (_, of_phase, *_), found in self._compiled.items() if phase in (None, of_phase)]
 
-    return call
+    def called_targets(self, phase: Phase) -> set[str]:
+        """The names of the targets that compiled steps of a phase called."""
+        return {one.key.target for one in self.compiled_targets(phase) if one.called}
+
+    def end_trial(self, phase: Phase, candidate: str) -> None:
+        """End the trial of a candidate, which won."""
+        for key, compiled_target in self._compiled.items():
+            if key[1:3] == (phase, candidate):
+                compiled_target.end_trial(self._settings)
+
+    def free_candidates(self, phase: Phase, *candidates: str) -> None:
+        """Free the compiled code of candidates that are not used again."""
+        for key in [key for key in self._compiled if key[1] == phase and key[2] in candidates]:
+            self._compiled.pop(key).free_compiled()
+
+    def free_compiled(self) -> None:
+        """Free the memory of all compiled code. A target that is called again is compiled again."""
+        for compiled_target in self.compiled_targets():
+            compiled_target.free_compiled()
+
+    def invalidate_weights(self) -> None:
+        """Compare frozen and folded weights with the module's before they are used again."""
+        for compiled_target in self.compiled_targets():
+            compiled_target.invalidate_weights()
+
+    def _all_dispatchers(self) -> list[Dispatcher]:
+        return [dispatcher for dispatchers in self._dispatchers.values() for dispatcher in dispatchers]
 
 
 def compiled_target_names(module: nn.Module) -> list[str]:
@@ -341,15 +308,18 @@ def compiled_target_names(module: nn.Module) -> list[str]:
     ]
 
 
-def _is_redirected(module: nn.Module) -> bool:
-    """Whether a call of the module runs its step now: Lightning makes a wrapper such as DDP call the step this way.
+def _by_grad_mode(train: Callable[..., Any], infer: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return train(*args, **kwargs) if torch.is_grad_enabled() else infer(*args, **kwargs)
+
+    return call
+
+
+def _runs_lightning_step(module: nn.Module) -> bool:
+    """Whether a call of the module runs its step: Lightning makes a wrapper such as DDP call the step this way.
 
     It replaces ``forward`` by one of its functions for that call. Compiled, the graph would be the whole step.
     """
     forward = vars(module).get("forward")
     # Methods do not count: Lightning's demo modules are in its package too.
     return isinstance(forward, types.FunctionType) and forward.__module__.partition(".")[0] in _LIGHTNING
-
-
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-_ABSENT = object()

@@ -189,13 +189,11 @@ class Session:
     def finalizer(self) -> Callable[[], None]:
         """Return a function that ends this session when the module is deleted. It does not keep the module alive."""
         recorder, trace_settings, cache = self._recorder, self._switch.trace_settings, self._cache
-        compilers = [
-            compiled_target.compiler for phase in PHASES for compiled_target in self._switch.compiled_targets(phase)
-        ]
+        backends = [compiled_target.backend for compiled_target in self._switch.compiled_targets()]
 
         def end() -> None:
-            for compiler in compilers:
-                compiler.free_folded()
+            for backend in backends:
+                backend.free_folded()
             recorder.stop()
             if cache is not None:
                 cache.end()

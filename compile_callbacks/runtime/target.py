@@ -15,25 +15,15 @@ from compile_callbacks import _torch
 from compile_callbacks.runtime.fsdp import fsdp1_wrapped, innermost_fsdp_units, is_sharded, strip_fsdp1_names
 
 
-class InstalledCall:
-    """What takes the place of a target's call while it is compiled.
-
-    Attributes:
-        target: The target.
-    """
-
-    target: Target
-
-
 @dataclass(frozen=True, eq=False)
 class Target:
-    """Something that is compiled as one piece.
+    """A module or a method that is compiled as one piece.
 
     Attributes:
-        name: What reports call it: its dotted name in the root module, ``"forward"`` for the root's own.
-        module: The module that is called.
-        method: ``None`` for the module's call; else the method that is compiled instead. ``"forward"`` is what the
-            module computes between its own hooks.
+        name: Its dotted name in the root module; ``"forward"`` is the call of the root module itself.
+        module: The module.
+        method: The method that is compiled, or ``None`` for the call of the module. Unlike the call, the method
+            ``"forward"`` does not run the hooks of the module.
     """
 
     name: str
@@ -41,24 +31,25 @@ class Target:
     method: str | None = None
 
     def __post_init__(self) -> None:
-        # An attribute of the module itself wins over its class: net.forward = patched.
+        # An attribute of the module itself wins over its class: net.forward = patched. It may be a dispatcher.
         own = vars(self.module).get(self.method) if self.method else None
-        object.__setattr__(self, "_own", own.target.own_function if isinstance(own, InstalledCall) else own)
+        target = getattr(own, "target", None)
+        object.__setattr__(self, "_own", target.own_function if isinstance(target, Target) else own)
 
     @property
     def members(self) -> tuple[Target, ...]:
-        """What is compiled with one function: this target alone."""
+        """The targets that one function is compiled for: this target alone."""
         return (self,)
 
     @property
     def own_function(self) -> Callable[..., Any] | None:
-        """The function that the module itself has in place of its class's method, if it has one."""
+        """The function that the module itself has in place of the method of its class, if it has one."""
         own: Callable[..., Any] | None = vars(self)["_own"]
         return own
 
     @property
     def function(self) -> Callable[..., Any]:
-        """What the target does uncompiled, hooks included, as a function of the module."""
+        """The eager code of the target, hooks included, as a function of the module."""
         if (own := self.own_function) is None:
             function: Callable[..., Any] = getattr(type(self.module), self.method or "_call_impl")
             return function
@@ -72,26 +63,26 @@ class Target:
 
     @property
     def eager(self) -> Callable[..., Any]:
-        """What the target does uncompiled, hooks included."""
+        """The eager call of the target, hooks included."""
         call: Callable[..., Any] = self.function.__get__(self.module)
         return call
 
     def label(self, graphs: int) -> str:
-        """The target in a report, in which so many graphs were compiled of it."""
+        """The target in a report."""
         return self.name
 
     @property
     def has_hooks(self) -> bool:
-        """Whether hooks run in what is compiled."""
+        """Whether the compiled code runs hooks."""
         return _torch.dynamo.has_call_hooks(self.module, own=self.method is None)
 
     @property
     def sharded(self) -> bool:
-        """Whether weights are gathered from shards for each call, and freed after it."""
+        """Whether FSDP gathers the weights for each call, and frees them after it."""
         return is_sharded(self.module)
 
     def uncompilable_reason(self) -> str | None:
-        """Why the target runs as it is, whatever the settings; ``None`` if it can be compiled."""
+        """Why torch.compile cannot compile the target; ``None`` if it can."""
         if isinstance(self.module, torch.jit.ScriptModule):
             return "it is a TorchScript module, which torch.compile cannot trace"
         method = self.method or "forward"
@@ -102,24 +93,24 @@ class Target:
 
 
 def call_targets(name: str, module: nn.Module) -> list[Target]:
-    """A module's call as targets: one, or where FSDP shards it in parts, each that holds no other.
+    """The targets for the call of a module: one, or the innermost parts that FSDP shards.
 
-    It is without what FSDP does around it: torch traces none of that, and ends the graph there.
+    The parts are compiled without the code of FSDP around them, which Dynamo does not trace.
     """
     name = strip_fsdp1_names(name)
     if not (units := innermost_fsdp_units(module)):
         return [Target(name, module)]
-    called = "" if name == "forward" else name.removesuffix(".forward")
+    prefix = "" if name == "forward" else name.removesuffix(".forward")
     targets = []
     for path, unit in units:
-        unit_name = ".".join(part for part in (called, path) if part) or name
+        unit_name = ".".join(part for part in (prefix, path) if part) or name
         wrapped = fsdp1_wrapped(unit)
         targets.append(Target(unit_name, unit, "forward") if wrapped is None else Target(unit_name, wrapped))
     return targets
 
 
 def only_if_named(module: nn.Module) -> bool:
-    """Whether a module is a target only if it is named: a metric (it is state, not computation), or TorchScript."""
+    """Whether a module is never a default target: a metric, which is state and not computation, or TorchScript."""
     classes = type(module).__mro__
     is_metric = any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics.") for cls in classes)
     return is_metric or isinstance(module, torch.jit.ScriptModule)
