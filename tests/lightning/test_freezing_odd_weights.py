@@ -126,9 +126,7 @@ class OneDnn(nn.Linear):
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 def test_freezing_is_left_out_if_a_buffer_cannot_be_read():
     x = torch.ones(4, FEATURES)
-    with pytest.warns(
-        CompileWarning, match="no effect on target 'forward' in the infer phase: 'packed'"
-    ):
+    with pytest.warns(CompileWarning, match="no effect on target 'forward' in the infer phase: 'packed'"):
         backend = InductorBackend(FREEZING).build(OneDnn(), [((x,), {})])
     assert backend.infer(x).shape == (4, CLASSES)
     assert backend.report.infer.graphs == 1
