@@ -10,7 +10,7 @@ import torch
 
 
 @contextlib.contextmanager
-def beside_activation_checkpoints() -> Iterator[None]:
+def outside_activation_checkpoints() -> Iterator[None]:
     """What runs within is no part of an activation checkpoint that it is called in, which counts what is saved.
 
     The innermost hooks on saved tensors are the ones that count. They are set only where there are any, which no public
@@ -56,7 +56,7 @@ def wrap_backward(node: Any, wrap: Callable[[Callable[..., Any]], Callable[..., 
     node._forward_cls.backward = staticmethod(wrap(node._forward_cls.backward))
 
 
-def gradients_given(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
+def incoming_gradients(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
     """The gradients that a backward pass of a compiled node gets: from torch 2.13 on they come in a list."""
     return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list) else arguments
 
@@ -71,7 +71,7 @@ def mutated_inputs(node: Any) -> Sequence[int]:
     return [i for i, info in enumerate(node._forward_cls.metadata.input_info) if info.mutates_data]
 
 
-def has_backward_of_its_own(graph_module: torch.fx.GraphModule) -> bool:
+def has_custom_backward(graph_module: torch.fx.GraphModule) -> bool:
     """Whether a graph has an operator of higher order, which may hide from autograd how it computes its gradient.
 
     That of `torch.autograd.Function` does. That of an activation checkpoint does not.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any
 import torch
 
 from compile_callbacks._torch.caches import autocast_state, tagged_cache
-from compile_callbacks._torch.dynamo import CONTROL_FLOW
-from compile_callbacks._torch.graphs import copy_of_graph, eager_graph
 
 
 def mode_names() -> list[str]:
@@ -113,56 +110,28 @@ def compile_graph(
     graph_module: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
-    patches: Mapping[str, Any],
-    fallback: Callable[[Exception], bool],
-    other_patches: Callable[[Exception], Mapping[str, Any] | None] = lambda error: None,
-    on_lowered: Callable[[float, bool], None],
+    options: Mapping[str, Any],
     inner_compile: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph, forward and backward, with Inductor.
+    """Compile a graph of Dynamo, forward and backward, with ``compile_fx``, which ``backend="inductor"`` calls.
 
-    ``compile_fx`` is what ``backend="inductor"`` calls. The backward graph is compiled with the forward one
-    (``force_non_lazy_backward_lowering``, the setting of torch's own ahead-of-time path), because a failure in
-    it would else surface in the user's ``backward()``, where the step can no longer be done eagerly.
+    The backward graph is compiled together with the forward graph (``force_non_lazy_backward_lowering``, which torch's
+    ahead-of-time path sets). Otherwise a failure would surface in the user's ``backward()``, where the step can no
+    longer run eagerly.
 
     Args:
-        graph_module: The traced graph.
+        graph_module: The graph, which Inductor changes.
         example_inputs: Its inputs.
-        patches: Inductor settings for this graph.
-        fallback: Asked with the error where compiling fails; ``True`` has the graph run eagerly.
-        other_patches: Asked first: settings to compile the graph with once more, from the start; ``None`` for none.
-        on_lowered: Told the seconds that each half took, and whether it was the backward one.
-        inner_compile: Compiles what AOTAutograd makes of the graph; see `compile_inner`.
-
-    Returns:
-        The compiled graph, or the graph itself, untouched, where compiling failed and ``fallback`` agreed.
+        options: Inductor options.
+        inner_compile: Compiles the graphs that AOTAutograd makes of this one; see `compile_inner`.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    def timed_inner_compile(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        output = inner_compile(*args, **kwargs)
-        on_lowered(time.perf_counter() - started, bool(kwargs.get("is_backward")))
-        return output
-
-    # compile_fx owns and changes what it is given.
-    eager = copy_of_graph(graph_module)
-    while True:
-        try:
-            with functorch_config.patch(force_non_lazy_backward_lowering=True), tagged_cache(autocast_state()):
-                return compile_fx(  # type: ignore[return-value]
-                    graph_module, example_inputs, inner_compile=timed_inner_compile, config_patches=dict(patches)
-                )
-        except CONTROL_FLOW:
-            raise
-        except Exception as error:
-            if (others := other_patches(error)) is not None:
-                graph_module, patches = copy_of_graph(eager), others
-            elif fallback(error):
-                return eager_graph(eager).forward
-            else:
-                raise
+    with functorch_config.patch(force_non_lazy_backward_lowering=True), tagged_cache(autocast_state()):
+        return compile_fx(  # type: ignore[return-value]
+            graph_module, example_inputs, inner_compile=inner_compile, config_patches=dict(options)
+        )
 
 
 def draws_as_eager(options: Mapping[str, Any]) -> bool:
@@ -219,11 +188,11 @@ def compile_inner(module: torch.fx.GraphModule, example_inputs: Sequence[Any], *
 
 
 @contextlib.contextmanager
-def aside_of_main_graph() -> Iterator[None]:
-    """Compile something without a trace in what torch notes down of the graph that is being compiled.
+def separate_compile() -> Iterator[None]:
+    """A context for compiling another graph in the middle of a compile.
 
-    Torch keeps the strides of the last graph's outputs for the main one; and passes, tuning and CUDA graphs are the
-    user's settings for the main one.
+    The tracing context of the outer compile has the output strides of the graph that was compiled last. The graph
+    passes, the tuning and the CUDA graphs of the outer compile are settings for the user's graph.
     """
     from torch._inductor import config
 

@@ -1,7 +1,5 @@
-"""Weight folding: what an inference graph computes from weights alone is computed once per version of the weights.
+"""Weight folding: an inference graph computes what depends only on weights once for each version of the weights.
 
-- ``scales``: moves what follows a convolution or matrix product channel by channel, as a batch norm does, into its
-  weight;
-- ``split``: which part of a graph depends on weights alone, and the two halves that it is cut into;
-- ``folded``: the halves compiled, and the weight half run anew when weights changed.
+The graph is cut into a *constant subgraph*, which runs after weights have changed, and a *main subgraph*, which runs on
+each call (docs/fold_weights.md).
 """

@@ -1,9 +1,8 @@
-"""Moves what follows a convolution or matrix product channel by channel, as a batch norm does, into its weight."""
+"""Moves per-channel arithmetic after a convolution or matrix product, such as a batch norm, into the weight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -12,80 +11,87 @@ from compile_callbacks import _torch
 
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
-
-# Where the weight stands among the arguments of a product.
-_PRODUCTS = {_aten.convolution.default: 1, _aten.addmm.default: 2, _aten.mm.default: 1}
-_STEPS = (_aten.mul.Tensor, _aten.div.Tensor, _aten.add.Tensor, _aten.sub.Tensor)
 _SCALING = (_aten.mul.Tensor, _aten.div.Tensor)
+_STEPS = (*_SCALING, _aten.add.Tensor, _aten.sub.Tensor)
+_COMMUTATIVE = (_aten.mul.Tensor, _aten.add.Tensor)
 
-Operand = Node | float
-"""What a step has beside the product: a tensor of one value a channel, or a number."""
+
+class _Product(NamedTuple):
+    """A convolution or matrix product. Dimension 1 of its result are the channels."""
+
+    node: Node
+    weight: Any
+    bias: Any
 
 
-def absorb_scales(graph: Graph, depends_on_weights: Callable[[], set[Node]], fits: Callable[[Node], bool]) -> None:
-    """Rewrite ``(product(x, w) - mean) * a * b + c`` as ``product(x, w * (a * b)) + (c - mean * a * b)``.
+class _Step(NamedTuple):
+    """Arithmetic on the result of a product, with one operand for each channel, or a number."""
 
-    The arithmetic on weights is done in the type that the steps compute in (float32 for a batch norm under autocast),
-    from weights as they are before they are cast. What is added stays outside the product: there it is fused with
-    what follows, at no cost, and is not rounded to the weight's type.
+    node: Node
+    operand: Any
+
+
+def absorb_scales(graph: Graph, weight_only: set[Node], limit_bytes: int) -> None:
+    """Rewrite ``(product(x, w) - mean) * a + b`` as ``product(x, w * a) + (b - mean * a)``.
+
+    The new arithmetic on weights is done in the dtype of the old arithmetic (float32 for a batch norm under autocast),
+    on weights that are not cast yet. The sum stays outside the product, where Inductor fuses it with the operators that
+    follow, and where it is not rounded to the dtype of the weight.
 
     Args:
         graph: The graph, which is changed.
-        depends_on_weights: Gives the nodes that depend on weights alone, placeholders among them.
-        fits: Whether a weight may be kept a second time.
+        weight_only: The nodes that depend only on weights, the weights included.
+        limit_bytes: The memory that the scaled weights may take.
     """
-    weight_only = depends_on_weights()
-    for product in list(graph.nodes):
-        if product.target not in _PRODUCTS or _weight_of(product) not in weight_only:
+    for node in list(graph.nodes):
+        product = _as_product(node, weight_only)
+        if product is None:
             continue
-        steps = _steps(product, weight_only)
-        if any(step.target in _SCALING for step, _ in steps) and fits(_weight_of(product)):
+        steps = _steps_after(product, weight_only)
+        size = product.weight.meta["val"].nbytes
+        if size <= limit_bytes and any(step.node.target in _SCALING for step in steps):
+            limit_bytes -= size
             _absorb(graph, product, steps)
     graph.eliminate_dead_code()
     graph.lint()
 
 
-def _weight_of(product: Node) -> Node:
-    weight: Node = product.args[_PRODUCTS[product.target]]  # type: ignore[index, assignment]
-    return weight
+def _as_product(node: Node, weight_only: set[Node]) -> _Product | None:
+    """A product of an input with a weight; ``None`` for other nodes."""
+    if node.target is _aten.convolution.default and not node.args[6]:  # the weight of a transposed one differs
+        product = _Product(node, *node.args[1:3])
+    elif node.target is _aten.addmm.default and not node.kwargs:
+        product = _Product(node, node.args[2], node.args[0])
+    elif node.target is _aten.mm.default:
+        product = _Product(node, node.args[1], None)
+    else:
+        return None
+    has_bias = product.bias is not None
+    if product.weight not in weight_only or (has_bias and product.bias not in weight_only):
+        return None
+    if has_bias and node.target is _aten.addmm.default and not _is_per_channel(product.bias, product, weight_only):
+        return None  # a whole matrix is added
+    return product
 
 
-def _bias_of(product: Node) -> Any:
-    if product.target is _aten.convolution.default:
-        return product.args[2]
-    return product.args[0] if product.target is _aten.addmm.default else None
-
-
-def _steps(product: Node, weight_only: set[Node]) -> list[tuple[Node, Operand]]:
-    """The steps that a product goes through, and nothing else reads it between, each with its operand."""
-    bias = _bias_of(product)
-    if bias is not None and bias not in weight_only:
-        return []
-    if product.target is _aten.convolution.default and product.args[6]:
-        return []  # transposed: channels lie elsewhere in its weight
-    if product.target is _aten.addmm.default and (product.kwargs or not _is_per_channel(bias, product, weight_only)):
-        return []  # with factors, or with more than a bias
-    steps: list[tuple[Node, Operand]] = []
-    node = product
+def _steps_after(product: _Product, weight_only: set[Node]) -> list[_Step]:
+    """The arithmetic that is the only reader of the product, or of the step before it."""
+    steps: list[_Step] = []
+    node = product.node
     while len(node.users) == 1:
         user = next(iter(node.users))
         if user.target is _CAST and not steps and _is_wider(user, node):
             node = user
             continue
-        if user.target not in _STEPS or user.kwargs or not (_is_wider(user, node) or _dtype(user) == _dtype(node)):
+        if user.target not in _STEPS or user.kwargs or user.meta["val"].shape != product.node.meta["val"].shape:
             break
-        left, right = user.args[:2]
-        if left is node:
-            operand = right
-        elif user.target in (_aten.mul.Tensor, _aten.add.Tensor):
-            operand = left
-        else:
+        left, right = user.args
+        if left is not node and user.target in _COMMUTATIVE:
+            left, right = right, left
+        same_dtype = _dtype(user) == _dtype(node) or _is_wider(user, node)
+        if left is not node or not same_dtype or not _is_per_channel(right, product, weight_only):
             break
-        if operand is node or not _is_per_channel(operand, product, weight_only):
-            break
-        if user.meta["val"].shape != product.meta["val"].shape:
-            break
-        steps.append((user, operand))  # type: ignore[arg-type]
+        steps.append(_Step(user, right))
         node = user
     return steps
 
@@ -99,112 +105,60 @@ def _is_wider(node: Node, than: Node) -> bool:
     return _dtype(node).is_floating_point and _dtype(node).itemsize > _dtype(than).itemsize
 
 
-def _is_per_channel(operand: Any, product: Node, weight_only: set[Node]) -> bool:
+def _is_per_channel(operand: Any, product: _Product, weight_only: set[Node]) -> bool:
     if isinstance(operand, (int, float)):
         return True
     if operand not in weight_only:
         return False
-    value, result = operand.meta["val"], product.meta["val"]
+    value, result = operand.meta["val"], product.node.meta["val"]
     if not value.dtype.is_floating_point or value.dim() > result.dim():
         return False
-    channel = value.dim() - _dims_from_channel(product)
-    return all(size == 1 or (d == channel and size == _channels(product)) for d, size in enumerate(value.shape))
+    first = result.dim() - value.dim()
+    return all(size == 1 or (d == 1 and size == result.shape[1]) for d, size in enumerate(value.shape, first))
 
 
-def _dims_from_channel(product: Node) -> int:
-    """How many of a product's dimensions there are from that of its channels on."""
-    return product.meta["val"].dim() - 1 if product.target is _aten.convolution.default else 1
+def _absorb(graph: Graph, product: _Product, steps: list[_Step]) -> None:
+    last, result = steps[-1].node, product.node.meta["val"]
+    dtype, is_convolution = _dtype(last), product.node.target is _aten.convolution.default
 
+    def call(target: Any, *arguments: Any, **kwargs: Any) -> Node:
+        return _torch.graphs.add_node(graph, target, arguments, kwargs)
 
-def _channels(product: Node) -> int:
-    channels: int = product.meta["val"].shape[-_dims_from_channel(product)]
-    return channels
+    def cast(node: Node, to: torch.dtype) -> Node:
+        return node if _dtype(node) == to else call(_CAST, node, to)
 
+    def number(value: float) -> Node:
+        return call(_aten.full.default, [1] * (result.dim() - 1), value, dtype=dtype, device=result.device)
 
-def _absorb(graph: Graph, product: Node, steps: Sequence[tuple[Node, Operand]]) -> None:
-    last, weight, bias = steps[-1][0], _weight_of(product), _bias_of(product)
-    dtype = _dtype(last)
-    with graph.inserting_before(last):
-        arithmetic = _Arithmetic(graph, dtype)
-        scale: Operand = 1.0
-        shift: Operand = 0.0
-        if isinstance(bias, Node):
-            shift = arithmetic.spread(arithmetic.uncast(bias), _channels(product), _dims_from_channel(product))
-        for step, operand in steps:
-            shift = arithmetic.apply(step.target, shift, operand)
-            if step.target in _SCALING:
-                scale = arithmetic.apply(step.target, scale, operand)
-        # Channels come first in a convolution's weight and last in that of a matrix product.
-        dims = weight.meta["val"].dim() if product.target is _aten.convolution.default else 1
-        scaled = arithmetic.apply(
-            _aten.mul.Tensor, arithmetic.uncast(weight), arithmetic.spread(scale, _channels(product), dims)
-        )
-        arguments = list(product.args)
-        if product.target is _aten.convolution.default:
-            target, arguments[1:3] = product.target, [arithmetic.cast(scaled, _dtype(weight)), None]
-        else:
-            inputs = product.args[1] if product.target is _aten.addmm.default else product.args[0]
-            target, arguments = _aten.mm.default, [inputs, arithmetic.cast(scaled, _dtype(weight))]
-        result = arithmetic.cast(arithmetic.call(target, *arguments), dtype)
-        result = arithmetic.apply(_aten.add.Tensor, result, shift)
-    last.replace_all_uses_with(result)
+    def per_channel(operand: Any, dims: int = result.dim() - 1) -> Any:
+        """The operand with ``dims`` dimensions, the first of them the channels."""
+        return operand if not isinstance(operand, Node) else call(_aten.view.default, operand, [-1] + [1] * (dims - 1))
 
-
-class _Arithmetic:
-    """Adds nodes to a graph, and computes with numbers where there are no tensors.
-
-    Args:
-        graph: The graph.
-        dtype: The type to compute in.
-    """
-
-    def __init__(self, graph: Graph, dtype: torch.dtype) -> None:
-        self._graph = graph
-        self._dtype = dtype
-
-    def call(self, target: Any, *arguments: Any) -> Node:
-        return _torch.graphs.add_node(self._graph, target, arguments)
-
-    def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        return node if _dtype(node) == dtype else self.call(_CAST, node, dtype)
-
-    def apply(self, target: Any, left: Operand, right: Operand) -> Any:
-        """A step on two operands; nothing is added to the graph for ``x + 0`` and ``x * 1``."""
-        if not isinstance(left, Node) and not isinstance(right, Node):
-            return _ON_NUMBERS[target](left, right)
-        if not isinstance(right, Node) and right == (1 if target in _SCALING else 0):
-            return left
-        if isinstance(left, Node):
-            return self.call(target, left, right)
-        inverse = _INVERSES.get(target)
-        return self.apply(
-            _OF_INVERSE.get(target, target), right if inverse is None else self.call(inverse, right), left
-        )
-
-    def spread(self, operand: Operand, channels: int, dims: int) -> Operand:
-        """An operand with ``dims`` dimensions, the first of them the channels."""
-        if not isinstance(operand, Node):
-            return operand
-        value = operand.meta["val"]
-        shape = [channels if value.numel() == channels else 1] + [1] * (dims - 1)
-        return operand if list(value.shape) == shape else self.call(_aten.view.default, operand, shape)
-
-    def uncast(self, node: Node) -> Node:
-        """A weight in the type to compute in: as it was before it was cast, where it was."""
+    def uncast(node: Node) -> Node:
+        """The weight in the dtype of the arithmetic, before autocast has cast it if possible."""
         source = node.args[0] if node.target in (_CAST, _aten.permute.default) else None
-        if node.target is _CAST and isinstance(source, Node) and _dtype(source) == self._dtype:
+        if node.target is _CAST and isinstance(source, Node) and _dtype(source) == dtype:
             return source
-        if node.target is _aten.permute.default and isinstance(source, Node) and _dtype(node) != self._dtype:
-            return self.call(_aten.permute.default, self.uncast(source), node.args[1])
-        return self.cast(node, self._dtype)
+        if node.target is _aten.permute.default and isinstance(source, Node) and _dtype(node) != dtype:
+            return call(_aten.permute.default, uncast(source), node.args[1])
+        return cast(node, dtype)
 
-
-# A number minus, or divided by, a tensor.
-_INVERSES = {_aten.sub.Tensor: _aten.neg.default, _aten.div.Tensor: _aten.reciprocal.default}
-_OF_INVERSE = {_aten.sub.Tensor: _aten.add.Tensor, _aten.div.Tensor: _aten.mul.Tensor}
-_ON_NUMBERS: dict[Any, Callable[[Any, Any], Any]] = {
-    _aten.mul.Tensor: lambda left, right: left * right,
-    _aten.div.Tensor: lambda left, right: left / right,
-    _aten.add.Tensor: lambda left, right: left + right,
-    _aten.sub.Tensor: lambda left, right: left - right,
-}
+    with graph.inserting_before(last):
+        scale, shift = number(1.0), None if product.bias is None else per_channel(uncast(product.bias))
+        for step in steps:
+            operand = per_channel(step.operand)
+            if step.node.target in _SCALING:
+                scale = call(step.node.target, scale, operand)
+                shift = shift and call(step.node.target, shift, operand)
+            else:
+                shift = call(step.node.target, shift or number(0.0), operand)
+        # The channels are the first dimension of a convolution's weight, and the last of a matrix product's.
+        factor = per_channel(scale, product.weight.meta["val"].dim() if is_convolution else 1)
+        weight = cast(call(_aten.mul.Tensor, uncast(product.weight), factor), _dtype(product.weight))
+        arguments = list(product.node.args)
+        if is_convolution:
+            scaled = call(_aten.convolution.default, arguments[0], weight, None, *arguments[3:])
+        else:
+            scaled = call(_aten.mm.default, arguments[0 if product.bias is None else 1], weight)
+        scaled = cast(scaled, dtype)
+        last.replace_all_uses_with(scaled if shift is None else call(_aten.add.Tensor, scaled, shift))

@@ -1,4 +1,4 @@
-"""Decides whether compiled code computes what eager code does, within the rounding errors of the dtypes in use."""
+"""Decides whether compiled code computes what eager code does, within rounding errors, for verification and exports."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.profiling.compile_events import Verdict
 
 _TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
-_CLEAR_FACTOR = 10.0  # a difference of so many tolerances is not rounding, except in a gradient that cancels out
+_CLEAR_FACTOR = 10.0  # an error of so many tolerances is not rounding, except in a gradient whose terms cancel out
 _MAX_GRADIENT_TOLERANCE = 1 / 64  # values that cross a ReLU's zero moved float32 gradients of ResNets by up to 8e-3
 _DIRECTION_FACTOR = 8  # how much more two gradients of equal norms may differ before the float64 run is made
-_CHUNK = 2**22  # elements that are compared at a time, which bounds the memory that it takes
+_CHUNK = 2**22  # elements that are compared at a time, which bounds the memory of a comparison
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ Rerun = Callable[[Literal["eager", "compiled", "float64"], Collection[str]], Res
 
 
 def compare_results(expected: Results, actual: Results, allowed: float, rerun: Rerun) -> Comparison:
-    """Compare the results of a compiled run with those of an eager one.
+    """Compare the results of a compiled run with those of an eager run.
 
     A difference beyond the tolerance counts if the compiled result is also further from a float64 run than the eager
     one is, as in torch's own accuracy checks. The gradient of a bias before a batch norm, for example, is a sum that
-    cancels out: eager code computes rounding errors, compiled code computes others.
+    cancels out: eager code computes rounding errors, compiled code computes other rounding errors.
 
     Args:
         expected: The eager run.
@@ -73,55 +73,50 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
             reason = f"{name} is {_described(other)}, and {_described(tensor)} in eager execution"
             return Comparison("differs", reason, math.inf)
     floors = _floors(expected, allowed)
-    errors = {name: _errors(tensor, actual.tensors[name], floors[name]) for name, tensor in expected.tensors.items()}
-    max_abs_error = max((largest for largest, _ in errors.values()), default=0.0)
-    tolerances = dict.fromkeys(errors, allowed) | dict.fromkeys(expected.sketches, gradient_tolerance(allowed))
-    relative = {name: error for name, (_, error) in errors.items()}
-    for name, numbers in expected.sketches.items():
-        relative[name] = _sketch_error(numbers, actual.sketches[name], floors[name])
-    suspects = [name for name, error in relative.items() if not error <= tolerances[name]]
+    errors, max_abs_error = dict[str, float](), 0.0
+    for name, tensor in expected.tensors.items():
+        largest, errors[name] = _errors(tensor, actual.tensors[name], floors[name])
+        max_abs_error = max(max_abs_error, largest)
+    for name, sketch in expected.sketches.items():
+        errors[name] = _sketch_error(sketch, actual.sketches[name], floors[name])
+    allowed_of = dict.fromkeys(errors, allowed) | dict.fromkeys(expected.sketches, gradient_tolerance(allowed))
+    suspects = [name for name, error in errors.items() if error > allowed_of[name]]
     if not suspects:
         return Comparison("equal", max_abs_error=max_abs_error)
-    keep = [name for name in suspects if name in expected.sketches]
+    of_gradients = [name for name in suspects if name in expected.sketches]
     try:
-        reference = rerun("float64", keep)
+        reference = rerun("float64", of_gradients)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return _without_reference(relative, tolerances, suspects, max_abs_error, describe_failure(error))
-    if keep:
-        expected.tensors |= rerun("eager", keep).gradients
-        actual.tensors |= rerun("compiled", keep).gradients
-        reference.tensors |= reference.gradients
-    differences: list[tuple[float, str]] = []
-    for name in suspects:
-        tensors = expected.tensors[name], actual.tensors[name], reference.tensors[name]
-        floor = floors[name] / (math.sqrt(max(1, tensors[0].numel())) if name in keep else 1)
-        confirmed = _confirmed_error(*tensors, floor=floor, allowed=tolerances[name], lenient=allowed < 1e-3)
-        if confirmed is not None:
-            differences.append((confirmed, name))
-    if not differences:
-        return Comparison("equal", max_abs_error=max_abs_error)
-    # Wrong outputs have wrong gradients: the cause is named.
-    largest, name = max([found for found in differences if found[1] not in keep] or differences)
-    reason = f"{name} has a relative error of {largest:.2g} (tolerance {tolerances[name]:.2g})"
-    return Comparison("differs", reason, max_abs_error)
-
-
-def _without_reference(
-    relative: Mapping[str, float],
-    tolerances: Mapping[str, float],
-    suspects: Sequence[str],
-    max_abs_error: float,
-    problem: str,
-) -> Comparison:
-    """The result if no float64 reference can confirm a difference: only a large one, of an output, is reported."""
-    errors = {name: relative[name] for name in suspects if not name.startswith("the gradient of")}
-    name = max(errors, key=errors.__getitem__, default="")
-    if not name or errors[name] <= _CLEAR_FACTOR * tolerances[name]:
-        return Comparison("not compared", f"no float64 reference: {problem}")
-    reason = f"{name} has a relative error of {errors[name]:.2g} (tolerance {tolerances[name]:.2g})"
-    return Comparison("differs", f"{reason}; no float64 reference: {problem}", max_abs_error)
+        # Without a reference, only a large error of an output is reported.
+        problem = f"no float64 reference: {describe_failure(error)}"
+        confirmed = {
+            name: errors[name]
+            for name in suspects
+            if name not in of_gradients and errors[name] > _CLEAR_FACTOR * allowed_of[name]
+        }
+        if not confirmed:
+            return Comparison("not compared", problem)
+    else:
+        problem = ""
+        if of_gradients:
+            expected.tensors |= rerun("eager", of_gradients).gradients
+            actual.tensors |= rerun("compiled", of_gradients).gradients
+            reference.tensors |= reference.gradients
+        confirmed = {}
+        for name in suspects:
+            tensors = expected.tensors[name], actual.tensors[name], reference.tensors[name]
+            floor = floors[name] / (math.sqrt(max(1, tensors[0].numel())) if name in of_gradients else 1)
+            found = _confirmed_error(*tensors, floor=floor, allowed=allowed_of[name], lenient=allowed < 1e-3)
+            if found is not None:
+                confirmed[name] = found
+        if not confirmed:
+            return Comparison("equal", max_abs_error=max_abs_error)
+    # Wrong outputs have wrong gradients, so an output is named if there is one.
+    name = max([name for name in confirmed if name not in of_gradients] or confirmed, key=confirmed.__getitem__)
+    reason = f"{name} has a relative error of {confirmed[name]:.2g} (tolerance {allowed_of[name]:.2g})"
+    return Comparison("differs", f"{reason}; {problem}" if problem else reason, max_abs_error)
 
 
 def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = ()) -> float:
@@ -153,7 +148,7 @@ def gradient_tolerance(allowed: float) -> float:
 
 
 def random_tensor(shape: Sequence[int], device: torch.device, seed: int) -> torch.Tensor:
-    """Normally distributed numbers that depend on the seed alone; no generator of the user's is used."""
+    """Normally distributed numbers that depend on the seed alone; the user's generators are not used."""
     return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
 
 
@@ -176,9 +171,11 @@ def sketches(gradients: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
 
 
 def _sketch_error(expected: Sequence[float], actual: Sequence[float], floor: float) -> float:
-    """The relative error of a norm, or what the products say of the direction, if that is more."""
+    """The relative error of a norm, or the error of the direction according to the products, if that is larger."""
     if not math.isfinite(expected[0]):
-        return 0.0  # eager code has nothing to compare with
+        return 0.0  # there is no finite eager gradient to compare with
+    if not math.isfinite(actual[0]):
+        return math.inf
     of_norm, *of_products = (abs(a - e) / max(expected[0], floor, 1e-30) for e, a in zip(expected, actual, strict=True))
     return max(of_norm, math.hypot(*of_products) / math.sqrt(2) / _DIRECTION_FACTOR)
 
@@ -197,16 +194,16 @@ def _floors(expected: Results, allowed: float) -> dict[str, float]:
 def _errors(expected: torch.Tensor, actual: torch.Tensor, floor: float) -> tuple[float, float]:
     """The largest absolute error and the relative error. NaN and infinity are equal to themselves."""
     exact = not (expected.is_floating_point() or expected.is_complex())
-    largest = apart = norm = torch.zeros((), dtype=torch.float64, device=expected.device)
+    largest = total = norm = torch.zeros((), dtype=torch.float64, device=expected.device)
     for e, a in _chunks(expected, actual):
-        error = torch.where((e == a) | (e.isnan() & a.isnan()), 0.0, (a - e).abs())
+        error = torch.where((e == a) | (e.isnan() & a.isnan()), 0.0, (a - e).abs()).nan_to_num(math.inf, math.inf)
         largest = torch.maximum(largest, error.max())
-        apart = apart + (error.bool().sum() if exact else error.square().sum())
+        total = total + (error.bool().sum() if exact else error.square().sum())
         norm = norm + torch.where(e.isfinite(), e, 0.0).square().sum()
     if exact:
-        return float(largest), float(apart) / max(1, expected.numel())
+        return float(largest), float(total) / max(1, expected.numel())
     scale = max(float(norm.sqrt()), floor * math.sqrt(expected.numel()), 1e-30)
-    return float(largest), float(apart.sqrt()) / scale
+    return float(largest), float(total.sqrt()) / scale
 
 
 def _confirmed_error(
@@ -218,10 +215,10 @@ def _confirmed_error(
     allowed: float,
     lenient: bool,
 ) -> float | None:
-    """The relative error of a tensor that is less accurate than its eager counterpart; ``None`` if it is not."""
-    exact = not (expected.is_floating_point() or expected.is_complex())
+    """The relative error of a compiled tensor that is less accurate than the eager one; ``None`` if it is not."""
     e, a, r = (_flat(tensor).to(reference.device, torch.float64) for tensor in (expected, actual, reference))
-    if exact:  # such as the indices of the largest values, which change if two values are nearly the same
+    if not (expected.is_floating_point() or expected.is_complex()):
+        # Indices of the largest values, for example, change if two values are nearly the same.
         wrong, usual = float((a != r).double().mean()), float((e != r).double().mean())
         return wrong if wrong > 3 * usual + 1 / 8 else None
     finite = e.isfinite() & r.isfinite()

@@ -26,7 +26,7 @@ from compile_callbacks.runtime.target import Target
 from compile_callbacks.runtime.target_settings import ShapePolicy, TargetSettings
 
 if TYPE_CHECKING:
-    from compile_callbacks.folding.folded import FoldedGraph
+    from compile_callbacks.folding.folded_graph import FoldedGraph
 
 
 class CompiledTarget:

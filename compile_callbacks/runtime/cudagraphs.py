@@ -1,4 +1,4 @@
-"""Steps on a GPU: copies of what outlives a step, because CUDA graphs reuse their memory; backward in one thread."""
+"""Lets CUDA graphs be used in a Trainer: the backend and the session call these functions and objects."""
 
 from __future__ import annotations
 
@@ -8,33 +8,40 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
+from compile_callbacks.profiling.compile_events import CompileKey
+from compile_callbacks.runtime.fallback import EagerFallback
 
 
 def with_warmup_repair(
-    compiled: Callable[..., Any], device: torch.device, on_repair: Callable[[], None]
+    compiled: Callable[..., Any], device: torch.device, key: CompileKey, fallback: EagerFallback
 ) -> Callable[..., Any]:
-    """Wrap the compiled function of a graph so that it runs after an earlier CUDA graph has raised in its warm-up.
+    """Wrap a compiled graph so that it runs after the first run of a CUDA graph has raised an exception.
 
-    The earlier call may have been of another graph, or a backward pass, and the user may have caught the exception to
-    skip a batch. Asking before each call takes less than 1 µs.
+    The failed run may be one of another graph, or of a backward pass, and the user may have caught the exception to
+    skip a batch. The check before each call takes less than 1 µs.
 
     Args:
-        compiled: Called with the graph's inputs.
+        compiled: The compiled graph.
         device: The device that the graph runs on.
-        on_repair: Called after a repair.
+        key: The target and the phase of the graph.
+        fallback: Issues a warning after a repair.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
 
     def call(*inputs: Any) -> Any:
         if _torch.inductor.end_failed_warmup(index):
-            on_repair()
+            message = (
+                f"target {key.target!r} ({key.phase} phase): the first run of a CUDA graph raised an exception before "
+                "this call, such as OutOfMemoryError; torch runs and records that graph again at its next call"
+            )
+            fallback.warn_after_call("CC305", message)
         return compiled(*inputs)
 
     return call
 
 
 def with_cloned_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the compiled function of a graph so that the next step does not overwrite its outputs.
+    """Wrap a compiled graph so that the next step does not overwrite its outputs.
 
     Users keep predictions, validation outputs and logged values for longer than a step. Without a copy, torch raises
     ``accessing tensor output of CUDAGraphs that has been overwritten`` when they read one later. An output that is an
@@ -58,30 +65,28 @@ def with_cloned_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
 class GradientCopies:
     """Copies gradients out of CUDA-graph memory if they outlive the step that computed them.
 
-    The first backward of an accumulation leaves graph memory in ``.grad``, and the next step would overwrite it. Later
-    backwards add to the copy in place, so there is one copy for each optimizer step.
+    The first backward pass of an accumulation leaves graph memory in ``.grad``, and the next step would overwrite it.
+    Later backward passes add to the copy in place, so there is one copy for each optimizer step.
     """
 
     def __init__(self) -> None:
-        self._own: dict[int, int] = {}
+        self._copies: dict[int, int] = {}  # addresses, by the id of the parameter
 
-    def keep(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def copy_new(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Copy each gradient that is not a copy yet."""
-        fresh = [
-            p for p in parameters if p.grad is not None and p.grad.is_cuda and self._own.get(id(p)) != p.grad.data_ptr()
-        ]
-        if not fresh:
+        on_gpu = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.is_cuda]
+        new = [(p, gradient) for p, gradient in on_gpu if self._copies.get(id(p)) != gradient.data_ptr()]
+        if not new:
             return
-        gradients = [p.grad for p in fresh if p.grad is not None]
-        copies = [torch.empty_like(gradient) for gradient in gradients]
-        torch._foreach_copy_(copies, gradients)
-        for parameter, copy in zip(fresh, copies, strict=True):
+        copies = [torch.empty_like(gradient) for _, gradient in new]
+        torch._foreach_copy_(copies, [gradient for _, gradient in new])
+        for (parameter, _), copy in zip(new, copies, strict=True):
             parameter.grad = copy
-            self._own[id(parameter)] = copy.data_ptr()
+            self._copies[id(parameter)] = copy.data_ptr()
 
 
 def drop_overwritten_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Delete the gradients of an earlier step that a later step has overwritten.
+    """Delete gradients that a later step has overwritten.
 
     They remain if an exception ends a run within a step. When Lightning moves the module off the GPU, torch would then
     raise another error, which hides the exception.
@@ -90,16 +95,16 @@ def drop_overwritten_gradients(parameters: Iterable[torch.nn.Parameter]) -> None
         try:
             _ = parameter.grad is not None and parameter.grad.data_ptr()
         except RuntimeError as error:
-            if "CUDAGraphs" in str(error):  # other gradients without an address, such as sparse ones, stay
+            if "CUDAGraphs" in str(error):  # other gradients have no address either, such as sparse ones
                 parameter.grad = None
 
 
 class BackwardInCallingThread:
     """Between `begin` and `end`, backward passes that this thread starts run in this thread.
 
-    Autograd runs the backward pass of each GPU in a thread of its own, while the calling thread waits. Each step then
-    switches threads twice, to a core without the step's data in its caches. In CPU-bound steps that is a fifth of the
-    time (``benchmarks/overhead.py``). Results are the same (``torch.autograd.set_multithreading_enabled``).
+    Autograd runs the backward pass of each GPU in a separate thread, while the calling thread waits. Each step then
+    switches threads twice, to a core without the step's data in its caches. In CPU-bound steps that takes a fifth of
+    the time (``benchmarks/overhead.py``). Results are the same (``torch.autograd.set_multithreading_enabled``).
     """
 
     def __init__(self) -> None:
@@ -111,7 +116,7 @@ class BackwardInCallingThread:
             self._off = torch.autograd.set_multithreading_enabled(False)  # takes effect when constructed
 
     def end(self) -> None:
-        """Restore what was set before `begin`."""
+        """Restore the setting that `begin` found."""
         if self._off is not None:
             self._off.__exit__(None, None, None)
             self._off = None

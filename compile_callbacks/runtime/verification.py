@@ -1,7 +1,7 @@
-"""Compares each captured graph with its eager execution, at the graph's first call.
+"""Compares each compiled graph with the captured graph at its first call; the `GraphBackend` wraps graphs for it.
 
-This compares the graph that Dynamo captured, and never calls the user's code. The graph runs on aliases of its inputs,
-and on clones of the inputs that it writes to.
+This never calls the user's code. The captured graph runs on aliases of the inputs of the call, and on clones of the
+inputs that it writes to.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Verification:
         self, key: CompileKey, members: Iterable[Target], *, recorder: CompileRecorder, fallback: EagerFallback
     ) -> None:
         self._key = key
-        # Torch keeps what it compiled, and so this object, for as long as the process lives: not the modules.
+        # torch keeps compiled code, and so this object, for as long as the process lives: not the modules.
         self._modules = [weakref.ref(member.module) for member in members]
         self._recorder = recorder
         self._fallback = fallback
@@ -56,40 +56,36 @@ class Verification:
         self,
         compiled: Callable[..., Any],
         eager: torch.fx.GraphModule,
+        options: Mapping[str, Any],
         *,
-        collective: bool,
+        has_collective: bool,
         uses_cudagraphs: bool,
-        draws_as_eager: bool,
     ) -> Callable[..., Any]:
-        """``compiled``, compared with ``eager`` at its first call.
+        """Wrap a compiled graph so that its first call compares it with the captured graph.
 
         Args:
             compiled: The compiled graph.
             eager: The captured graph.
-            collective: Whether the graph communicates with other processes. It is not compared then: processes compile
-                at different times, so an additional collective would wait forever.
+            options: The Inductor options of the compiled graph.
+            has_collective: Whether the graph communicates with other processes. It is not compared then: processes
+                compile at different times, so an additional collective would wait forever.
             uses_cudagraphs: Whether the compiled graph records CUDA graphs. Gradients are not compared then: torch
                 records CUDA graphs in the order of calls, and the end of a backward frees the memory of all of them.
-            draws_as_eager: Whether the compiled graph draws the same random numbers as the eager one.
         """
         if self._fallback.settings.verify == "off":
             return compiled
-        pending: _FirstCall | None = _FirstCall(
-            compiled,
-            eager,
-            collective=collective,
-            uses_cudagraphs=uses_cudagraphs,
-            draws_as_eager=draws_as_eager,
-            names=self._names,
-        )
+        first: _FirstCall | None = _FirstCall(compiled, eager, options, uses_cudagraphs)
         run = compiled
 
         def call(*inputs: Any) -> Any:
-            nonlocal pending, run
-            if pending is None:
+            nonlocal first, run
+            if first is None:
                 return run(*inputs)
-            first, pending = pending, None
-            run, outputs = self._call_first(first, inputs)
+            pending, first = first, None  # the captured graph is freed after the call
+            if has_collective:
+                self._accepts(Comparison("not compared", "collective"), options)
+                return run(*inputs)
+            run, outputs = self._call_first(pending, inputs)
             return outputs
 
         return call
@@ -97,7 +93,7 @@ class Verification:
     def _call_first(self, first: _FirstCall, inputs: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
         """The function for later calls, and the outputs of this one."""
         try:
-            accepted = self._accepts(first.compare(inputs))
+            accepted = self._accepts(first.compare(inputs, self._names(inputs)), first.options)
         except _CompiledGraphFailedError as failure:
             if self._fallback.settings.on_error == "raise":
                 raise self._fallback.as_compile_error(failure.error) from failure.error
@@ -109,7 +105,7 @@ class Verification:
         first.undo()
         return first.eager.forward, first.eager.forward(*inputs)
 
-    def _accepts(self, comparison: Comparison) -> bool:
+    def _accepts(self, comparison: Comparison, options: Mapping[str, Any]) -> bool:
         """Report a comparison, and decide whether the compiled graph is used."""
         settings, (target, phase) = self._fallback.settings, self._key[:2]
         self._recorder.record("verify", self._key, **vars(comparison))
@@ -119,6 +115,8 @@ class Verification:
             self._fallback.active = True
             return False
         message = f"target {target!r} differs from eager in the {phase} phase: {comparison.reason}"
+        if "numerics" in _torch.inductor.option_names() and options.get("numerics", "default") == "default":
+            message += "; options={'numerics': 'strict'} computes more as eager does, and is slower"
         if settings.verify == "raise":
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
         if settings.verify == "eager":
@@ -146,14 +144,15 @@ class _CompiledGraphFailedError(Exception):
 
 
 class _FirstCall:
-    """The first call of a graph.
+    """The first call of a compiled graph.
 
-    If gradients are compared, the compiled graph runs on aliases of the inputs. Otherwise that run is the user's own
-    call.
+    If gradients are compared, the compiled graph runs on aliases of the inputs. Otherwise the compared run is the
+    user's own call.
 
     Attributes:
         compiled: The compiled graph.
         eager: The captured graph.
+        options: The Inductor options of the compiled graph.
         outputs: The outputs of the user's call, if it was made.
     """
 
@@ -161,29 +160,23 @@ class _FirstCall:
         self,
         compiled: Callable[..., Any],
         eager: torch.fx.GraphModule,
-        *,
-        collective: bool,
+        options: Mapping[str, Any],
         uses_cudagraphs: bool,
-        draws_as_eager: bool,
-        names: Callable[[Sequence[Any]], list[str]],
     ) -> None:
         self.compiled = compiled
         self.eager = eager
+        self.options = options
         self.outputs: Any = None
-        self._collective = collective
         self._uses_cudagraphs = uses_cudagraphs
-        self._draws_as_eager = draws_as_eager
-        self._names = names
+        self._has_constants = next(itertools.chain(eager.parameters(), eager.buffers()), None) is not None
         self._undo: list[Callable[[], None]] = []
 
-    def compare(self, inputs: Sequence[Any]) -> Comparison:
+    def compare(self, inputs: Sequence[Any], names: Sequence[str]) -> Comparison:
         """Compare the eager run with the compiled one.
 
         Raises:
             _CompiledGraphFailedError: The compiled graph raises where the eager one does not.
         """
-        if self._collective:
-            return Comparison("not compared", "collective")
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         random_state = RandomState(inputs)
@@ -191,15 +184,16 @@ class _FirstCall:
             with _unnoticed(random_state):
                 aliases = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
                 facts = _torch.graphs.examine_graph(self.eager, aliases)
-                in_users_call = self._uses_cudagraphs or facts.has_subclasses or _holds_tensors(self.eager)
+                in_users_call = self._uses_cudagraphs or facts.has_subclasses or self._has_constants
                 with_gradients = trains and not in_users_call
-                runs = _Runs(inputs, self._names(inputs), facts.written, with_gradients=with_gradients)
+                runs = _Runs(inputs, names, facts.written, with_gradients=with_gradients)
                 expected = runs.run(self._eager_function())
                 drew = random_state.drawn()
         except Exception as error:
             return _not_compared(error)
-        if drew and not self._draws_as_eager:
-            return Comparison("not compared", _kind_of_randomness(self.eager))
+        if drew and not _torch.inductor.draws_as_eager(self.options):
+            named = any("dropout" in f"{node.target} {node.kwargs}" for node in self.eager.graph.nodes)
+            return Comparison("not compared", "dropout" if named else "random numbers")
         try:
             if with_gradients:
                 with _unnoticed(random_state):
@@ -218,9 +212,10 @@ class _FirstCall:
         def rerun(which: str, keep: Collection[str]) -> Results:
             if drew:
                 raise ValueError("it would draw other random numbers")
-            if which == "float64":
-                return runs.run(self._function_in_double(), expected, keep=keep, double=True)
-            return runs.run(self._eager_function() if which == "eager" else self.compiled, expected, keep=keep)
+            if which == "compiled":
+                return runs.run(self.compiled, expected, keep=keep)
+            double = which == "float64"
+            return runs.run(self._eager_function(double=double), expected, keep=keep, double=double)
 
         try:
             with _unnoticed(None):
@@ -236,15 +231,14 @@ class _FirstCall:
         for step in self._undo:
             step()
 
-    def _eager_function(self) -> Callable[..., Any]:
-        if not _holds_tensors(self.eager):
+    def _eager_function(self, *, double: bool = False) -> Callable[..., Any]:
+        """The captured graph. Frozen weights and buffers are its attributes, and it may write to the buffers."""
+        if not self._has_constants:
             return self.eager.forward
-        # Frozen weights are attributes of the graph. So are buffers then, which the graph may write to.
+        if double:
+            return copy.deepcopy(self.eager).double().forward
         buffers = {name: buffer.clone() for name, buffer in self.eager.named_buffers()}
         return lambda *inputs: torch.func.functional_call(self.eager, buffers, inputs)
-
-    def _function_in_double(self) -> Callable[..., Any]:
-        return copy.deepcopy(self.eager).double().forward if _holds_tensors(self.eager) else self.eager.forward
 
 
 class _Runs:
@@ -263,7 +257,6 @@ class _Runs:
         self._inputs = inputs
         self._names = names
         self._written = sorted(written)
-        self._written_names = [names[position] for position in self._written]
         self._with_gradients = with_gradients
         self._saved = {_address(inputs[position]): inputs[position].untyped_storage().clone() for position in written}
 
@@ -286,8 +279,9 @@ class _Runs:
         arguments, leaves = self._arguments(double)
         with torch.set_grad_enabled(self._with_gradients), _torch.graphs.computing_in_double(double):
             results = self.results(function(*arguments), arguments)
-            # Copied here: the backward of an activation checkpoint writes to them once more.
-            written = {name: results.tensors[name].detach().clone() for name in self._written_names}
+            # Copied here, because the backward pass of an activation checkpoint writes to them once more.
+            names = [self._names[position] for position in self._written]
+            written = {name: results.tensors[name].detach().clone() for name in names}
             gradients = _gradients(results.tensors, (like or results).tensors, leaves)
         results.tensors = {name: tensor.detach() for name, tensor in results.tensors.items()} | written
         if keep:
@@ -302,7 +296,7 @@ class _Runs:
         return Results(tensors | {self._names[position]: inputs[position] for position in self._written})
 
     def restore(self) -> None:
-        """Set the user's inputs back that a call has written to."""
+        """Restore the user's inputs that a call has written to."""
         for value in (self._inputs[position] for position in self._written):
             with torch.inference_mode(value.is_inference()):
                 value.detach().copy_(_tensor_over(self._saved[_address(value)], value))
@@ -310,8 +304,7 @@ class _Runs:
     def _arguments(self, double: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Aliases of the inputs, clones of those that are written to, and by name the leaves of autograd's graph."""
         arguments, leaves = list(self._inputs), dict[str, torch.Tensor]()
-        clones = {address: storage.clone() for address, storage in self._saved.items()}
-        in_double: dict[tuple[int, torch.dtype], torch.UntypedStorage] = {}
+        clones: dict[Any, torch.UntypedStorage] = {}
         bases: dict[int, torch.Tensor] = {}
         for position, value in enumerate(self._inputs):
             if not isinstance(value, torch.Tensor):
@@ -319,20 +312,19 @@ class _Runs:
             dtype = _torch.graphs.DOUBLE_OF.get(value.dtype, value.dtype) if double else value.dtype
             if position not in self._written:
                 argument = value.detach().to(dtype)
-            elif dtype == value.dtype:
+            else:
+                memory = _address(value), value.dtype if double else None
+                if memory not in clones:
+                    clones[memory] = self._saved[memory[0]].clone()
+                    if double:
+                        clones[memory] = value.detach().new_empty(0).set_(clones[memory]).to(dtype).untyped_storage()
                 # Of inputs that share memory, AOTAutograd looks at the base, so a clone of a view is a view of a clone.
                 base = value if value._base is None else value._base
                 if id(base) not in bases:
-                    bases[id(base)] = _tensor_over(clones[_address(value)], base)
+                    bases[id(base)] = _tensor_over(clones[memory], base, dtype)
                 argument = bases[id(base)]
                 if value is not base:
                     argument = argument.as_strided(value.size(), value.stride(), value.storage_offset())
-            else:
-                key = _address(value), value.dtype
-                if key not in in_double:
-                    all_of_it = value.detach().new_empty(0).set_(clones[key[0]])
-                    in_double[key] = all_of_it.to(dtype).untyped_storage()
-                argument = _tensor_over(in_double[key], value, dtype)
             if self._with_gradients and value.requires_grad:
                 leaves[f"the gradient of {self._names[position]}"] = argument.requires_grad_()
                 argument = _NoLeaf.apply(argument) if position in self._written else argument
@@ -355,7 +347,7 @@ class _NoLeaf(torch.autograd.Function):
 def _gradients(
     tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The gradients of leaves for random values at the tensors, the same in each run."""
+    """The gradients of leaves for random values at the tensors, the same values in each run."""
     outputs, cotangents = [], []
     for seed, (name, tensor) in enumerate(tensors.items()):
         if leaves and tensor.requires_grad:
@@ -371,13 +363,9 @@ def _gradients(
 
 @contextlib.contextmanager
 def _unnoticed(random_state: RandomState | None) -> Iterator[None]:
-    """A context for code of which the user's program must notice nothing.
-
-    Args:
-        random_state: What the random generators are set back to.
-    """
+    """A context for code of which the user's program must notice nothing; restores the random generators after it."""
     try:
-        with warnings.catch_warnings(), _torch.autograd.beside_activation_checkpoints():
+        with warnings.catch_warnings(), _torch.autograd.outside_activation_checkpoints():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -395,15 +383,6 @@ def _tensor_over(storage: torch.UntypedStorage, like: torch.Tensor, dtype: torch
 
 def _address(value: torch.Tensor) -> int:
     return value.untyped_storage().data_ptr()
-
-
-def _holds_tensors(graph: torch.fx.GraphModule) -> bool:
-    return next(itertools.chain(graph.parameters(), graph.buffers()), None) is not None
-
-
-def _kind_of_randomness(graph: torch.fx.GraphModule) -> str:
-    named = any("dropout" in f"{node.target} {node.kwargs}" for node in graph.graph.nodes)
-    return "dropout" if named else "random numbers"
 
 
 def _not_compared(error: Exception) -> Comparison:

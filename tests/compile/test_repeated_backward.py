@@ -1,4 +1,4 @@
-"""Backward passes of compiled targets that keep their graph, or are differentiated themselves, against eager."""
+"""Backward passes of compiled targets that keep their graph or are differentiated, compared with eager."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.support.models import Classifier, loader, mlp, seeded, trainer
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
 DIFFERENTIATED = r"gradients of target 'net' are differentiated in the (train|infer) phase \(create_graph=True\)"
+expected_warning = pytest.mark.filterwarnings("ignore:gradients of target .* are differentiated")
 
 
 def smooth(inner: nn.Module | None = None) -> nn.Module:
@@ -24,14 +25,16 @@ def smooth(inner: nn.Module | None = None) -> nn.Module:
 
 
 class Block(nn.Module):
-    """What is repeated: its input goes on beside what it computes."""
-
     def __init__(self):
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
 
     def forward(self, x):
         return x + torch.tanh(self.linear(self.norm(x)))
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(Block(), Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
 class Broken(nn.Module):
@@ -47,21 +50,8 @@ class Broken(nn.Module):
         return self.second(hidden.unflatten(1, (4, 4)).flatten(1))
 
 
-class Spectral(nn.Module):
-    """Computes with a buffer that it changes, as spectral norm does."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 3)
-        self.register_buffer("u", torch.ones(8))
-
-    def forward(self, x):
-        self.u.mul_(0.9)
-        return torch.tanh(self.linear(x * self.u))
-
-
 class TwoViews(nn.Module):
-    """Outputs that share memory which is none of its inputs'."""
+    """Two outputs that share memory."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +63,7 @@ class TwoViews(nn.Module):
 
 
 class Passing(nn.Module):
-    """Its second graph hands on what the first one computed, as it is and as a view."""
+    """The second graph returns a result of the first one, unchanged and as a view."""
 
     def __init__(self):
         super().__init__()
@@ -119,135 +109,103 @@ def both(net, x, y):
     return kept(net, x, y) + penalty(net, x, y)
 
 
+def several_outputs(net, x, y):
+    *others, last = net(x)
+    (gradient,) = torch.autograd.grad(sum(out.square().sum() for out in others), x, create_graph=True)
+    (of_last,) = torch.autograd.grad(last.sum(), x, create_graph=True)
+    return cross_entropy(last, y) + gradient.norm() + of_last.square().sum()
+
+
 class Repeated(Classifier):
-    def __init__(self, loss_of, net, every=1):
+    """Trains with a loss that needs several backward passes, from a step on."""
+
+    def __init__(self, loss_of, net, first=0):
         super().__init__(net)
-        self.loss_of, self.every = loss_of, every
+        self.loss_of, self.first = loss_of, first
 
     def training_step(self, batch, batch_idx):
         x, y = batch[0].clone().requires_grad_(), batch[1]
-        loss = cross_entropy(self.net(x), y) if batch_idx % self.every else self.loss_of(self.net, x, y)
+        loss = cross_entropy(self.net(x), y) if batch_idx < self.first else self.loss_of(self.net, x, y)
         self.losses.append(loss.item())
         return loss
 
 
-def run(loss_of, make_net, *callbacks, every=1, steps=6, precision="64-true", **settings):
-    module = seeded(lambda: Repeated(loss_of, make_net(), every))
-    trainer(*callbacks, precision=precision, **settings).fit(module, loader(steps))
+def run(loss_of, make_net, *callbacks, first=0, steps=(6,), precision="64-true", **settings):
+    """The losses and the final state after one `fit` for each batch size of ``steps``."""
+    module = seeded(lambda: Repeated(loss_of, make_net(), first))
+    for batches, *batch_size in [[s] if isinstance(s, int) else s for s in steps]:
+        trainer(*callbacks, precision=precision, **settings).fit(module, loader(batches, *batch_size))
     state = {name: value for name, value in module.state_dict().items() if "num_batches" not in name}
-    return module.losses, state
+    return torch.tensor(module.losses), state
 
 
 def compiled(train_mode="default", **settings):
     return InductorCompile(train_mode, None, **{"baseline_steps": 0, "targets": ["net"], "verify": "raise"} | settings)
 
 
-def same(ours, eager, tolerance=1e-8):
-    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(eager[0]), rtol=tolerance, atol=tolerance)
-    for name, value in eager[1].items():
-        torch.testing.assert_close(ours[1][name], value, rtol=tolerance, atol=tolerance)
+def assert_same(ours, eager, tolerance=1e-8):
+    torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.all_versions
 @pytest.mark.parametrize("loss_of", [equation, meta])
 def test_gradients_of_a_compiled_target_can_be_differentiated(loss_of):
     ours = compiled()
-    with pytest.warns(CompileWarning, match=DIFFERENTIATED) as said:
+    with pytest.warns(CompileWarning, match=DIFFERENTIATED) as caught:
         found = run(loss_of, smooth, ours)
-    same(found, run(loss_of, smooth))
-    assert len([warning for warning in said if issubclass(warning.category, CompileWarning)]) == 1
-    assert ours.report.train.graphs == 1
-    assert ours.report.train.fallbacks == 0
+    assert_same(found, run(loss_of, smooth))
+    assert len([warning for warning in caught if issubclass(warning.category, CompileWarning)]) == 1
+    assert (ours.report.train.graphs, ours.report.train.fallbacks) == (1, 0)
 
 
 @pytest.mark.all_versions
 def test_a_graph_that_is_kept_gives_the_same_gradients_each_time_and_no_warning():
     ours = compiled()
-    same(run(kept, smooth, ours), run(kept, smooth))
+    assert_same(run(kept, smooth, ours), run(kept, smooth))
     assert ours.report.train.graphs == 1
 
 
 @pytest.mark.all_versions
-@pytest.mark.parametrize("make_net", [mlp, Broken], ids=["running statistics", "graph break"])
-@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
-def test_with(make_net):
-    same(run(both, make_net, compiled()), run(both, make_net))
+@pytest.mark.parametrize(
+    ("loss_of", "make_net", "settings"),
+    [
+        (both, mlp, {}),  # running statistics
+        (both, Broken, {}),
+        (both, blocks, {"targets": "repeated"}),
+        (several_outputs, TwoViews, {}),
+        (several_outputs, Passing, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@expected_warning
+def test_modules_with(loss_of, make_net, settings):
+    assert_same(run(loss_of, make_net, compiled(**settings)), run(loss_of, make_net))
 
 
-@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
+@expected_warning
 def test_under_autocast():
     ours = run(both, smooth, compiled(verify="off"), precision="bf16-mixed")
-    same(ours, run(both, smooth, precision="bf16-mixed"), tolerance=0.03)
+    assert_same(ours, run(both, smooth, precision="bf16-mixed"), tolerance=0.03)
+
+
+@expected_warning
+def test_inputs_of_dynamic_shapes():
+    sizes = [(2, batch_size) for batch_size in (4, 6, 3, 5)]
+    assert_same(run(both, smooth, compiled(), steps=sizes), run(both, smooth, steps=sizes))
 
 
 @pytest.mark.all_versions
-@pytest.mark.filterwarnings("ignore:gradients of target:compile_callbacks.CompileWarning")
-def test_of_repeated_blocks():
-    def blocks():
-        return nn.Sequential(Block(), Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 3))
-
-    same(run(both, blocks, compiled(targets="repeated")), run(both, blocks))
-
-
-@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
-def test_of_inputs_whose_sizes_are_symbols():
-    def unequal(loss_of, *callbacks):
-        module = seeded(lambda: Repeated(loss_of, smooth()))
-        for batch_size in (4, 6, 3, 5):
-            trainer(*callbacks, precision="64-true").fit(module, loader(2, batch_size))
-        return module.losses, module.state_dict()
-
-    same(unequal(both, compiled()), unequal(both))
-
-
-@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
-def test_steps_that_do_not_ask_for_it_are_compiled_all_the_same():
+@expected_warning
+def test_a_gradient_penalty_may_begin_at_any_step():
     ours = compiled()
-    same(run(penalty, smooth, ours, every=3), run(penalty, smooth, every=3))
-    assert ours.report.train.graphs == 1
+    assert_same(run(penalty, smooth, ours, first=110, steps=[115]), run(penalty, smooth, first=110, steps=[115]))
+    assert (ours.report.train.graphs, ours.report.train.fallbacks) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    ("make_net", "why"),
-    [
-        (lambda: smooth(nn.Dropout(0.5)), "draws random numbers"),
-        (Spectral, "changes an input, such as a buffer, that it computes with"),
-    ],
-)
-def test_what_cannot_be_computed_once_more_ends_the_run_with_what_to_do(make_net, why):
-    with pytest.warns(CompileWarning, match=DIFFERENTIATED), pytest.raises(CompileError, match=why) as raised:
-        run(penalty, make_net, compiled(verify="off"))
-    assert "leave it out of targets, or train eagerly (train_mode=None)" in str(raised.value)
-
-
-def test_random_numbers_are_drawn_as_if_it_had_not_been_tried():
-    net = smooth(nn.Dropout(0.5))
-    compile_phases(net, verify="off")
-    x = torch.randn(4, 8, requires_grad=True)
-    out = net(x)
-    before = torch.get_rng_state()
-    with pytest.warns(CompileWarning), pytest.raises(CompileError, match="draws random numbers"):
-        torch.autograd.grad(out.sum(), x, create_graph=True)
-    assert torch.equal(torch.get_rng_state(), before)
-    restore(net)
-
-
-@pytest.mark.all_versions
-@pytest.mark.parametrize("make_net", [TwoViews, Passing])
-@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
-def test_of_several_outputs(make_net):
-    def loss_of(net, x, y):
-        *others, last = net(x)
-        (gradient,) = torch.autograd.grad(sum(out.square().sum() for out in others), x, create_graph=True)
-        (of_last,) = torch.autograd.grad(last.sum(), x, create_graph=True)
-        return cross_entropy(last, y) + gradient.norm() + of_last.square().sum()
-
-    same(run(loss_of, make_net, compiled()), run(loss_of, make_net))
+# ---------------------------------------------------------------------------------------------- what inputs were
 
 
 class Two(nn.Module):
-    """Takes two inputs; the second is of the first's size."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -256,9 +214,8 @@ class Two(nn.Module):
         return torch.tanh(self.first(x)) * torch.sin(self.second(y)) + y
 
 
-def gradients_of(net, call, prepare=lambda net: None):
-    """Gradients of the weights, of a loss on the gradient of what the net is called with."""
-    prepare(net)
+def gradients_of(net, call):
+    """Gradients of the weights, of a loss on the gradient of the net's inputs."""
     x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8).requires_grad_()
     out, of = call(net, x)
     gradients = torch.autograd.grad(out.square().sum(), of, create_graph=True)
@@ -289,14 +246,30 @@ def checkpointed(net, x):
 
 @pytest.mark.all_versions
 @pytest.mark.parametrize("call", [other_input, of_itself, hooked, checkpointed])
-@pytest.mark.filterwarnings("ignore:gradients of target:compile_callbacks.CompileWarning")
-def test_what_inputs_were_computed_from_counts_once(call):
+@expected_warning
+def test_the_computation_of_the_inputs_counts_once(call):
     eager = torch.manual_seed(0) and Two().double()
     ours = copy.deepcopy(eager)
     compile_phases(ours, verify="off")
-    for found, expected in zip(gradients_of(ours, call), gradients_of(eager, call), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert_same(gradients_of(ours, call), gradients_of(eager, call))
     restore(ours)
+
+
+def test_a_backward_pass_frees_the_inputs_of_its_call():
+    net = Two()
+    compile_phases(net, verify="off")
+    x = torch.randn(4, 8, requires_grad=True)
+    shifted = x * 2
+    out, reference = net(x, shifted), weakref.ref(shifted)
+    del shifted
+    out.sum().backward()
+    assert reference() is None
+    with pytest.warns(CompileWarning), pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+    restore(net)
+
+
+# ---------------------------------------------------------------------------------------------- refused
 
 
 def bias_changed(net, x):
@@ -331,13 +304,18 @@ class Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * gradient
 
 
-class Own(Two):
+class CustomFunction(Two):
     def forward(self, x, y):
         return super().forward(Square.apply(torch.tanh(x)), y)
 
 
+class Dropout(Two):
+    def forward(self, x, y):
+        return super().forward(x, nn.functional.dropout(y))
+
+
 class AddsABuffer(Two):
-    """Both that change the buffer and that add it to something are `add_`."""
+    """Both the change of the buffer and its use are `add_`."""
 
     def __init__(self):
         super().__init__()
@@ -360,59 +338,40 @@ class NormsWhatItChanges(Two):
 
 
 @pytest.mark.parametrize(
-    ("make_net", "call", "why"),
+    ("make_net", "call", "reason"),
     [
         (Two, bias_changed, "an input, a weight or a buffer was changed after the call"),
         (Two, frozen_after, "requires_grad of an input or a weight was changed after the call"),
         (Two, activation_changed, "was changed after the call"),
-        (Own, other_input, "there is a torch.autograd.Function in it"),
+        (CustomFunction, other_input, "there is a torch.autograd.Function in it"),
+        (Dropout, other_input, "draws random numbers"),
         (AddsABuffer, other_input, "changes an input, such as a buffer, that it computes with"),
         (NormsWhatItChanges, other_input, "changes an input, such as a buffer, that it computes with"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(make_net, call, why):
+def test_a_second_computation_with_other_results_is_refused(make_net, call, reason):
     net = make_net().double()
     compile_phases(net, verify="off")
-    with pytest.warns(CompileWarning, match="are differentiated"), pytest.raises(CompileError, match=why):
-        gradients_of(net, call)
+    states = []
+
+    def forward(net, x):
+        out = call(net, x)
+        states.append(torch.get_rng_state())
+        return out
+
+    with pytest.warns(CompileWarning, match="differentiated"), pytest.raises(CompileError, match=reason) as raised:
+        gradients_of(net, forward)
+    assert "leave the target out of targets, or train eagerly (train_mode=None)" in str(raised.value)
+    assert torch.equal(torch.get_rng_state(), states[0])  # also if the second computation drew random numbers
     restore(net)
 
 
-@pytest.mark.all_versions
-@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
-def test_a_gradient_penalty_may_begin_at_any_step():
-    class LatePenalty(Repeated):
-        def training_step(self, batch, batch_idx):
-            self.every = 1 if batch_idx >= 110 else 1000
-            return super().training_step(batch, batch_idx + 1)
-
-    def train(*callbacks):
-        module = seeded(lambda: LatePenalty(penalty, smooth()))
-        trainer(*callbacks, precision="64-true").fit(module, loader(115))
-        return module.losses, module.state_dict()
-
-    ours = compiled()
-    same(train(ours), train())
-    assert ours.report.train.fallbacks == 0
-
-
-def test_a_backward_pass_frees_the_inputs_of_its_call():
-    net = Two()
-    compile_phases(net, verify="off")
-    x = torch.randn(4, 8, requires_grad=True)
-    shifted = x * 2
-    out, reference = net(x, shifted), weakref.ref(shifted)
-    del shifted
-    out.sum().backward()
-    assert reference() is None
-    with pytest.warns(CompileWarning), pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        torch.autograd.grad(out.sum(), x, create_graph=True)
-    restore(net)
+# ---------------------------------------------------------------------------------------------- other callers
 
 
 @pytest.mark.all_versions
-@pytest.mark.filterwarnings("ignore:gradients of target:compile_callbacks.CompileWarning")
-def test_a_target_that_differentiates_by_itself():
+@expected_warning
+def test_a_target_that_calls_autograd_itself():
     class Whole(Repeated):
         def training_step(self, batch, batch_idx):
             loss = self.loss_of(self.net, batch[0].clone().requires_grad_(), batch[1])
@@ -426,16 +385,15 @@ def test_a_target_that_differentiates_by_itself():
     def losses(*callbacks):
         module = seeded(lambda: Whole(penalty, smooth()))
         trainer(*callbacks, precision="64-true").fit(module, loader(5))
-        return module.losses
+        return torch.tensor(module.losses)
 
     ours = compiled(targets=["training_step"], verify="off")
-    torch.testing.assert_close(torch.tensor(losses(ours)), torch.tensor(losses()), rtol=1e-6, atol=1e-6)
-    assert ours.report.train.recompiles == 0
-    assert ours.report.train.fallbacks == 0
+    assert_same(losses(ours), losses(), tolerance=1e-6)
+    assert (ours.report.train.recompiles, ours.report.train.fallbacks) == (0, 0)
 
 
 @pytest.mark.all_versions
-@pytest.mark.filterwarnings("ignore:gradients of target:compile_callbacks.CompileWarning")
+@expected_warning
 def test_in_validation():
     class Forces(Classifier):
         def validation_step(self, batch, batch_idx):
@@ -453,23 +411,24 @@ def test_in_validation():
         return module.validation_outputs
 
     ours = InductorCompile(None, "default", targets=["net"], verify="off")
-    torch.testing.assert_close(outputs(ours), outputs(), rtol=1e-9, atol=1e-9)
+    assert_same(outputs(ours), outputs())
     assert ours.report.infer.graphs == 1
+
+
+# ---------------------------------------------------------------------------------------------- on a GPU
+
+on_gpu = {"accelerator": "cuda", "precision": "32-true", "steps": [12]}
 
 
 @pytest.mark.all_versions
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("loss_of", [penalty, equation, meta, kept])
-@pytest.mark.parametrize("make_net", [smooth, mlp, Broken], ids=["smooth", "running statistics", "graph break"])
-@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated")
+@pytest.mark.parametrize("make_net", [smooth, mlp, Broken])
+@expected_warning
 def test_on_a_gpu(make_net, loss_of, mode):
     ours = compiled(train_mode=mode)
-    same(
-        run(loss_of, make_net, ours, accelerator="cuda", precision="32-true", steps=12),
-        run(loss_of, make_net, accelerator="cuda", precision="32-true", steps=12),
-        tolerance=5e-3,
-    )
+    assert_same(run(loss_of, make_net, ours, **on_gpu), run(loss_of, make_net, **on_gpu), tolerance=5e-3)
     assert ours.report.train.fallbacks == 0
 
 
@@ -478,8 +437,8 @@ def test_on_a_gpu(make_net, loss_of, mode):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_random_numbers_on_a_gpu(mode):
     net = smooth(nn.Dropout(0.5))
-    with pytest.warns(CompileWarning, match=DIFFERENTIATED), pytest.raises(CompileError, match="draws random numbers"):
-        run(penalty, lambda: net, compiled(train_mode=mode, verify="off"), accelerator="cuda", precision="32-true")
     ours = compiled(train_mode=mode, verify="off")
-    losses, _ = run(kept, lambda: net, ours, accelerator="cuda", precision="32-true", steps=12)
+    with pytest.warns(CompileWarning, match=DIFFERENTIATED), pytest.raises(CompileError, match="draws random numbers"):
+        run(penalty, lambda: net, ours, **on_gpu)
+    losses, _ = run(kept, lambda: net, compiled(train_mode=mode, verify="off"), **on_gpu)
     assert len(losses) == 12

@@ -15,8 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_callbacks import CompileWarning, InductorCompile, InductorConfig, graph_pass
-from compile_callbacks.folding.fold_settings import FoldSettings
-from compile_callbacks.folding.folded import folding
+from compile_callbacks.folding.folded_graph import Folding
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.runtime.compiled_target import CompiledTarget
 from compile_callbacks.runtime.target import Target
@@ -306,6 +305,6 @@ def test_torchs_cache_gives_folded_graphs_back(tmp_path, monkeypatch):
     assert warm[2:] == cold[2:]
     assert cold[2] > 0
     assert cold[3] == 2
-    with folding(FoldSettings(0.5, *[lambda *args: None] * 3)):
+    with Folding(0.5).active():
         assert torch.compiler.config.cache_key_tag == "fold_weights=0.5"
     assert torch.compiler.config.cache_key_tag == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -9,14 +10,21 @@ import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, CUDAWarmupNode, ExecutionState
 
+from compile_callbacks import CompileWarning
+from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.cudagraphs import with_warmup_repair
+from compile_callbacks.runtime.fallback import EagerFallback
+from compile_callbacks.runtime.target_settings import TargetSettings
 
 pytestmark = pytest.mark.all_versions
+
+KEY = CompileKey("net", "train")
 
 
 @pytest.fixture
 def manager(monkeypatch):
-    """The device's tree of CUDA graphs, whose current node is a warm-up run of two outputs that raised."""
+    """The device's tree of CUDA graphs, whose current node is a first run of two outputs that raised."""
     function = SimpleNamespace(id="function", user_visible_output_idxs=())
     arguments = [None, (0, 0), None, 0, ["first", "second"], None, False, cudagraph_trees.GraphID(-1)]
     tree = object.__new__(CUDAGraphTreeManager)
@@ -32,26 +40,45 @@ def manager(monkeypatch):
     return tree
 
 
-def test_the_next_call_runs_after_a_warmup_that_raised(manager):
-    said = []
+@pytest.fixture
+def fallback():
+    return EagerFallback(KEY, CompileRecorder(), TargetSettings(), WarnOnce())
 
+
+def wrap(compiled, fallback):
+    return with_warmup_repair(compiled, torch.device("cuda", 0), KEY, fallback)
+
+
+def test_the_call_after_a_first_run_that_raised_works_and_reports_it(manager, fallback):
     def compiled(x):
         if manager.in_warmup:  # as torch does first; on torch 2.11 it raised an AssertionError
             manager.try_end_curr_warmup("function")
         return x + 1
 
-    call = with_warmup_repair(compiled, torch.device("cuda", 0), lambda: said.append("repaired"))
+    call = wrap(compiled, fallback)
     assert call(1) == 2
     assert manager.current_node is None
     assert manager.path_state == ExecutionState.NONE
     assert manager.warmed_up_functions == {"another"}
-    assert said == ["repaired"]
+    with pytest.warns(CompileWarning, match=r"target 'net' \(train phase\): the first run of a CUDA graph raised"):
+        fallback.issue_warnings()
     assert call(2) == 3
-    assert said == ["repaired"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fallback.issue_warnings()
 
 
-def test_a_warmup_that_succeeded_is_left_alone(manager):
+def test_a_first_run_that_succeeded_is_left_alone(manager, fallback):
     manager.current_node.tensor_weakrefs += [None, None]
-    call = with_warmup_repair(lambda x: x, torch.device("cuda", 0), lambda: pytest.fail("nothing to repair"))
-    assert call(1) == 1
+    assert wrap(lambda x: x, fallback)(1) == 1
     assert "function" in manager.warmed_up_functions
+
+
+@pytest.mark.parametrize("tree", [None, SimpleNamespace(current_node=None)], ids=["no tree", "no run"])
+def test_nothing_is_repaired_if_memory_was_short_before_the_first_run(monkeypatch, fallback, tree):
+    """To make the tree of CUDA graphs, torch allocates on a new stream, which takes 2 MiB."""
+    monkeypatch.setattr(cudagraph_trees, "get_manager", lambda index, create_if_none_exists: tree)
+    assert wrap(lambda x: x, fallback)(1) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fallback.issue_warnings()
