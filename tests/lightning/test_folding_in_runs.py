@@ -158,7 +158,7 @@ def test_the_report_tells_of_folded_weights():
     assert infer.diagnostics.folded_mib == pytest.approx(weights)
     assert infer.diagnostics.weight_refreshes == 1
     assert callback.report.train.diagnostics.folded_mib is None
-    assert "folded weights MB" in str(callback.report)
+    assert "folded weights MiB" in str(callback.report)
     assert json.loads(json.dumps(callback.report.to_dict()))["infer"]["weight_refreshes"] == 1
 
 
