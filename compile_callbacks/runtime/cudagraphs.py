@@ -160,7 +160,7 @@ class StepsOnGpu:
 
     def keep_gradients(self) -> None:
         """Copy the gradients that are in the memory of CUDA graphs."""
-        self._gradients.keep(self._module.parameters())
+        self._gradients.copy_new(self._module.parameters())
 
     def end(self) -> None:
         """End the run, also after an exception within a step."""
