@@ -7,7 +7,14 @@ import warnings
 from collections.abc import Hashable
 from pathlib import Path
 
-_INTERNAL_PACKAGES = ("compile_callbacks", "torch", "lightning", "pytorch_lightning", "lightning_fabric")
+_INTERNAL_PACKAGES = (
+    "compile_callbacks",
+    "torch",
+    "lightning",
+    "lightning_utilities",
+    "pytorch_lightning",
+    "lightning_fabric",
+)
 
 
 class CompileError(RuntimeError):

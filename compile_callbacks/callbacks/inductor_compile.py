@@ -173,7 +173,7 @@ class InductorCompile(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if refused := unsupported_strategy_reason(trainer.strategy):
-            raise MisconfigurationException(refused)
+            raise MisconfigurationException(with_code("CC801", refused))
         with contextlib.suppress(ValueError):  # configure_model may still create the module of an unknown name
             self._check_together(trainer, pl_module)
         self._calls.begin(trainer, pl_module, fits=stage == "fit", keep_compiled=self.keep_compiled)
@@ -299,7 +299,7 @@ class InductorCompile(Callback):
             self._calls.drop_session()
             self._adopt_compiled(pl_module)  # again, because configure_model comes after setup
             if refused := unsupported_reason(pl_module, arguments.configs):
-                raise MisconfigurationException(refused)
+                raise MisconfigurationException(with_code("CC802", refused))
             self._check_together(trainer, pl_module)
             taken = [target for names in others for target in named_targets(pl_module, names)]
             self._others = others

@@ -1,4 +1,4 @@
-"""`Tune`: candidates for the settings of a phase, among which measured step times choose."""
+"""`Tune`: candidates for the config of a phase; and `as_settings`, which checks a ``train_mode`` or ``infer_mode``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments
 from compile_callbacks._utils.messages import check_fields, part_of
-from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.mode import Mode as OneMode
 from compile_callbacks.config.mode import as_config
@@ -59,19 +59,19 @@ class Tune:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "candidates", _checked(self.candidates))
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int):
-            raise TypeError(f"steps={self.steps!r} must be an integer, {LEAST_SAMPLES} or more")
+        _check_number("steps", self.steps, int)
+        _check_number("min_speedup", self.min_speedup, (int, float))
+        if self.budget_seconds is not None:
+            _check_number("budget_seconds", self.budget_seconds, (int, float))
+        message = ""
         if self.steps < LEAST_SAMPLES:
-            raise ValueError(f"steps={self.steps!r} must be {LEAST_SAMPLES} or more: fewer samples prove nothing")
-        for name, value in (("budget_seconds", self.budget_seconds), ("min_speedup", self.min_speedup)):
-            if value is None and name == "budget_seconds":
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}")
-        if self.budget_seconds is not None and not 0 < self.budget_seconds < math.inf:
-            raise ValueError(f"budget_seconds={self.budget_seconds!r} must be positive and finite, or None")
-        if not 1 <= self.min_speedup < math.inf:
-            raise ValueError(f"min_speedup={self.min_speedup!r} must be finite and 1 or more: eager wins otherwise")
+            message = f"steps={self.steps!r} must be {LEAST_SAMPLES} or more: fewer samples prove nothing"
+        elif self.budget_seconds is not None and not 0 < self.budget_seconds < math.inf:
+            message = f"budget_seconds={self.budget_seconds!r} must be positive and finite, or None"
+        elif not 1 <= self.min_speedup < math.inf:
+            message = f"min_speedup={self.min_speedup!r} must be finite and 1 or more: eager wins otherwise"
+        if message:
+            raise ValueError(with_code("CC201", message))
 
     @property
     def configs(self) -> tuple[InductorConfig, ...]:
@@ -125,6 +125,9 @@ def as_settings(value: object, argument: str) -> Settings:
         ValueError: A mode or field is unknown.
         TypeError: The value is not a mode, a mapping, a config or a `Tune`.
     """
+    if isinstance(value, bool):
+        hint = "'default' compiles" if value else "'eager' runs the original modules, and None leaves the phase alone"
+        raise TypeError(with_code("CC202", f"{argument}={value} is not a mode: {argument}={hint}"))
     if isinstance(value, Tune):
         return value
     if value == AUTO:
@@ -140,19 +143,21 @@ def as_settings(value: object, argument: str) -> Settings:
     return as_config(value, argument, also=(AUTO,))
 
 
-def phases_left_alone(train_mode: object, infer_mode: object) -> frozenset[Phase]:
-    """The phases whose mode is ``None``: a target that the user compiled in place runs as the user compiled it."""
-    modes: dict[Phase, object] = {"train": train_mode, "infer": infer_mode}
-    return frozenset(phase for phase, mode in modes.items() if mode is None)
-
-
 def _checked(candidates: object) -> object:
     if candidates == AUTO:
         return AUTO
     if isinstance(candidates, (str, Mapping, InductorConfig)) or not isinstance(candidates, Sequence):
-        raise TypeError(f"candidates={candidates!r} must be a list of modes or configs, or 'auto'")
+        message = f"candidates={candidates!r} must be a list of modes or configs, or 'auto'"
+        raise TypeError(with_code("CC202", message))
     configs = [as_config(candidate, f"candidates[{i}]") for i, candidate in enumerate(candidates)]
     distinct = {config.key(): config for config in configs if config is not None}
     if not distinct:
-        raise ValueError(f"candidates={candidates!r} names nothing to try except eager, which is always a candidate")
+        message = f"candidates={candidates!r} names nothing to try except eager, which is always a candidate"
+        raise ValueError(with_code("CC201", message))
     return tuple(distinct.values())
+
+
+def _check_number(name: str, value: object, types: type | tuple[type, ...]) -> None:
+    if isinstance(value, bool) or not isinstance(value, types):
+        kind = "an integer" if types is int else "a number"
+        raise TypeError(with_code("CC202", f"{name}={value!r} must be {kind}, not {type(value).__name__}"))

@@ -75,9 +75,10 @@ class CompileArguments:
             if config is not None:
                 config.check_beside(checked_passes)
         if isinstance(baseline_steps, bool) or not isinstance(baseline_steps, int):
-            raise TypeError(f"baseline_steps={baseline_steps!r} must be an integer, 0 or more")
+            raise TypeError(with_code("CC202", f"baseline_steps={baseline_steps!r} must be an integer, 0 or more"))
         if baseline_steps < 0:
-            raise ValueError(f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline")
+            message = f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline"
+            raise ValueError(with_code("CC201", message))
         return cls(
             configs=configs,
             left_alone=frozenset(phase for phase, mode in modes.items() if mode is None),

@@ -117,7 +117,7 @@ def compile_phases(
     module = target if isinstance(target, nn.Module) else _Function(target)
     found = resolve_targets(module, arguments.targets or ("forward",), nn.Module)
     if refused := unsupported_reason(module, arguments.configs):
-        raise ValueError(refused)
+        raise ValueError(with_code("CC802", refused))
     parts = {member.name for part in found for member in part.members}
     if _session_of(module) is not None or parts & set(compiled_target_names(module)):
         message = (

@@ -1,21 +1,20 @@
-"""`ProcessGroupSync`: what the ranks of a distributed run decide together, and timeouts that outlast a compile."""
+"""`ProcessGroupSync`: lets the ranks of a run decide together, and keeps collectives from timing out in a compile."""
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch import distributed
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.errors import warn_user
 
 _T = TypeVar("_T")
 
 LEAST_TIMEOUT = timedelta(minutes=30)
-"""How long a collective may wait, at least, while modules are compiled.
+"""The shortest timeout of a collective during a run.
 
 Ranks do not compile at the same moment. The rank that waits for the others in its next collective is the one that times
 out, so every rank raises its timeouts for the whole run.
@@ -23,11 +22,10 @@ out, so every rank raises its timeouts for the whole run.
 
 
 class ProcessGroupSync:
-    """The ranks of one run, from `join` to `leave`. A run of one process needs nothing of it.
+    """The process group of one run, from `join` to `leave`. In a run of one process it does nothing.
 
-    Ranks only have to agree on decisions that change which graphs all of them run, such as the choice of a `Tune`. A
-    rank that runs eagerly next to compiled ones computes the same gradients, so failures and recompiles need no
-    agreement.
+    Ranks agree only on decisions that change which graphs all of them run, such as the choice of a `Tune`. A rank that
+    runs eagerly next to compiled ones computes the same gradients, so failures and recompiles need no agreement.
     """
 
     def __init__(self) -> None:
@@ -39,11 +37,11 @@ class ProcessGroupSync:
         self._timeouts: list[tuple[Any, timedelta]] = []
 
     def join(self, *, together: bool, decides: bool) -> None:
-        """A run begins.
+        """Begin a run.
 
         Args:
             together: Whether all ranks of the process group, if there is one, begin this run here.
-            decides: Whether the ranks have something to decide. Creates a process group: all ranks give the same value.
+            decides: Whether the ranks have something to decide, the same value on all ranks. Creates a process group.
         """
         self.leave()
         if not (together and distributed.is_available() and distributed.is_initialized()):
@@ -56,7 +54,7 @@ class ProcessGroupSync:
                 self._group = _new_group()
 
     def leave(self) -> None:
-        """The run is over: restore the timeouts, and destroy the group. Safe to call twice, and after an exception."""
+        """Restore the timeouts, and destroy the group. Safe to call twice, and after an exception."""
         for backend, timeout in self._timeouts:
             with contextlib.suppress(Exception):  # the user's code may have destroyed the group
                 _torch.distributed.set_collective_timeout(backend, timeout)
@@ -67,10 +65,10 @@ class ProcessGroupSync:
                 distributed.destroy_process_group(group)
 
     def gather(self, value: _T) -> list[_T]:
-        """The value that each rank gives, by rank. Every rank has to call it in the same order.
+        """Return the values of all ranks, by rank. All ranks must call this in the same order.
 
         Args:
-            value: Anything that can be pickled.
+            value: A value that can be pickled.
         """
         if self._group is None:
             return [value]
@@ -90,6 +88,9 @@ def _new_group() -> Any:
         # Gloo, because decisions are made on the CPU and must not synchronize a GPU.
         return distributed.new_group(backend="gloo", timeout=LEAST_TIMEOUT)
     except RuntimeError as error:  # for example, gloo finds no network interface
-        message = f"each rank chooses its own Tune candidate, because gloo failed: {type(error).__name__}: {error}"
-        warnings.warn(message, CompileWarning, stacklevel=4)
+        message = (
+            f"each rank chooses a Tune candidate for itself, because gloo failed ({type(error).__name__}: {error}). "
+            "Set GLOO_SOCKET_IFNAME to a network interface that the ranks share, or give a fixed mode"
+        )
+        warn_user("CC803", message)
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_choice
 from compile_callbacks._utils.signatures import signature
 
@@ -47,6 +48,9 @@ class TargetSettings:
     on_trial: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.verify, bool):
+            choice = "'warn' compares each new graph" if self.verify else "'off' compares nothing"
+            raise ValueError(with_code("CC201", f"verify={self.verify} is not one of the choices: verify={choice}"))
         check_choice("on_error", self.on_error, get_args(OnError))
         check_choice("verify", self.verify, get_args(Verify))
         check_choice("new_shapes", self.new_shapes, get_args(NewShapes))
