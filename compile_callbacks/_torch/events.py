@@ -120,6 +120,12 @@ def frame_of(compile_id: str) -> str:
     return compile_id.partition("/")[0]
 
 
+def recompile_reason() -> str | None:
+    """Return the guard that failed, while torch announces the start of a recompile; ``None`` for a first compile."""
+    reason = torch._dynamo.utils.get_metrics_context()._metrics.get("recompile_reason")
+    return reason if isinstance(reason, str) else None
+
+
 def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
     """The metrics of compiles that ended since the last call; ``seen`` remembers which those were."""
     metrics = torch._dynamo.utils.get_compilation_metrics()

@@ -26,7 +26,7 @@ from compile_callbacks.exporting.call_spec import ExampleCall
 from compile_callbacks.exporting.loaded_package import ExportError, load_after_trial
 from compile_callbacks.exporting.package import DiffersFromEagerError, as_deployed, check_equal, export
 from compile_callbacks.exporting.package_options import check_path, check_settings, check_writable
-from compile_callbacks.profiling.step_timer import median_ms
+from compile_callbacks.profiling.step_stats import median_ms
 from compile_callbacks.report.console import print_line
 from compile_callbacks.report.export_report import ExportReport
 from compile_callbacks.report.loggers import log_export

@@ -23,8 +23,7 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.mode import EAGER
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind
-from compile_callbacks.profiling.step_stats import SAMPLES_FOR_SPEEDUP
-from compile_callbacks.profiling.step_timer import median_ms, spread_ms
+from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.report.file import environment
 from compile_callbacks.runtime.dispatcher import ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.target import Target
@@ -240,7 +239,7 @@ def _row(candidate: Candidate, samples: Mapping[str, list[float]]) -> dict[str, 
     events = {kind: candidate.recorder.events_of(candidate.phase, kind) for kind in get_args(EventKind)}
     seconds = sum(event.seconds or 0.0 for event in events["compile"])
     speedup = break_even_steps = None
-    if min(len(samples[candidate.name]), len(samples[EAGER])) >= SAMPLES_FOR_SPEEDUP:
+    if min(len(samples[candidate.name]), len(samples[EAGER])) >= MIN_SAMPLES:
         eager_ms = summarize(samples[EAGER])["step_ms"]
         speedup = eager_ms / row["step_ms"]
         break_even_steps = math.ceil(seconds * 1000 / (eager_ms - row["step_ms"])) if speedup > 1 else None

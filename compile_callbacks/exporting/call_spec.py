@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from compile_callbacks.config.options import dtype_name
-from compile_callbacks.profiling.step_timer import call_times_ms
+from compile_callbacks.profiling.spans import call_times_ms
 
 _FORMATS = {
     "contiguous": torch.contiguous_format,

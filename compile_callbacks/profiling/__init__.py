@@ -1,1 +1,1 @@
-"""What is measured: steps, compiles, memory, and where a run has got to."""
+"""Measures steps, compiles and memory, and prints what compiles."""

@@ -1,4 +1,4 @@
-"""What torch compiled, when, for which target and phase: gathered from torch's own signals."""
+"""`CompileRecorder`: records what torch compiles, when, and for which target and phase, from torch's own signals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.profiling.recompiles import explain_recompile
+from compile_callbacks.profiling.progress import CompileProgress
+from compile_callbacks.profiling.recompiles import Recompile, explain_recompile
 
 EventKind = Literal[
     "compile",
@@ -25,14 +26,21 @@ EventKind = Literal[
     "template",
 ]
 
-Verdict = Literal["equal", "outputs only", "differs", "not compared"]
-"""The result of comparing a graph with eager. ``"outputs only"``: they are equal, gradients were not compared."""
+Result = Literal["equal", "outputs only", "differs", "not compared"]
+"""How a graph compares with eager. ``"outputs only"``: they are equal, and gradients were not compared."""
 
 CompilePart = Literal["graph", "backward", "cudagraph"]
 
 
 class CompileKey(NamedTuple):
-    """The target and phase that a compile is for, whether weights are baked in, and the candidate of a tuned phase."""
+    """What a compile is for.
+
+    Attributes:
+        target: Name of the target.
+        phase: The phase.
+        frozen: Whether the weights are frozen.
+        candidate: The candidate of a tuned phase.
+    """
 
     target: str
     phase: Phase
@@ -42,52 +50,52 @@ class CompileKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CompileEvent:
-    """One thing that happened while compiling.
+    """Something that happened to a target.
 
     Attributes:
         kind: What happened.
-        part: What was compiled (kind ``"compile"``): ``"graph"``, forward and backward; ``"backward"``, a backward
-            that torch put off; ``"cudagraph"``, a recording.
         target: Name of the target.
-        phase: The phase it was compiled for.
-        candidate: The candidate of a `Tune` that it happened to, in a line; ``None`` where nothing is tuned.
-        seconds: How long it took (kind ``"compile"``).
-        backward_seconds: How much of it went into the backward graph.
-        graphs: How many graphs were compiled (kind ``"compile"``).
-        verdict: The result of comparing a graph with eager (kind ``"verify"``).
-        max_abs_error: Largest absolute error of its outputs; ``None`` if it was not compared.
-        folded_mib: Memory that folded weights take, in MiB (kind ``"fold"``; ``None`` where nothing is folded).
-        cache_hits: Graphs that came from torch's cache (kind ``"cache"``).
-        cache_misses: And those that did not.
-        reason: Torch's reason.
-        file: The user's file, where torch names one.
-        line: The line in it.
+        phase: The phase.
+        candidate: The candidate, if the phase is tuned.
+        step: Number of the step in the phase; ``None`` outside of the timed steps.
+        reason: Why it happened.
+        fix: What avoids it.
+        file: The user's file, if torch names one.
+        line: The line in the file.
+        part: What was compiled (kind ``"compile"``): ``"graph"``, forward and backward; ``"backward"``, a backward
+            graph that torch compiled later; ``"cudagraph"``, a recording.
+        seconds: How long the compile took.
+        backward_seconds: The part of it that compiled the backward graph.
+        graphs: Number of compiled graphs.
+        cache_hits: Number of graphs that were loaded from torch's cache (kind ``"cache"``).
+        cache_misses: Number of graphs that were not in the cache.
+        verdict: How a graph compares with eager (kind ``"verify"``).
+        max_abs_error: Largest absolute error of an output; ``None`` if the graph was not compared.
+        folded_mib: Memory of the folded weights, in MiB (kind ``"fold"``); ``None`` if nothing is folded.
     """
 
     kind: EventKind
     target: str
     phase: Phase
-    part: CompilePart | None = None
     candidate: str | None = None
+    step: int | None = None
+    reason: str | None = None
+    fix: str | None = None
+    file: str | None = None
+    line: int | None = None
+    part: CompilePart | None = None
     seconds: float | None = None
     backward_seconds: float | None = None
     graphs: int = 0
-    verdict: Verdict | None = None
-    max_abs_error: float | None = None
-    folded_mib: float | None = None
     cache_hits: int = 0
     cache_misses: int = 0
-    reason: str | None = None
-    file: str | None = None
-    line: int | None = None
+    verdict: Result | None = None
+    max_abs_error: float | None = None
+    folded_mib: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The event as JSON-ready data, without what it has no value for."""
+        """Return the event as JSON-ready data, without the attributes that are ``None`` or 0."""
         return {name: value for name, value in asdict(self).items() if value not in (None, 0)}
-
-
-def _nothing() -> None:
-    pass
 
 
 class TargetCall(NamedTuple):
@@ -105,74 +113,71 @@ class TargetCall(NamedTuple):
 
 
 class _Calling(threading.local):
-    """The innermost call of a target that a thread is in: compiles announce themselves in the thread that compiles."""
+    """The innermost call of a target in this thread. torch announces a compile in the thread that compiles."""
 
     current: TargetCall | None = None
 
 
 class CompileRecorder:
-    """Listens while compiled targets run, and keeps a list of `CompileEvent`.
+    """Listens to torch while compiled targets run, and keeps a list of `CompileEvent`.
 
-    A compile is ours where one of our targets is being called (``key``), or where it goes on with one that
-    was (a CUDA graph that is recorded in backward). Compiles of the user's other code are not recorded.
+    A compile is recorded if it starts in a call of a target (``key``), or continues one that did (a CUDA graph is
+    recorded in the backward pass). Compiles of the user's other code are not recorded.
 
     Args:
-        clock: Seconds, rising.
-        on_start: Called with the key when a compile of ours begins.
-        on_end: Called when it ends.
+        clock: Returns seconds.
+        progress: Prints lines about compiles and events.
     """
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        *,
-        on_start: Callable[[CompileKey], None] = lambda key: None,
-        on_end: Callable[[], None] = lambda: None,
+        self, clock: Callable[[], float] = time.perf_counter, *, progress: CompileProgress | None = None
     ) -> None:
         self.calling = _Calling()
         self.events: list[CompileEvent] = []
+        self.step: int | None = None
+        """The number of the running step, for its events."""
         self.compiles_seen = 0
-        """Compiles in this process so far, the user's own too: a step in which this changes is no sample."""
+        """Number of compiles in this process, including the user's own: a step in which it changes is not a sample."""
         self.traces_seen = 0
-        """Those of them that are not recordings of a CUDA graph."""
+        """The same without recordings of CUDA graphs."""
         self.recompile_limits: dict[CompileKey, str] = {}
-        """Targets and phases that torch compiles for no further inputs, and what it compiled anew for last."""
+        """The targets that torch compiles for no further inputs, with the reason of the last recompile."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
         """What each custom graph pass did to each graph, in order."""
         self.weight_refreshes: dict[Phase, int] = dict.fromkeys(PHASES, 0)
-        """Times that folded weights were computed anew."""
+        """Number of times that folded weights were computed again."""
         self.with_graph_breaks: set[CompileKey] = set()
-        """Targets and phases that have a graph break."""
-        self.on_reset: Callable[[], None] = _nothing
-        """Called after ``torch.compiler.reset()`` has removed all listeners, and this one listens again."""
+        self.on_reset: Callable[[], None] = lambda: None
+        """Called after ``torch.compiler.reset()`` removed all listeners, and this one listens again."""
         self._clock = clock
-        self._on_start = on_start
-        self._on_end = on_end
+        self._progress = progress or CompileProgress()
         self._backward_seconds = 0.0
-        self._keys: dict[str, CompileKey] = {}
+        self._keys: dict[str, CompileKey] = {}  # by torch's compile id
         self._running: tuple[CompileKey | None, float] | None = None
         self._listening = False
         self._graphs = 0
         self._part: CompilePart = "graph"
         self._breaks_seen = 0
-        self._reset_since: set[CompileKey] = set()  # whose graphs torch.compiler.reset() discarded
+        self._discarded: set[CompileKey] = set()  # targets whose graphs torch.compiler.reset() discarded
         self._breaks: set[tuple[CompileKey, _torch.events.GraphBreak]] = set()
         self._records_seen: set[int] = set()
 
     @property
     def key(self) -> CompileKey | None:
-        """The target and phase that this thread is calling; ``None`` outside of our calls."""
+        """The key of the target that this thread is calling; ``None`` outside of such calls."""
         call = self.calling.current
         return None if call is None else call.key
 
+    # ------------------------------------------------------------------------------------------ listening to torch
+
     def listen(self) -> None:
-        """Begin to hear of compiles; called again, it notices if ``torch.compiler.reset()`` ended that."""
+        """Start to listen. A second call finds out whether ``torch.compiler.reset()`` removed the listener."""
         if self._start in _torch.events.callback_handler.start_callbacks:
             self._listening = True
             return
         if self._listening:
-            self._reset_since = {key for key in self._keys.values() if key is not None}
-            self._keys.clear()  # compile ids begin again
+            self._discarded = set(self._keys.values())
+            self._keys.clear()  # torch counts compile ids from 0 again
         self._listening = True
         _, self._breaks_seen = _torch.events.graph_breaks(0)
         for _ in _torch.events.compilation_records(self._records_seen):
@@ -181,47 +186,20 @@ class CompileRecorder:
         _torch.events.callback_handler.register_end_callback(self._end)
 
     def listen_after_reset(self) -> None:
-        """Continue to hear of compiles after ``torch.compiler.reset()`` within a step; takes 0.2 µs."""
+        """Listen again if ``torch.compiler.reset()`` was called. The check takes 0.2 µs."""
         if self._listening and self._start not in _torch.events.callback_handler.start_callbacks:
             self.listen()
             self.on_reset()
 
     def stop(self) -> None:
-        """Hear no more, and leave nothing behind in torch."""
+        """Stop listening, and leave nothing behind in torch."""
         self.collect()
         self._listening = False
         _torch.events.unregister(self._start, self._end)
 
-    def count_graph(self) -> None:
-        """Called by a target's backend for each graph that it is given."""
-        self._graphs += 1
-
-    def add_lowering_time(self, seconds: float, *, is_backward: bool) -> None:
-        """Called when Inductor has compiled the forward or the backward half of a graph."""
-        if is_backward:
-            self._backward_seconds += seconds
-
-    def record_pass(self, key: CompileKey, run: dict[str, Any]) -> None:
-        """Called for each custom graph pass that ran on a graph."""
-        self.pass_runs.append((key, run))
-
-    def count_weight_refresh(self, key: CompileKey) -> None:
-        """Called when folded weights were computed anew."""
-        self.weight_refreshes[key.phase] += 1
-
-    def record(self, kind: EventKind, key: CompileKey, **what: Any) -> CompileEvent:
-        """Record something that happened to a target."""
-        event = CompileEvent(kind=kind, target=key.target, phase=key.phase, candidate=key.candidate, **what)
-        self.events.append(event)
-        return event
-
-    def events_of(self, phase: Phase, kind: EventKind) -> list[CompileEvent]:
-        """The events of one kind and phase so far."""
-        return [event for event in self.events if event.phase == phase and event.kind == kind]
-
     def collect(self) -> None:
-        """Read what torch has written down since the last call: it does so after a compile's end is announced."""
-        if not self._listening:  # what compiles now is not ours, and after torch._dynamo.reset() ids begin anew
+        """Read torch's compilation metrics, which torch writes after it announced the end of a compile."""
+        if not self._listening:  # after torch.compiler.reset(), compile ids belong to other code
             return
         for record in _torch.events.compilation_records(self._records_seen):
             key = self._keys.get(record.compile_id)
@@ -230,40 +208,43 @@ class CompileRecorder:
                 continue
             if record.cache_hits or record.cache_misses:
                 self.record("cache", key, cache_hits=record.cache_hits, cache_misses=record.cache_misses)
-            if record.recompile_reason:
-                self.record("recompile", key, reason=explain_recompile(record.recompile_reason))
             if record.cudagraph_skip_reason:
                 self.record("cudagraph_skip", key, reason=record.cudagraph_skip_reason)
 
     def _look_for_limit(self, record: _torch.events.CompilationRecord) -> None:
-        """Torch gives up on a frame at its recompile limit without announcing a compile."""
+        """Record that a frame reached torch's recompile limit, for which torch announces no compile."""
         if not record.hit_recompile_limit:
             return
         frame = _torch.events.frame_of(record.compile_id)
         key = next((key for known, key in self._keys.items() if _torch.events.frame_of(known) == frame), None)
         if key is not None and key not in self.recompile_limits:
-            last = explain_recompile(record.recompile_reason) if record.recompile_reason else "torch gives no reason"
-            self.recompile_limits[key] = last
-            self.record("fallback", key, reason=f"torch's recompile limit is reached; the last reason: {last}")
+            last = _explain(record.recompile_reason)
+            self.recompile_limits[key] = last.reason
+            reason = f"torch's recompile limit is reached; the last reason: {last.reason}"
+            self.record("fallback", key, reason=reason, fix=last.fix)
 
     def _start(self, args: Any) -> None:
         self.collect()
         self.compiles_seen += 1
+        by_dynamo = args.callback_trigger is _torch.events.DYNAMO_TRIGGER
         key = self.key
         if key is not None:
             self._keys[args.compile_id] = key
-        elif args.callback_trigger is _torch.events.DYNAMO_TRIGGER:
-            self._keys.pop(args.compile_id, None)  # after torch._dynamo.reset() ids begin anew
+        elif by_dynamo:
+            self._keys.pop(args.compile_id, None)  # after torch.compiler.reset(), the id belongs to other code
         else:
             key = self._keys.get(args.compile_id)
         self._graphs, self._backward_seconds = 0, 0.0
         self._part = _PARTS.get(args.callback_trigger.name, "graph")
         self.traces_seen += self._part != "cudagraph"
         self._running = key, self._clock()
-        if key is not None:
-            if self._part == "graph" and self.calling.current is not None:
-                self.calling.current.on_trace()
-            self._on_start(key)
+        if key is None:
+            return
+        if by_dynamo and (reason := _torch.events.recompile_reason()):
+            self.record("recompile", key, **_explain(reason)._asdict())
+        if self._part == "graph" and self.calling.current is not None:
+            self.calling.current.on_trace()
+        self._progress.compile_begins(key)
 
     def _end(self, args: Any) -> None:
         if self._running is None:
@@ -273,7 +254,7 @@ class CompileRecorder:
         breaks, self._breaks_seen = _torch.events.graph_breaks(self._breaks_seen)
         if key is None:
             return
-        self._on_end()
+        self._progress.compile_ends()
         self.record(
             "compile",
             key,
@@ -282,16 +263,61 @@ class CompileRecorder:
             backward_seconds=self._backward_seconds or None,
             graphs=self._graphs,
         )
-        if key in self._reset_since:
-            self._reset_since.discard(key)
+        if key in self._discarded:
+            self._discarded.discard(key)
             self.record("recompile", key, reason="torch.compiler.reset() discarded the compiled graphs")
         for found in breaks:
             self.with_graph_breaks.add(key)
-            # One place breaks the graph of each frame that is traced through it, and again when recompiled.
-            if (key, found) in self._breaks:
-                continue
-            self._breaks.add((key, found))
-            self.record("graph_break", key, reason=found.reason, file=found.file, line=found.line)
+            # torch counts a graph break for each frame that is traced through it, and again when it recompiles.
+            if (key, found) not in self._breaks:
+                self._breaks.add((key, found))
+                self.record("graph_break", key, reason=found.reason, file=found.file, line=found.line)
+
+    # ------------------------------------------------------------------------------------------ recording
+
+    def record(self, kind: EventKind, key: CompileKey, *, show: bool = True, **attributes: Any) -> CompileEvent:
+        """Record something that happened to a target.
+
+        Args:
+            kind: What happened.
+            key: The target and its phase.
+            show: Whether to print it.
+            attributes: Further attributes of the `CompileEvent`.
+        """
+        event = CompileEvent(
+            kind=kind, target=key.target, phase=key.phase, candidate=key.candidate, step=self.step, **attributes
+        )
+        self.events.append(event)
+        if show:
+            self._progress.show(event)
+        return event
+
+    def events_of(self, phase: Phase, kind: EventKind) -> list[CompileEvent]:
+        """Return the events of one phase and kind."""
+        return [event for event in self.events if event.phase == phase and event.kind == kind]
+
+    def count_graph(self) -> None:
+        """Count a graph of the compile that is running. A target's backend calls it."""
+        self._graphs += 1
+
+    def add_lowering_time(self, seconds: float, *, is_backward: bool) -> None:
+        """Add the time that Inductor took for the forward or the backward part of a graph."""
+        if is_backward:
+            self._backward_seconds += seconds
+
+    def record_pass(self, key: CompileKey, run: dict[str, Any]) -> None:
+        """Record what a custom graph pass did to a graph."""
+        self.pass_runs.append((key, run))
+
+    def count_weight_refresh(self, key: CompileKey) -> None:
+        """Count that folded weights were computed again."""
+        self.weight_refreshes[key.phase] += 1
+
+
+def _explain(torchs_reason: str | None) -> Recompile:
+    if not torchs_reason or torchs_reason == "Unable to find recompilation reasons":
+        return Recompile("torch gives no reason")
+    return explain_recompile(torchs_reason)
 
 
 _PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}

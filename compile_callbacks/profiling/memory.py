@@ -1,4 +1,4 @@
-"""Peak GPU memory of a step, eager and compiled."""
+"""`PeakMemory`: the peak GPU memory of a step, eager and compiled, for the report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from compile_callbacks._utils.phases import Phase
 
 _MEASURED_STEPS = 5
-"""Steps measured of each kind, including the recording of a CUDA graph. Reading the allocator's statistics takes too
-long to do it in every step."""
+"""Number of measured steps of each variant, including the recording of a CUDA graph. Reading the allocator's statistics
+in every step would take too long."""
 
-_Way = tuple[Phase, bool, str | None]
+_Variant = tuple[Phase, bool, str | None]  # the phase, whether it ran compiled, and the candidate of a tuned phase
 
 
 class Peak(NamedTuple):
@@ -21,7 +21,7 @@ class Peak(NamedTuple):
 
     Attributes:
         mib: The peak in MiB; ``None`` if it was not measured.
-        at_most_mib: If the step did not raise the process's peak: that peak, in MiB.
+        at_most_mib: The peak of the process in MiB, if the step did not raise it.
     """
 
     mib: float | None = None
@@ -29,32 +29,33 @@ class Peak(NamedTuple):
 
 
 class PeakMemory:
-    """Measures the first undisturbed steps of each phase, eager and compiled, and no more.
+    """Measures the first undisturbed steps of each phase, eager and compiled.
 
     The peak is that of the CUDA allocator on the current device, including weights and optimizer state. It is known
     only if a step raises the process's peak: the peak is not reset, because the user's own code may read it. With CUDA
-    graphs the peak is that of the recording, because the allocator sees no allocation in a replay.
+    graphs the peak is that of the recording, because a replay allocates nothing.
     """
 
     def __init__(self) -> None:
-        self._peak_bytes: dict[_Way, int] = {}
-        self._at_most_bytes: dict[_Way, int] = {}
-        self._measured: Counter[_Way] = Counter()
-        self._running: tuple[_Way, int] | None = None
+        self._peak_bytes: dict[_Variant, int] = {}
+        self._at_most_bytes: dict[_Variant, int] = {}
+        self._measured: Counter[_Variant] = Counter()
+        self._running: tuple[_Variant, int] | None = None
 
     def start(self, phase: Phase, *, compiled: bool, candidate: str | None = None) -> None:
-        """A step begins on a GPU.
+        """Start a step on a GPU.
 
         Args:
             phase: Its phase.
             compiled: Whether it runs compiled.
             candidate: The candidate, if the phase is tuned.
         """
-        way = phase, compiled, candidate
-        self._running = (way, torch.cuda.max_memory_allocated()) if self._measured[way] < _MEASURED_STEPS else None
+        variant = phase, compiled, candidate
+        measured = self._measured[variant] < _MEASURED_STEPS
+        self._running = (variant, torch.cuda.max_memory_allocated()) if measured else None
 
     def stop(self, *, traced: bool) -> None:
-        """The step ends.
+        """End the step.
 
         Args:
             traced: Whether anything except a CUDA graph recording compiled in it.
@@ -62,18 +63,18 @@ class PeakMemory:
         running, self._running = self._running, None
         if running is None or traced:
             return
-        way, before = running
+        variant, before = running
         after = torch.cuda.max_memory_allocated()
-        if after < before:  # the user has reset the peak in this step
+        if after < before:  # the user reset the peak in this step
             return
-        self._measured[way] += 1
+        self._measured[variant] += 1
         found = self._peak_bytes if after > before else self._at_most_bytes
-        found[way] = max(found.get(way, 0), after)
+        found[variant] = max(found.get(variant, 0), after)
 
     def peak(self, phase: Phase, *, compiled: bool, candidate: str | None = None) -> Peak:
-        """The highest peak of the measured steps."""
-        way = phase, compiled, candidate
-        if (peak := self._peak_bytes.get(way)) is not None:
+        """Return the highest peak of the measured steps."""
+        variant = phase, compiled, candidate
+        if (peak := self._peak_bytes.get(variant)) is not None:
             return Peak(mib=peak / 2**20)
-        at_most = self._at_most_bytes.get(way)
+        at_most = self._at_most_bytes.get(variant)
         return Peak(at_most_mib=None if at_most is None else at_most / 2**20)

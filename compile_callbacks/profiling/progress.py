@@ -1,52 +1,105 @@
-"""A line while something compiles, so that the first step is not minutes of silence."""
+"""`CompileProgress`: prints lines while something compiles, and one line for each recompile, with its cause."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from compile_callbacks.profiling.compile_events import CompileKey
+from compile_callbacks._utils.messages import in_one_line
+from compile_callbacks._utils.phases import Phase
+
+if TYPE_CHECKING:
+    from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey
 
 FIRST_LINE_SECONDS = 1.0
-"""A compile that takes less is over before anybody wonders."""
+"""A compile that takes less time gets no line."""
 
 LINE_SECONDS = 8.0
-"""Time between two lines of the same compile; silence of more than 10 s looks like a hang."""
+"""Time between two lines of the same compile."""
+
+MAX_LINES = 3
+"""The maximum number of lines for each kind of event and phase. `stage_ends` prints the number of further events."""
+
+_LINES = {
+    "recompile": "recompiling {target}: {reason}",
+    "graph_break": "graph break in {target}{where}: {reason}",
+    "fallback": "{target} falls back to eager: {reason}",
+    "cudagraph_skip": "CUDA graph of {target} skipped: {reason}",
+}
+_PLURALS = {
+    "recompile": "recompiles",
+    "graph_break": "graph breaks",
+    "fallback": "fallbacks to eager",
+    "cudagraph_skip": "skipped CUDA graphs",
+}
 
 
 class CompileProgress:
-    """Says what is compiling, for which phase and for how long, from a thread of its own.
+    """Prints what compiles, for which phase and for how long, and why torch recompiles or does not compile.
 
     Args:
-        print_line: Takes a line of text.
-        clock: Seconds, rising.
+        print_line: Prints a line of text.
+        clock: Returns seconds.
     """
 
-    def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, print_line: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.last_seconds: Mapping[str, float] = {}
+        """How long the compiles of the last run took, by the name of `compile_name`."""
         self._print_line = print_line
         self._clock = clock
         self._over: threading.Event | None = None
+        self._events: Counter[tuple[str, Phase]] = Counter()
 
     def compile_begins(self, key: CompileKey) -> None:
-        """A compile begins; lines follow until `compile_ends`."""
+        """Print a line after a second of compiling, and further lines until `compile_ends`."""
         self._over = threading.Event()
-        # A daemon: an interpreter that is told to stop while compiling does not wait for it.
-        threading.Thread(
-            target=self._lines, args=(key, self._clock(), self._over), name="compile-progress", daemon=True
-        ).start()
+        # A daemon thread does not keep an interrupted interpreter alive.
+        arguments = key, self._clock(), self._over
+        threading.Thread(target=self._print_lines, args=arguments, name="compile-progress", daemon=True).start()
 
     def compile_ends(self) -> None:
-        """The compile is over, or was given up."""
+        """End the lines of `compile_begins`."""
         if self._over is not None:
             self._over.set()
             self._over = None
 
-    def _lines(self, key: CompileKey, started: float, over: threading.Event) -> None:
+    def show(self, event: CompileEvent) -> None:
+        """Print why an event happened, unless `MAX_LINES` lines of its kind were printed in the phase."""
+        if event.kind not in _LINES:
+            return
+        self._events[event.kind, event.phase] += 1
+        if self._events[event.kind, event.phase] <= MAX_LINES:
+            where = f" at {Path(event.file).name}:{event.line}" if event.file else ""
+            target = f"{event.target!r} ({event.phase})"
+            reason = in_one_line(event.reason or "torch gives no reason")
+            line = _LINES[event.kind].format(target=target, reason=reason, where=where)
+            self._print_line(f"{line}; {event.fix}" if event.fix else line)
+
+    def stage_ends(self, phase: Phase) -> None:
+        """Print the number of events that `show` did not print."""
+        for (kind, of_phase), count in self._events.items():
+            if of_phase == phase and count > MAX_LINES:
+                reasons = f"their reasons: callback.report.{phase}.diagnostics.events"
+                self._print_line(f"{count - MAX_LINES} more {_PLURALS[kind]} in the {phase} phase; {reasons}")
+                self._events[kind, phase] = MAX_LINES
+
+    def _print_lines(self, key: CompileKey, started: float, over: threading.Event) -> None:
         what = f"{key.target!r} for the {key.phase} phase"
         if over.wait(FIRST_LINE_SECONDS):
             return
-        self._print_line(f"compiling {what} ...")
+        last = self.last_seconds.get(compile_name(key))
+        self._print_line(f"compiling {what} ..." + (f" (took {last:.1f} s in the last run)" if last else ""))
         while not over.wait(LINE_SECONDS):
             self._print_line(f"still compiling {what}: {self._clock() - started:.0f} s")
         self._print_line(f"compiled {what} in {self._clock() - started:.1f} s")
+
+
+def compile_name(key: CompileKey) -> str:
+    """Return the name of a target's compile for a phase, as `ModelRecord` keeps it."""
+    return f"{key.phase} {key.target}" + (f" {key.candidate}" if key.candidate else "")

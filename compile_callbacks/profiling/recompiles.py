@@ -1,89 +1,111 @@
-"""Why torch compiled something anew, in words."""
+"""Say in words why torch recompiled, and what avoids it; `CompileRecorder` stores both."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 _ARGUMENT = re.compile(r"^(?:args\[(?P<position>\d+)\]|kwargs\['(?P<keyword>\w+)'\])(?P<rest>.*)$")
 _MODULE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _ATTRIBUTE = re.compile(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
 
-# Guard failures as torch 2.11 to 2.15 write them, and what each says in words; {subject} is the tensor.
-_RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], str]], ...] = (
+_DYNAMIC = "dynamic=True avoids it"
+_RAGGED = "drop_last=True or dynamic=True avoids it"
+
+
+class Recompile(NamedTuple):
+    """Why torch recompiled.
+
+    Attributes:
+        reason: The failed guard in words, or torch's text if no words are known.
+        fix: What avoids the recompile, if anything does.
+    """
+
+    reason: str
+    fix: str | None = None
+
+
+# Failed guards as torch 2.11 to 2.15 write them, the words for them, and the fix. `of` is the tensor.
+_RULES: tuple[tuple[str, Callable[[re.Match[str], str], str], str | None], ...] = (
     (
-        re.compile(r"size mismatch at index 0\. expected (\d+), actual (\d+)"),
-        lambda m, of: f"batch dimension of {of}: {m[2]}, was {m[1]}",
+        r"size mismatch at index 0\. expected (\d+), actual (\d+)",
+        lambda m, of: f"batch size {m[2]}, was {m[1]}" + ("" if of == "argument 0" else f", of {of}"),
+        _RAGGED,
     ),
     (
-        re.compile(r"size mismatch at index (\d+)\. expected (\d+), actual (\d+)"),
+        r"size mismatch at index (\d+)\. expected (\d+), actual (\d+)",
         lambda m, of: f"dimension {m[1]} of {of}: {m[3]}, was {m[2]}",
+        _DYNAMIC,
     ),
     (
-        re.compile(r"stride mismatch at index (\d+)\. expected (\d+), actual (\d+)"),
+        r"stride mismatch at index (\d+)\. expected (\d+), actual (\d+)",
         lambda m, of: f"memory layout of {of}: stride {m[3]} in dimension {m[1]}, was {m[2]}",
+        "contiguous() before the call avoids it",
     ),
     (
-        re.compile(r"dtype mismatch\. expected (\w+), actual (\w+)"),
+        r"dtype mismatch\. expected (\w+), actual (\w+)",
         lambda m, of: f"dtype of {of}: {m[2].lower()}, was {m[1].lower()}",
+        None,
     ),
     (
-        re.compile(r"requires_grad mismatch\. expected requires_grad=(\d)"),
+        r"requires_grad mismatch\. expected requires_grad=(\d)",
         lambda m, of: f"{of} {'no longer requires' if m[1] == '1' else 'now requires'} grad",
+        None,
     ),
     (
-        re.compile(r"rank mismatch\. expected (\d+), actual (\d+)"),
+        r"rank mismatch\. expected (\d+), actual (\d+)",
         lambda m, of: f"number of dimensions of {of}: {m[2]}, was {m[1]}",
+        None,
     ),
     (
-        re.compile(r"dispatch key set mismatch\. expected DispatchKeySet\((.*?)\), actual DispatchKeySet\((.*?)\)"),
+        r"dispatch key set mismatch\. expected DispatchKeySet\((.*?)\), actual DispatchKeySet\((.*?)\)",
         lambda m, of: _dispatch_keys(m[1], m[2], of),
+        "Trainer(inference_mode=False) avoids it",
     ),
 )
 
 
-def explain_recompile(reason: str) -> str:
-    """Torch's account of a failed guard in words; as torch wrote it where no words are known.
+def explain_recompile(torchs_reason: str) -> Recompile:
+    """Say a failed guard in words.
 
     Args:
-        reason: As in torch's compilation metrics, for example
-            ``"0/0: tensor 'args[0]' size mismatch at index 0. expected 32, actual 8"``.
+        torchs_reason: The reason as in torch's compilation metrics.
 
     Example::
 
-        >>> explain_recompile("0/0: tensor 'args[0]' size mismatch at index 0. expected 32, actual 8")
-        'batch dimension of argument 0: 8, was 32'
+        >>> explain_recompile("0/0: tensor 'args[0]' size mismatch at index 0. expected 32, actual 8").reason
+        'batch size 8, was 32'
     """
-    first = re.sub(r"^\d+/\d+: ", "", reason.strip().splitlines()[0])
+    first = re.sub(r"^\d+/\d+: ", "", torchs_reason.strip().splitlines()[0])
     subject = re.search(r"tensor '(.*)' (?=\w+ mismatch|dispatch key|requires_grad)", first)
     of = _subject(subject[1]) if subject else "a tensor"
-    for pattern, words in _RULES:
-        if found := pattern.search(first):
-            return words(found, of)
+    for pattern, words, fix in _RULES:
+        if found := re.search(pattern, first):
+            return Recompile(words(found, of), fix)
     if found := re.search(r"GLOBAL_STATE changed: (\w+(?:\(\w+\)_enabled)?)", first):
-        return f"global state changed: {found[1]}"
+        return Recompile(f"global state changed: {found[1]}")
     guard = re.sub(r"___as_tensor\((.+)\)\.item\(\)", r"\1", first.split("  #")[0].strip())
     if found := re.fullmatch(r"(.+)\.training == (True|False)", guard):
-        return f"training flag of {_subject(found[1])}: {'eval' if found[2] == 'True' else 'train'} mode, was the other"
+        now, before = ("eval", "train") if found[2] == "True" else ("train", "eval")
+        return Recompile(f"{_subject(found[1])} is in {now} mode, was in {before} mode")
     if found := re.fullmatch(r"(\d+) <= (.+)\.size\(\)\[(\d+)\]", guard):
-        which = "batch dimension" if found[3] == "0" else f"dimension {found[3]}"
-        return f"{which} of {_subject(found[2])}: less than {found[1]}, which torch compiles apart"
+        which = "batch size" if found[3] == "0" else f"dimension {found[3]}"
+        return Recompile(f"{which} of {_subject(found[2])} below {found[1]}", _RAGGED if found[3] == "0" else None)
     if found := re.fullmatch(r"([\w\[\]'.]+) == (\S+)", guard):
-        return f"value of {_subject(found[1])}: no longer {found[2]}"
-    return guard
+        return Recompile(f"value of {_subject(found[1])}: no longer {found[2]}", "a tensor in its place avoids it")
+    return Recompile(guard)
 
 
 def _subject(expression: str) -> str:
-    """The thing that a guard is on, as a user knows it."""
+    """Return the name by which the user knows what the guard checks."""
     if argument := _ARGUMENT.match(expression):
         which = argument["position"] or repr(argument["keyword"])
         return f"argument {which}{argument['rest']}"
     path = _MODULE.findall(expression)
     if attribute := _ATTRIBUTE.fullmatch(expression):
         path.append(attribute[1])
-    if path:
-        return repr(".".join(path))
-    return expression
+    return repr(".".join(path)) if path else expression
 
 
 def _dispatch_keys(before: str, now: str, of: str) -> str:

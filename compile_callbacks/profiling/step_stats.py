@@ -1,4 +1,4 @@
-"""Step times of one candidate in figures, and when one is clearly below another."""
+"""Statistics of step times for the report and `Tune`: medians, spreads, and whether noise explains a difference."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 
 _NOTCH = 2.5
 """Half the width of the interval around a median, in IQR / sqrt(n). McGill, Tukey and Larsen (Variations of Box Plots,
-The American Statistician 32, 1978) give 1.57 for two medians that differ at the 95% level, once; here they are looked
-at after every block of steps."""
+The American Statistician 32, 1978) give 1.57 for one comparison of two medians at the 95% level. `Tune` compares after
+every block of steps, so its interval is wider."""
 
-_LEAST_NOTCH = 0.005  # of the median: a few samples can agree by accident
+_MIN_NOTCH = 0.005  # of the median, because a few samples can agree by accident
 
-SAMPLES_FOR_SPEEDUP = 5
-"""A speedup needs this many eager and this many compiled samples."""
+MIN_SAMPLES = 5
+"""The minimum number of eager and of compiled samples for a comparison."""
 
 _RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """Step times of equal workload.
+    """Statistics of steps of equal workload.
 
     Attributes:
-        samples: How many steps.
-        median_ms: Their median, in milliseconds.
-        p95_ms: Their 95th percentile.
-        notch_ms: The median is known to plus or minus so much.
+        samples: Number of steps.
+        median_ms: Median, in milliseconds.
+        p95_ms: 95th percentile, in milliseconds.
+        notch_ms: Half the width of the interval around the median, in milliseconds.
     """
 
     samples: int
@@ -40,7 +40,7 @@ class StepStats:
 
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> StepStats | None:
-        """The figures of samples in milliseconds; ``None`` of nothing.
+        """Return the statistics of samples in milliseconds; ``None`` without samples.
 
         Example::
 
@@ -54,18 +54,31 @@ class StepStats:
             return cls(1, median, median, math.inf)
         twentieths = statistics.quantiles(samples_ms, n=20, method="inclusive")
         spread = twentieths[14] - twentieths[4]
-        notch = max(_NOTCH * spread / math.sqrt(len(samples_ms)), _LEAST_NOTCH * median)
+        notch = max(_NOTCH * spread / math.sqrt(len(samples_ms)), _MIN_NOTCH * median)
         return cls(len(samples_ms), median, twentieths[18], notch)
 
     def clearly_below(self, other: StepStats, factor: float = 1.0) -> bool:
-        """Whether this median, times ``factor``, is below the other's beyond what noise explains."""
+        """Return whether this median times ``factor`` is below the other median by more than noise."""
         return (self.median_ms + self.notch_ms) * factor < other.median_ms - other.notch_ms
 
 
-def speedup_interval(eager_ms: Sequence[float], compiled_ms: Sequence[float]) -> tuple[float, float]:
-    """The 95% interval of the eager median divided by the compiled median, by a percentile bootstrap.
+def median_ms(samples: Sequence[float]) -> float | None:
+    """Return the median; ``None`` without samples."""
+    return statistics.median(samples) if samples else None
 
-    Uses its own seeded generator, so the same samples give the same interval and no random state of the user changes.
+
+def spread_ms(samples: Sequence[float]) -> float | None:
+    """Return the interquartile range, which holds half of the samples; ``None`` for fewer than four samples."""
+    if len(samples) < 4:
+        return None
+    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return third - first
+
+
+def speedup_interval(eager_ms: Sequence[float], compiled_ms: Sequence[float]) -> tuple[float, float]:
+    """Return the 95% interval of the eager median divided by the compiled median, by a percentile bootstrap.
+
+    It draws from its own seeded generator, so the user's generators do not change.
 
     Example::
 

@@ -1,9 +1,8 @@
-"""What a step has to do, by which steps are compared with each other."""
+"""`Workload`: what a step has to do. `StepTimer` compares only steps of equal workload."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,11 +10,11 @@ from compile_callbacks._utils.signatures import TensorSignature, signature
 
 
 class Workload(NamedTuple):
-    """What a step has to do. Only steps of equal workload are compared.
+    """What a step has to do.
 
     Attributes:
-        stage: Which stage, and which of its loaders.
-        kind: All else but sizes: accumulation, structure and dtypes of the batch, which weights train.
+        stage: The stage and the number of its dataloader.
+        kind: Everything except sizes: accumulation, structure and dtypes of the batch, which weights train.
         shapes: The shapes of the batch's tensors.
     """
 
@@ -24,12 +23,12 @@ class Workload(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()
 
     def with_conditions(self, **conditions: object) -> Workload:
-        """The same under conditions that make a difference."""
-        return self._replace(kind=_kind_where(self.kind, tuple(conditions.items())))
+        """Return the workload with conditions added to its kind."""
+        return self._replace(kind=_kind_with(self.kind, tuple(conditions.items())))
 
     @classmethod
     def from_data(cls, data: Sequence[Any]) -> Workload:
-        """Rebuild it from a list of its fields.
+        """Rebuild a workload from a list of its fields.
 
         Raises:
             TypeError: A field has a wrong type.
@@ -44,28 +43,19 @@ class Workload(NamedTuple):
         return cls(stage, kind, shapes)
 
 
-def baseline_from_data(data: Any) -> dict[Workload, tuple[float, ...]]:
-    """The samples by workload, from pairs of lists; nothing if the data has another form."""
-    try:
-        found = {Workload.from_data(workload): tuple(map(float, samples)) for workload, samples in data}
-    except (TypeError, ValueError, OverflowError):
-        return {}
-    return found if all(0 < sample < math.inf for samples in found.values() for sample in samples) else {}
-
-
 def workload_of(stage: str, batch: Any, part: str = "") -> Workload:
-    """What a step with a batch has to do.
+    """Return the workload of a step.
 
     Args:
-        stage: Which stage, and which of its loaders.
+        stage: The stage and the number of its dataloader.
         batch: The batch.
         part: What else makes a difference.
     """
     return _workload_of_signature(stage, part, signature(batch))
 
 
-@functools.lru_cache(maxsize=1024)  # in each step: small steps wait for the host
-def _kind_where(kind: str, conditions: tuple[tuple[str, object], ...]) -> str:
+@functools.lru_cache(maxsize=1024)  # called in each timed step, and small steps wait for the CPU
+def _kind_with(kind: str, conditions: tuple[tuple[str, object], ...]) -> str:
     return ", ".join([kind, *(f"{name}={value}" for name, value in conditions)])
 
 
@@ -77,13 +67,13 @@ def _workload_of_signature(stage: str, part: str, batch_signature: Any) -> Workl
 
 
 def _without_sizes(batch_signature: Any, shapes: list[tuple[int, ...]]) -> Any:
-    """A signature without sizes, and of equal entries one; the shapes are appended."""
+    """Return a signature without sizes and without repeated entries; append the shapes."""
     if isinstance(batch_signature, TensorSignature):
         shapes.append(batch_signature.shape)
         return batch_signature._replace(shape=(0,) * len(batch_signature.shape))
     if not isinstance(batch_signature, tuple):
         return batch_signature
     found = [_without_sizes(entry, shapes) for entry in batch_signature]
-    if all(isinstance(entry, type) for entry in batch_signature):  # no tensors: texts, for example
+    if all(isinstance(entry, type) for entry in batch_signature):  # no tensors but strings, for example
         shapes.append((len(batch_signature),))
     return tuple(dict.fromkeys(found))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +12,8 @@ from compile_callbacks.config.mode import EAGER, USER
 from compile_callbacks.config.tune import Settings, Tune
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind
 from compile_callbacks.profiling.memory import PeakMemory
-from compile_callbacks.profiling.step_stats import SAMPLES_FOR_SPEEDUP, speedup_interval
-from compile_callbacks.profiling.step_timer import StepTimer, StepTimes, median_ms, spread_ms
+from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, speedup_interval, spread_ms
+from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
 from compile_callbacks.report.report import CompileReport, PhaseDiagnostics, PhaseReport, Verdict
 from compile_callbacks.tuning.trial import Trial
 
@@ -38,6 +37,7 @@ def build_phase_report(
     *,
     left_alone: bool = False,
     trials: Sequence[Trial] = (),
+    details: bool = True,
 ) -> PhaseReport:
     """Build the report of a phase.
 
@@ -50,6 +50,7 @@ def build_phase_report(
         memory: Has the peak memory.
         left_alone: Whether the phase runs as the user compiled it.
         trials: The candidates of a `Tune`.
+        details: Include the verdict, the speedup, the series and the events.
     """
     chosen = next((trial.candidate for trial in trials if trial.verdict == "chosen"), None)
     config = None if chosen == EAGER else settings
@@ -68,16 +69,13 @@ def build_phase_report(
     if not graphs.total():
         times = replace(times, compiled_ms=())  # these steps ran eagerly
     eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
-    comparison = compare(times)
-    # The break-even step and the saved time are claims about the same difference, so they need the same evidence.
-    compared_ms = (eager_ms, compiled_ms) if comparison in ("faster", "slower") else (None, None)
-    steps = timer.compiled_steps(phase, candidate)
-    saved = seconds_saved(steps, *compared_ms)
-    net_saved = None if saved is None else saved - (seconds or 0)
-    if comparison == "faster" and net_saved is not None and net_saved <= 0:
-        comparison = "compile time not repaid"
-    if comparison is None and config is not None and steps and not graphs.total():
-        comparison = "not compiled"
+    savings = timer.savings(phase, sum(event.seconds or 0 for event in compiles if event.step is None))
+    verdict = compare(times) if details else None
+    speedup = eager_ms / compiled_ms if verdict in ("faster", "slower") and eager_ms and compiled_ms else None
+    if verdict == "faster" and savings is not None and savings.net_seconds <= 0:
+        verdict = "compile time not repaid"
+    if verdict is None and settings is not None and timer.compiled_steps(phase, candidate) and not graphs.total():
+        verdict = "not compiled"
     folded_mib = [event.folded_mib for event in of("fold") if event.folded_mib is not None]
     counts = [len(side) for side in (times.eager_ms, times.compiled_ms) if side]
     eager_peak = memory.peak(phase, compiled=False)
@@ -86,7 +84,7 @@ def build_phase_report(
     return PhaseReport(
         mode=chosen or (config.describe() if config else USER if left_alone else EAGER),
         targets=tuple(target.label(graphs[target.name]) for target in targets) if config else (),
-        verdict=comparison,
+        verdict=verdict,
         compile_seconds=seconds,
         graphs=graphs.total(),
         graph_breaks=len(of("graph_break")),
@@ -96,10 +94,10 @@ def build_phase_report(
         verified=_describe_comparisons(of("verify")),
         eager_step_ms=eager_ms,
         compiled_step_ms=compiled_ms,
-        speedup=compared_ms[0] / compared_ms[1] if compared_ms[0] and compared_ms[1] else None,
+        speedup=speedup,
         samples=min(counts) if counts else None,
-        break_even_steps=break_even_steps(seconds, *compared_ms),
-        net_seconds_saved=net_saved,
+        break_even_steps=savings.break_even_steps if savings and speedup else None,
+        net_seconds_saved=savings.net_seconds if savings else None,
         diagnostics=PhaseDiagnostics(
             cache_misses=sum(event.cache_misses for event in of("cache")),
             eager_spread_ms=spread_ms(times.eager_ms),
@@ -118,9 +116,10 @@ def build_phase_report(
                 if key.phase == phase and (candidate is None or key.candidate == candidate)
             ),
             trials=tuple(trial.to_dict() for trial in trials),
-            series=timer.series(phase),
+            series=timer.series(phase) if details else (),
+            net_series={"steps": savings.steps, "seconds": savings.seconds} if savings and details else {},
             restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
-            events=tuple(event.to_dict() for event in recorder.events if event.phase == phase),
+            events=tuple(event.to_dict() for event in recorder.events if details and event.phase == phase),
         ),
     )
 
@@ -134,27 +133,11 @@ def uncompiled_report(configs: Mapping[Phase, Settings], left_alone: frozenset[P
     return CompileReport(train=phases["train"], infer=phases["infer"])
 
 
-def seconds_saved(steps: int, eager_ms: float | None, compiled_ms: float | None) -> float | None:
-    """Return the time that compiled steps took less than the same number of eager steps."""
-    return None if eager_ms is None or compiled_ms is None else (eager_ms - compiled_ms) * steps / 1000
-
-
-def break_even_steps(compile_seconds: float | None, eager_ms: float | None, compiled_ms: float | None) -> float | None:
-    """Return the number of steps after which the saved time exceeds the compile time.
-
-    Infinite if compiled steps are not faster, ``None`` if one of the three figures was not measured.
-    """
-    if compile_seconds is None or eager_ms is None or compiled_ms is None:
-        return None
-    saved_ms = eager_ms - compiled_ms
-    return compile_seconds * 1000 / saved_ms if saved_ms > 0 else math.inf
-
-
 def compare(times: StepTimes) -> Verdict | None:
     """Compare step times, regardless of the compile time; ``None`` if no compiled step was timed."""
     if not times.compiled_ms:
         return None
-    if min(len(times.eager_ms), len(times.compiled_ms)) < SAMPLES_FOR_SPEEDUP:
+    if min(len(times.eager_ms), len(times.compiled_ms)) < MIN_SAMPLES:
         return "too few samples"
     low, high = speedup_interval(times.eager_ms, times.compiled_ms)
     return "faster" if low > 1 else "slower" if high < 1 else "no difference"

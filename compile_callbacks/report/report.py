@@ -60,6 +60,7 @@ class PhaseDiagnostics(_Data):
             fields of `PassRun`, or ``from_cache`` if the graph was loaded from torch's cache.
         trials: One mapping with the fields of `Trial` for each candidate of a `Tune`, eager first.
         series: Step times in order, see `StepTimer.series`.
+        net_series: The net seconds saved over the steps: ``steps``, numbers of steps in the phase, and ``seconds``.
         restored: Names of the figures that were loaded from the checkpoint of an earlier run.
         events: The events behind the counts, in order; see `CompileEvent`.
     """
@@ -78,6 +79,7 @@ class PhaseDiagnostics(_Data):
     passes: tuple[dict[str, Any], ...] = ()
     trials: tuple[dict[str, Any], ...] = ()
     series: tuple[dict[str, Any], ...] = ()
+    net_series: dict[str, Any] = field(default_factory=dict)
     restored: tuple[str, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
 
@@ -110,10 +112,11 @@ class PhaseReport(_Data):
         speedup: ``eager_step_ms / compiled_step_ms``, if there are at least 5 samples of each and the 95% interval of
             the ratio excludes 1.0; else ``None``.
         samples: The smaller one of the two sample counts. Without a baseline, the number of compiled samples.
-        break_even_steps: Number of steps after which the saved time exceeds the compile time; infinite if compiled
+        break_even_steps: Number of compiled steps after which `net_seconds_saved` is positive; infinite if compiled
             steps are slower, ``None`` without a speedup.
-        net_seconds_saved: Seconds that compiling saved so far, after subtracting the compile time; negative until the
-            break-even step. ``None`` if there are fewer than 5 eager samples.
+        net_seconds_saved: Seconds by which all steps so far were faster than as many eager steps, with the mean
+            time of the eager samples of the same stage. The steps that compiled count, with everything that happened
+            in them. ``None`` if there are fewer than 5 eager samples.
         diagnostics: What stands behind these figures.
     """
 
@@ -270,6 +273,8 @@ def _fits(value: object, annotation: str) -> bool:
     if annotation.startswith("tuple["):
         item = dict if "dict" in annotation else str
         return isinstance(value, list | tuple) and all(isinstance(part, item) for part in value)
+    if annotation.startswith("dict["):
+        return isinstance(value, dict)
     if annotation == "PhaseDiagnostics":
         return isinstance(value, PhaseDiagnostics)
     if annotation == "Verdict | None":

@@ -11,7 +11,7 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import describe_failure
-from compile_callbacks.profiling.compile_events import Verdict
+from compile_callbacks.profiling.compile_events import Result
 
 _TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
 _CLEAR_FACTOR = 10.0  # an error of so many tolerances is not rounding, except in a gradient whose terms cancel out
@@ -30,7 +30,7 @@ class Comparison:
         max_abs_error: The largest absolute error of an output's element; ``None`` if nothing was compared.
     """
 
-    verdict: Verdict
+    verdict: Result
     reason: str | None = None
     max_abs_error: float | None = None
 

@@ -8,12 +8,13 @@ from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey, CompileRecorder, EventKind
-from compile_callbacks.profiling.step_timer import RECENT_SAMPLES, StepTimer, median_ms, spread_ms
+from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
+from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.runtime.dispatcher import ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 
-SAMPLES_TO_COMPARE = 5
-"""Eager and compiled samples that are needed before steps count as slower."""
+RECENT_SAMPLES = 20
+"""Number of the latest compiled samples, which are compared with the eager ones."""
 
 _CAUSES: dict[EventKind, str] = {
     "recompile": "recompile",
@@ -109,7 +110,7 @@ class SessionWarnings:
         all_compiled = self._timer.samples(phase, compiled=True, candidate=candidate)
         for workload in all_eager.keys() & all_compiled.keys():
             eager, latest = all_eager[workload], all_compiled[workload][-RECENT_SAMPLES:]
-            if min(len(eager), len(latest)) < SAMPLES_TO_COMPARE:
+            if min(len(eager), len(latest)) < MIN_SAMPLES:
                 continue
             eager_ms, latest_ms = median_ms(eager) or 0, median_ms(latest) or 0
             if latest_ms - eager_ms > max(spread_ms(eager) or 0, spread_ms(latest) or 0):

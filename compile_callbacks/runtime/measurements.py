@@ -12,10 +12,10 @@ from torch import nn
 
 from compile_callbacks._utils.device import device_name
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.profiling.baseline import Baseline
+from compile_callbacks.profiling.baseline import Baseline, baseline_from_data
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.step_timer import StepTimer
-from compile_callbacks.profiling.workload import Workload, baseline_from_data
+from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.runtime.dispatcher import ActiveConfig
 
 

@@ -17,7 +17,7 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.mode import EAGER
 from compile_callbacks.config.tune import LEAST_SAMPLES, Tune
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder
-from compile_callbacks.profiling.step_series import Span
+from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.runtime.arguments import CompileArguments

@@ -76,9 +76,9 @@ class Session:
         warn = WarnOnce()
         folder = arguments.cache_dir if arguments.compiles else None
         self._cache = CompileCache(folder, functools.partial(warn.warn, "CC401")) if folder else None
-        progress = CompileProgress(print_line)
+        self._progress = CompileProgress(print_line)
         # torch holds the recorder while it listens. The recorder must not keep the session and its module alive.
-        self._recorder = CompileRecorder(on_start=progress.compile_begins, on_end=progress.compile_ends)
+        self._recorder = CompileRecorder(progress=self._progress)
         self._switch = PhaseSwitch(
             targets,
             left_alone=arguments.left_alone,
@@ -109,7 +109,6 @@ class Session:
         self._stage, self._step = Stage(), Step()
         self._stages: set[str] = set()  # the names of the stages so far
         self._compiled = False  # whether the selected config compiles
-        self._left_garbage = False
         self._before: CompileReport | None = None  # the report of the run that this one resumes
 
     # ------------------------------------------------------------------------------------------ a Trainer run
@@ -232,9 +231,6 @@ class Session:
         Returns:
             Whether the step is timed.
         """
-        if self._left_garbage and gc.isenabled():
-            gc.collect()  # the garbage of a compile: an automatic collection would take longer than most steps
-        self._left_garbage = False
         if first:
             self._switch.invalidate_weights()
         recorder, measurements, stage, phase = self._recorder, self._measurements, self._stage, self._stage.phase
@@ -255,6 +251,7 @@ class Session:
         step.compiled = self._compiled
         self._gpu.step_begins(trains_compiled=step.compiled and phase == "train")
         if is_sample and measurements.owns(phase):
+            recorder.step = measurements.timer.next_step(phase)
             tries = tuning is not None and tuning.winner is None
             step.timed = measurements.step_begins(step, phase, self._active[phase], tries=tries)
         if finds_targets:
@@ -283,7 +280,13 @@ class Session:
         if called := self._called.stop():
             self._switch.add(self._new_targets(called))
         step.disturbed = self._recorder.compiles_seen != step.compiles_before
-        step.traced = self._left_garbage = self._recorder.traces_seen != step.traces_before
+        step.traced = self._recorder.traces_seen != step.traces_before
+        if step.disturbed:
+            self._recorder.collect()
+        if step.traced and (self._recorder.step is not None or stage.nested) and gc.isenabled():
+            # A compile leaves so many objects that an automatic collection would take longer than most steps.
+            gc.collect()
+        self._recorder.step = None
         tuning = self._tunings.get(stage.phase)
         self._gpu.step_ends()
         workload = workload_of(loader, batch, part) if step.timed else None
@@ -304,6 +307,7 @@ class Session:
         if (tuning := self._tunings.get(phase)) is not None:
             tuning.stage_ends()
             self._adopt(tuning)
+        self._progress.stage_ends(phase)
         self.check(phase)
 
     def check(self, phase: Phase) -> None:
@@ -328,9 +332,16 @@ class Session:
 
     # ------------------------------------------------------------------------------------------ results
 
-    def report(self) -> CompileReport:
-        """The report of this process so far."""
+    def report(self, *, details: bool = True) -> CompileReport:
+        """Return the report of this process so far.
+
+        Args:
+            details: Wait for the GPU, and include the verdict, the series and the events. Without, the report has what
+                `CompileReport.scalars` needs in the middle of a stage.
+        """
         self._recorder.collect()
+        if details:
+            self._measurements.timer.synchronize()
         phases = {
             phase: build_phase_report(
                 phase,
@@ -340,7 +351,8 @@ class Session:
                 self._measurements.timer_for_report(phase),
                 self._measurements.memory,
                 left_alone=phase in self._arguments.left_alone,
-                trials=self._tunings[phase].trials() if phase in self._tunings else (),
+                trials=self._tunings[phase].trials() if phase in self._tunings and details else (),
+                details=details,
             )
             for phase, config in self._arguments.configs.items()
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -13,7 +12,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
-from compile_callbacks.report.build import break_even_steps
 from compile_callbacks.report.report import PhaseReport
 from tests.support.models import Classifier, loader, trainer
 from tests.support.step_times import TimedSteps, Times
@@ -50,20 +48,6 @@ def test_settings_of_a_phase_have_samples_of_their_own_and_lose_one_at_each_turn
     assert timer.times("train", "b").compiled_ms == pytest.approx((5,))
     assert timer.times("train").compiled_ms == ()
     assert (timer.compiled_steps("train", "a"), timer.compiled_steps("train", "b")) == (6, 3)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "eager", "compiled", "expected"),
-    [
-        (10, 30, 20, 1000),
-        (10, 20, 20, math.inf),
-        (10, 20, 30, math.inf),
-        (None, 3, 2, None),
-        (10, None, 2, None),
-    ],
-)
-def test_break_even_steps(seconds, eager, compiled, expected):
-    assert break_even_steps(seconds, eager, compiled) == expected
 
 
 def test_baseline_goes_on_over_stage_runs():

@@ -57,7 +57,7 @@ def test_a_known_recompile_is_reported_with_its_reason():
     report = callback.report.train
     assert (report.recompiles, report.graphs, report.graph_breaks) == (1, 2, 0)
     [event] = [event for event in report.diagnostics.events if event["kind"] == "recompile"]
-    assert event["reason"] == "batch dimension of argument 0: 3, was 4"
+    assert event["reason"] == "batch size 3, was 4"
 
 
 def test_compiles_of_the_users_other_code_are_not_ours():

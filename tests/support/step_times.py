@@ -18,6 +18,9 @@ class Fixed:
     def milliseconds(self):
         return float(self.ms)
 
+    def stop(self):
+        pass
+
 
 class TimedSteps:
     """A `StepTimer` with a simulated clock."""
@@ -51,28 +54,15 @@ class Times:
 
     def __init__(self, monkeypatch, train=None, infer=None):
         self._ms = {"train": train or {}, "infer": infer or {}}
-        real_samples, real_stop = StepTimer.samples, StepTimer.stop
-
-        def samples(timer, phase, *, compiled, candidate=None):
-            found = real_samples(timer, phase, compiled=compiled, candidate=candidate)
-            name = candidate if compiled else "eager"
-            fixed = {workload: self._fixed(phase, name, workload) for workload in found}
-            return {
-                workload: found[workload] if ms is None else (ms,) * len(found[workload])
-                for workload, ms in fixed.items()
-            }
+        real_stop = StepTimer.stop
 
         def stop(timer, phase, *, compiled, workload, disturbed, candidate=None):
-            sample = real_stop(
-                timer, phase, compiled=compiled, workload=workload, disturbed=disturbed, candidate=candidate
-            )
-            name = candidate if compiled else "eager"
-            ms = None if workload is None else self._fixed(phase, name, workload)  # not every step is timed
-            if timer.last_step is not None and ms is not None:
-                timer.last_step = Fixed(ms)
-            return sample
+            ms = None if workload is None else self._fixed(phase, candidate if compiled else "eager", workload)
+            if timer._span is not None and ms is not None and not disturbed:
+                timer._span = Fixed(ms)
+            arguments = {"compiled": compiled, "workload": workload, "disturbed": disturbed, "candidate": candidate}
+            return real_stop(timer, phase, **arguments)
 
-        monkeypatch.setattr(StepTimer, "samples", samples)
         monkeypatch.setattr(StepTimer, "stop", stop)
 
     def _fixed(self, phase, name, workload):

@@ -7,7 +7,8 @@ import types
 import pytest
 import torch
 
-from compile_callbacks.profiling.step_timer import StepTimer, call_times_ms
+from compile_callbacks.profiling.spans import call_times_ms
+from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.workload import Workload
 
 pytestmark = pytest.mark.all_versions
@@ -49,7 +50,9 @@ def test_a_step_is_timed_by_the_device_without_a_synchronization(device):
         timer.start(device)
         stream.queued_ms += 4
         timer.stop("train", compiled=True, workload=WORK, disturbed=False)
+    assert timer.samples("train", compiled=True) == {}
     assert stream.synchronized == 0
+    timer.synchronize()
     assert timer.samples("train", compiled=True) == {WORK: (4.0, 4.0, 4.0)}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compile_callbacks.profiling.memory import Peak, PeakMemory
-from compile_callbacks.report.report import CompileReport, PhaseReport
+from compile_callbacks.report.report import CompileReport, PhaseDiagnostics, PhaseReport
 
 pytestmark = pytest.mark.all_versions
 
@@ -66,7 +66,7 @@ def test_a_step_in_which_the_user_resets_the_peak_is_not_measured(allocator):
 
 
 def test_the_table_says_whether_a_peak_is_an_upper_bound():
-    train = PhaseReport(eager_peak_memory_mib=938.0, peak_memory_at_most_mib=938.0)
+    train = PhaseReport(diagnostics=PhaseDiagnostics(eager_peak_memory_mib=938.0, peak_memory_at_most_mib=938.0))
     table = str(CompileReport(train=train, infer=PhaseReport()))
     assert "eager peak memory MiB" in table
     assert "at most 938" in table

@@ -8,8 +8,7 @@ import pytest
 
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
-from compile_callbacks.profiling.step_timer import RECENT_SAMPLES
-from compile_callbacks.runtime.diagnostics import SessionWarnings
+from compile_callbacks.runtime.diagnostics import RECENT_SAMPLES, SessionWarnings
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
 from tests.support.step_times import TimedSteps
 

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.profiling.workload import Workload, baseline_from_data, workload_of
+from compile_callbacks.profiling.baseline import baseline_from_data
+from compile_callbacks.profiling.workload import Workload, workload_of
 from tests.support.models import CLASSES, FEATURES, Classifier, seeded, trainer
 from tests.support.step_times import TimedSteps
 

@@ -1,0 +1,155 @@
+"""What `StepTimer` keeps of a long run: `SavedTime` against eager steps, and a `StepSeries` for the plot."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+KEPT_STEPS = 500
+"""The maximum number of points of a series, and of the curve of saved time."""
+
+
+class StepSeries:
+    """Step times in order. Of a long run, it keeps a random choice of steps, evenly over the run.
+
+    Every second or fourth step may be of its own kind, as with accumulated gradients, so the choice is random.
+
+    Args:
+        limit: The maximum number of steps, an even number.
+    """
+
+    def __init__(self, limit: int = KEPT_STEPS) -> None:
+        self._limit = limit
+        self._points: list[tuple[int, float]] = []
+        self._random = random.Random(0)  # draws from no generator of the user
+        self._one_of = 1
+
+    def add(self, step: int, ms: float) -> None:
+        """Add a step.
+
+        Args:
+            step: Its number in the phase.
+            ms: Its time.
+        """
+        if self._random.random() * self._one_of >= 1:
+            return
+        if len(self._points) == self._limit:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [self._random.choice(pair) for pair in pairs]
+            self._one_of *= 2
+        self._points.append((step, float(f"{ms:.4g}")))
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Return the numbers of the steps, and their milliseconds to four digits."""
+        return [step for step, _ in self._points], [ms for _, ms in self._points]
+
+
+class Savings(NamedTuple):
+    """What compiling saved.
+
+    Attributes:
+        net_seconds: Seconds that compiled steps saved, after subtracting the steps that compiled.
+        break_even_steps: Number of compiled steps after which the net is positive; infinite if a step saves nothing.
+        steps: Numbers of steps in the phase.
+        seconds: The net after each of these steps.
+    """
+
+    net_seconds: float
+    break_even_steps: float
+    steps: list[int]
+    seconds: list[float]
+
+
+class _Key(NamedTuple):
+    stage: str
+    candidate: str | None
+    compiling: bool
+
+
+class _Bin:
+    """Number and total milliseconds of consecutive steps, by stage, candidate and whether anything compiled in them."""
+
+    def __init__(self) -> None:
+        self.last_step = self.size = 0
+        self.steps: Counter[_Key] = Counter()
+        self.ms: defaultdict[_Key, float] = defaultdict(float)
+
+    def saved_ms(self, eager_ms: Mapping[str, float]) -> float:
+        """Return what the steps saved. In a stage without eager steps, only what compiling took counts."""
+        found = 0.0
+        for key, steps in self.steps.items():
+            if key.stage in eager_ms:
+                found += steps * eager_ms[key.stage] - self.ms[key]
+            elif key.compiling:
+                found -= self.ms[key]
+        return found
+
+
+class SavedTime:
+    """Adds up the times of all steps that did not run eagerly, in a bounded number of bins."""
+
+    def __init__(self) -> None:
+        self._bins: list[_Bin] = []
+        self._steps_per_bin = 1
+        self._total = _Bin()
+
+    def add(self, step: int, ms: float, *, stage: str, candidate: str | None = None, compiling: bool = False) -> None:
+        """Add a step.
+
+        Args:
+            step: Its number in the phase.
+            ms: Its time.
+            stage: Its stage. Steps are compared with eager steps of the same stage.
+            candidate: The candidate that it ran with, if the phase is tuned.
+            compiling: Whether anything compiled in it.
+        """
+        if not self._bins or self._bins[-1].size >= self._steps_per_bin:
+            self._bins.append(_Bin())
+        self._bins[-1].last_step = step
+        self._bins[-1].size += 1
+        self._add(_Key(stage, candidate, compiling), 1, ms)
+        if len(self._bins) > KEPT_STEPS:
+            self._merge_bins()
+
+    def add_untimed(self, steps: int, *, stage: str, candidate: str | None = None) -> None:
+        """Add steps that were not timed. Each counts as much as the average step of its kind so far."""
+        key = _Key(stage, candidate, False)
+        if timed := self._total.steps[key]:
+            self._add(key, steps, steps * self._total.ms[key] / timed)
+
+    def savings(self, eager_ms: Mapping[str, float], other_seconds: float = 0.0) -> Savings | None:
+        """Compare with eager steps; ``None`` if there are none of the same stage.
+
+        Args:
+            eager_ms: The mean time of an eager step, by stage.
+            other_seconds: Seconds spent on compiling outside of these steps.
+        """
+        if not any(key.stage in eager_ms for key in self._total.steps):
+            return None
+        net_ms, seconds = -other_seconds * 1000, []
+        for found in self._bins:
+            net_ms += found.saved_ms(eager_ms)
+            seconds.append(float(f"{net_ms / 1000:.4g}"))
+        count, saved_ms = 0, 0.0  # of the steps in which nothing compiled
+        for key, steps in self._total.steps.items():
+            if key.stage in eager_ms and not key.compiling:
+                count, saved_ms = count + steps, saved_ms + steps * eager_ms[key.stage] - self._total.ms[key]
+        break_even_steps = (saved_ms - net_ms) * count / saved_ms if saved_ms > 0 else math.inf
+        return Savings(net_ms / 1000, max(0.0, break_even_steps), [found.last_step for found in self._bins], seconds)
+
+    def _add(self, key: _Key, steps: int, ms: float) -> None:
+        for found in (self._bins[-1], self._total):
+            found.steps[key] += steps
+            found.ms[key] += ms
+
+    def _merge_bins(self) -> None:
+        for first, second in zip(self._bins[::2], self._bins[1::2], strict=False):
+            second.size += first.size
+            for key, steps in first.steps.items():
+                second.steps[key] += steps
+                second.ms[key] += first.ms[key]
+        self._bins = self._bins[1::2] + (self._bins[-1:] if len(self._bins) % 2 else [])
+        self._steps_per_bin *= 2

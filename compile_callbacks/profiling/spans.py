@@ -1,0 +1,87 @@
+"""`Span` measures the time of a step, `call_times_ms` the time of single calls, on a CPU or an accelerator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Span:
+    """The time between two points of a step. An accelerator measures it by events, without a synchronization.
+
+    Args:
+        device: The accelerator; ``None`` or a CPU to measure with the clock.
+        clock: Returns seconds.
+        start: The time on the clock at which the span began, if it began earlier.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        start: float | None = None,
+    ) -> None:
+        self._clock = clock
+        # torch.cuda, torch.xpu and torch.mps have an Event.
+        on_accelerator = device is not None and device.type != "cpu" and start is None
+        self._event = getattr(getattr(torch, device.type, None), "Event", None) if device and on_accelerator else None
+        self._start: Any = self._mark() if start is None else start
+        self._end: Any = None
+
+    def stop(self) -> None:
+        """End the span."""
+        self._end = self._mark()
+
+    def passed(self) -> bool:
+        """Return whether the device has passed the end."""
+        return self._event is None or bool(self._end.query())
+
+    def milliseconds(self) -> float:
+        """Return the time; waits until the device has passed the end."""
+        if self._event is None:
+            return float((self._end - self._start) * 1000)
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end))
+
+    def _mark(self) -> Any:
+        if self._event is None:
+            return self._clock()
+        event = self._event(enable_timing=True)
+        event.record()
+        return event
+
+
+def call_times_ms(
+    call: Callable[[], object], *, device: torch.device, samples: int = 50, warmup: int = 2, seconds: float = 10
+) -> tuple[float, ...]:
+    """Time calls one by one, with a synchronization after each.
+
+    Args:
+        call: The call.
+        device: The device that it computes on.
+        samples: Number of timed calls.
+        warmup: Number of calls before them.
+        seconds: The time after which no further call is timed. One is timed in any case.
+
+    Returns:
+        Milliseconds of each call.
+    """
+    found: list[float] = []
+    deadline = time.perf_counter() + seconds
+    synchronize = getattr(getattr(torch, device.type, None), "synchronize", lambda: None)
+    for number in range(warmup + samples):
+        if device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        end = time.perf_counter()
+        if number >= warmup:
+            found.append((end - start) * 1000)
+            if end > deadline:
+                break
+    return tuple(found)
