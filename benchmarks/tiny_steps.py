@@ -76,7 +76,7 @@ def backend_us(way: str, steps: int) -> float:
     torch._dynamo.reset()
     module, batch = mlp().eval(), torch.randn(8, 32)
     if way == "callback":
-        backend = InductorBackend().build(module, [((batch,), {})])
+        backend = InductorBackend().build(module, batch)
         return call_us(lambda: backend.infer(batch), steps)
     call = torch.compile(module) if way == "by hand" else module
     with torch.inference_mode():

@@ -173,7 +173,7 @@ def in_bare_loop(work: Work, way: Way, connection: Connection, turn: Turn, steps
     if way.loop == "backend":
         waited, started = turn.waited_seconds, time.perf_counter()
         with torch.autocast(work.device, torch.bfloat16, enabled=work.device == "cuda"):
-            backend = InductorBackend(way.mode, on_error="raise").build(net, [((images,), {})], work.device)
+            backend = InductorBackend(way.mode, on_error="raise").build(net, images, work.device)
         info["first_step_seconds"] = time.perf_counter() - started - (turn.waited_seconds - waited)
 
         def call(images: Tensor) -> Tensor:

@@ -18,14 +18,20 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.errors import CompileWarning, with_code
 from compile_callbacks._utils.files import atomic_write
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
-from compile_callbacks.config.mode import Mode
+from compile_callbacks.config.mode import Mode, as_compiling_config
 from compile_callbacks.exporting.call_spec import ExampleCall
-from compile_callbacks.exporting.loaded_package import ExportError, load_after_trial
-from compile_callbacks.exporting.package import DiffersFromEagerError, as_deployed, check_equal, export
-from compile_callbacks.exporting.package_options import check_path, check_settings, check_writable
+from compile_callbacks.exporting.loaded_package import ExportError
+from compile_callbacks.exporting.package import compare_with_eager, evaluating, export
+from compile_callbacks.exporting.package_options import (
+    VerifyPackage,
+    check_dynamic_batch,
+    check_path,
+    check_writable,
+)
+from compile_callbacks.exporting.smoke_test import load_after_smoke_test
 from compile_callbacks.profiling.step_stats import median_ms
 from compile_callbacks.report.console import print_line
 from compile_callbacks.report.export_report import ExportReport
@@ -48,10 +54,8 @@ class AOTInductorExport(Callback):
     - the first element of a tuple or list;
     - the entries of a mapping that are parameters of ``forward``, by name; or the mapping itself if there are none.
 
-    The package computes in the trainer's precision. A package that differs
-    from eager by more than rounding explains (docs/correctness.md) does not replace an older one. A failure is a
-    warning and is in ``report``, never an error of the run. With several processes, rank zero exports while the others
-    continue.
+    The package computes in the trainer's precision. A failure is a warning and is in ``report``, not an error of the
+    run. With several processes, rank zero exports while the others continue.
 
     Args:
         path: The package, ending in ``.pt2``. The callback checks at the start of the fit that it can be written.
@@ -62,9 +66,11 @@ class AOTInductorExport(Callback):
         target: The dotted name of the submodule to export; ``None``: the LightningModule.
         inputs: A function of a batch that returns the inputs of the exported module: a tuple of positional inputs, a
             mapping of inputs by name, or a single input.
-        config: The settings of the package, as `export` takes them.
+        mode: The settings of the package, as `export` takes them.
+        verify: What a package does that differs from eager by more than rounding explains (docs/correctness.md). In
+            each case it does not replace an older package. ``"warn"`` warns; ``"raise"`` raises an `ExportError` at the
+            end of the fit; ``"off"``: the package is not compared.
         dynamic_batch: Whether the batch size may change from call to call, as `export` takes it.
-        verify: Whether to compare the package with eager.
 
     Raises:
         ValueError: An unknown choice, or a path that does not end in ``.pt2``.
@@ -72,7 +78,7 @@ class AOTInductorExport(Callback):
 
     Example::
 
-        >>> callback = AOTInductorExport("model.pt2", weights="last", config="freezing")
+        >>> callback = AOTInductorExport("model.pt2", weights="last", mode="freezing")
         >>> callback.report.path is None
         True
     """
@@ -84,9 +90,9 @@ class AOTInductorExport(Callback):
         weights: Weights = "best",
         target: str | None = None,
         inputs: Callable[[Any], Any] | None = None,
-        config: Mode = None,
+        mode: Mode = "default",
+        verify: VerifyPackage = "warn",
         dynamic_batch: bool = True,
-        verify: bool = True,
     ) -> None:
         self.path = check_path(path)
         check_choice("weights", weights, get_args(Weights))
@@ -96,16 +102,17 @@ class AOTInductorExport(Callback):
             raise ValueError("target='' names no submodule; None exports the LightningModule")
         if inputs is not None and not callable(inputs):
             raise TypeError(f"inputs={inputs!r} must be a function of a batch, or None")
-        self._settings = check_settings(config, dynamic_batch)
-        if not isinstance(verify, bool):
-            raise TypeError(f"verify={verify!r} must be True or False")
+        as_compiling_config(mode)
+        check_choice("verify", verify, get_args(VerifyPackage))
+        check_dynamic_batch(dynamic_batch)
         self.weights: Weights = weights
         self.target = target
         self.inputs = inputs
-        self.config = config
+        self.mode = mode
+        self.verify: VerifyPackage = verify
         self.dynamic_batch = dynamic_batch
-        self.verify = verify
         self.report = ExportReport()
+        self._compared: Comparison | None = None
         self._batches: dict[str, Any] = {}
         self._named_at_start: set[str] = set()
         self._written_here: set[str] = set()
@@ -116,7 +123,7 @@ class AOTInductorExport(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self.report, self._batches = ExportReport(), {}
+        self.report, self._compared, self._batches = ExportReport(), None, {}
         if trainer.is_global_zero:
             check_writable(self.path)
 
@@ -157,10 +164,13 @@ class AOTInductorExport(Callback):
             print_line(trainer, f"AOTInductorExport: {self.report.describe()}")
         except Exception as error:
             reason = in_one_line(str(error) if isinstance(error, ExportError) else describe_failure(error), 600)
-            compared = error.compared if isinstance(error, DiffersFromEagerError) else None
-            self.report = ExportReport(error=reason, **_verdict(compared))
-            message = f"AOTInductorExport: {self.path} was not made: {reason}"
-            rank_zero_warn(message, category=CompileWarning)
+            self.report = ExportReport(error=reason, **_verdict(self._compared))
+            if isinstance(error, ExportError) and self._differs and self.verify == "raise":
+                raise
+            message = f"AOTInductorExport: {self.path} was not written: {reason}"
+            rank_zero_warn(
+                message if isinstance(error, ExportError) else with_code("CC601", message), category=CompileWarning
+            )
         self._batches = {}
         log_export(trainer.loggers, self.report, trainer.global_step)
 
@@ -168,9 +178,8 @@ class AOTInductorExport(Callback):
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> ExportReport:
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
-            raise ExportError(
-                f"{type(trainer.strategy).__name__} shards the weights, and export needs unsharded weights"
-            )
+            text = f"{type(trainer.strategy).__name__} shards the weights, and export needs unsharded weights"
+            raise ExportError(with_code("CC601", text))
         started = time.perf_counter()
         device = trainer.strategy.root_device
         call = self._example(pl_module).on(device)
@@ -178,25 +187,29 @@ class AOTInductorExport(Callback):
         checkpoint = self._load_best(trainer, whole)
         module = self._find_target(whole.to(device))
         with atomic_write(self.path) as temporary:
-            with as_deployed(module), trainer.precision_plugin.forward_context():
+            with evaluating(module), trainer.precision_plugin.forward_context():
                 export(
                     module,
                     call.args,
                     temporary,
-                    example_kwargs=call.kwargs,
-                    config=self.config,
+                    kwargs=call.kwargs,
+                    mode=self.mode,
+                    verify="off",  # compared below, for the report
                     dynamic_batch=self.dynamic_batch,
-                    verify=False,  # compared below, for the report
                 )
-                package = load_after_trial(temporary, call.args, call.kwargs, device)
-                compared = check_equal(module, package, call.args, call.kwargs) if self.verify else None
+                package = load_after_smoke_test(temporary, call.args, call.kwargs, device)
+                if self.verify != "off":
+                    self._compared = compare_with_eager(module, package, call.args, call.kwargs)
+                if self._differs:
+                    text = f"the package differs from eager: {self._compared.reason}"  # type: ignore[union-attr]
+                    raise ExportError(with_code("CC602", text))
                 seconds = time.perf_counter() - started
                 eager_ms = call.times_ms(module, device)
                 package_ms = call.times_ms(package, device)
             size_mib = temporary.stat().st_size / 2**20
-        if compared is not None and compared.verdict == "not compared":
-            message = f"{self.path} is not compared with eager: {compared.reason}"
-            rank_zero_warn(message, category=CompileWarning)
+        if self._compared is not None and self._compared.verdict == "not compared":
+            message = f"package {self.path} was not compared with eager: {self._compared.reason}"
+            rank_zero_warn(with_code("CC602", message), category=CompileWarning)
         return ExportReport(
             path=str(self.path),
             weights="last" if checkpoint is None else "best",
@@ -206,8 +219,12 @@ class AOTInductorExport(Callback):
             eager_ms=median_ms(eager_ms),
             package_ms=median_ms(package_ms),
             samples=min(len(eager_ms), len(package_ms)),
-            **_verdict(compared),
+            **_verdict(self._compared),
         )
+
+    @property
+    def _differs(self) -> bool:
+        return self._compared is not None and self._compared.verdict == "differs"
 
     def _load_best(self, trainer: Trainer, module: LightningModule) -> str | None:
         """Load the best checkpoint; returns its path, or ``None`` if the module keeps the last weights."""
@@ -219,7 +236,7 @@ class AOTInductorExport(Callback):
                 f"{self.path} gets the last weights: there is no best checkpoint "
                 "(weights='best' takes that of a ModelCheckpoint; weights='last' asks for the last ones)"
             )
-            rank_zero_warn(message, category=CompileWarning)
+            rank_zero_warn(with_code("CC610", message), category=CompileWarning)
             return None
         if path in self._named_at_start - self._written_here:
             try:
@@ -231,7 +248,7 @@ class AOTInductorExport(Callback):
                     f"{self.path} gets the last weights: {path}, which the resumed checkpoint names as the best one, "
                     f"cannot be loaded with weights_only=True: {in_one_line(reason)}"
                 )
-                rank_zero_warn(message, category=CompileWarning)
+                rank_zero_warn(with_code("CC610", message), category=CompileWarning)
                 return None
         else:
             self._written_here.add(path)
@@ -261,7 +278,8 @@ class AOTInductorExport(Callback):
         if example is not None and self.inputs is None:
             return ExampleCall.of(example)
         if not self._batches:
-            raise ExportError("no batch was seen, and example_input_array is not set")
+            text = "the fit ran no batch, and example_input_array is not set, so that there is no example input"
+            raise ExportError(with_code("CC601", text))
         batch = self._batches.get("validate", self._batches.get("train"))
         if self.inputs is not None:
             return ExampleCall.of(self.inputs(batch))

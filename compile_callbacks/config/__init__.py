@@ -1,1 +1,1 @@
-"""What a phase is compiled with: modes, options, templates, candidates."""
+"""Settings of a phase: modes, templates, Inductor options, and the candidates of a `Tune`."""

@@ -1,4 +1,4 @@
-"""`InductorConfig`: the settings for one compiled module."""
+"""`InductorConfig`: the compiler settings of one phase, checked when they are created, saved and loaded as data."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import reference_to
 from compile_callbacks._utils.messages import check_fields
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config import templates
 from compile_callbacks.config.options import as_options, check_loaded, check_mode
-from compile_callbacks.passes.base import GraphPass, as_passes, pass_hook, pass_identity, pass_name
+from compile_callbacks.passes.base import PASS_TYPES, as_passes, pass_hook, pass_identity, pass_name
 from compile_callbacks.passes.hooks import HOOK_OPTIONS
-
-_DEFAULT_FOLD_LIMIT_MIB = 1024
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InductorConfig:
     """Settings for one compiled module, checked against the installed torch when they are created.
 
-    If several set one option, ``options`` override ``freezing``, that overrides ``template``, and that ``mode``.
+    If several arguments set one option, ``options`` override ``freezing``, which overrides ``mode`` or ``template``.
 
     Args:
         mode: A mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``,
-            ``"max-autotune-no-cudagraphs"`` or ``"lite"`` (``torch._inductor.list_mode_options()`` tells what
-            each sets). ``None`` is ``"default"``. Not together with ``options``, as in ``torch.compile``.
-        template: The name of a set of Inductor options (``compile_callbacks.templates.names()``), with the mode that
-            it implies.
+            ``"max-autotune-no-cudagraphs"`` or ``"lite"`` (``torch._inductor.list_mode_options()`` lists the options
+            of each).
+        template: The name of a set of Inductor options (``compile_callbacks.templates.names()``), which includes a
+            mode. Allowed only with ``mode="default"``.
         options: Inductor options by name (``torch._inductor.list_options()``), for example
-            ``{"max_autotune": True, "triton.cudagraphs": True}``.
-        freezing: Whether weights are frozen into the code while they are constant (test, predict;
-            docs/cuda_graphs_and_freezing.md); ``None``: as ``options`` and ``template`` set it.
+            ``{"max_autotune": True, "triton.cudagraphs": True}``. Allowed only with ``mode="default"``, as in
+            ``torch.compile``.
+        freezing: Whether weights are frozen into the code while they are constant, in test and predict
+            (docs/cuda_graphs_and_freezing.md). ``None``: as ``options`` and ``template`` set it.
         fullgraph: Whether a graph break is a compiler failure.
-        dynamic: ``True`` compiles for dynamic shapes at once, ``False`` recompiles for each shape, ``None`` compiles
-            for dynamic shapes after the first change.
-        passes: Custom graph passes, in this order: `GraphPass` objects, or objects of torch's own pass classes (they
-            run at ``"post_grad_post"``); as data ``"module:name"``, or a mapping of ``class_path`` and ``init_args``.
+        dynamic: ``True`` compiles for dynamic shapes from the start, ``False`` recompiles for each shape, ``None``
+            compiles for dynamic shapes after the first change.
+        passes: Custom graph passes, in this order: `GraphPass` objects, or objects of torch's own pass classes, which
+            run at ``"post_grad_post"``. As data: ``"module:name"``, or a mapping of ``class_path`` and ``init_args``.
         fold_weights: Whether inference graphs compute values that depend only on weights once for each version of the
-            weights, and not on each call (docs/fold_weights.md). ``None``: in the infer phase only. In train, only
-            modules without gradients have inference graphs.
-        fold_limit_mib: The maximum memory for folded weights of each graph, in MiB; the graph computes the remaining
-            values on each call.
+            weights, instead of in each call (docs/fold_weights.md). ``None``: in the infer phase only. In the train
+            phase, only modules without gradients have inference graphs.
+        fold_limit_mib: The maximum memory for the folded weights of each graph, in MiB. The graph computes the
+            remaining values in each call.
 
     Raises:
-        ValueError: An unknown mode, template or option, ``mode`` together with ``options``, a hook point that
-            ``options`` and ``passes`` both use, or a ``fold_limit_mib`` that is not positive.
-        TypeError: An argument or an option value of the wrong type.
+        ValueError: A mode, template or option is unknown; ``mode`` is given with ``options`` or ``template``;
+            ``options`` and ``passes`` both use one hook point; or ``fold_limit_mib`` is not positive.
+        TypeError: An argument or an option value has the wrong type.
 
     Example::
 
@@ -60,7 +60,7 @@ class InductorConfig:
         'options={max_autotune: True}, dynamic=False'
     """
 
-    mode: str | None = None
+    mode: str = "default"
     template: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     freezing: bool | None = None
@@ -68,39 +68,46 @@ class InductorConfig:
     dynamic: bool | None = None
     passes: tuple[Any, ...] = ()
     fold_weights: bool | None = None
-    fold_limit_mib: float = _DEFAULT_FOLD_LIMIT_MIB
+    fold_limit_mib: float = 1024
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
-        if not isinstance(self.template, (str, type(None))):
-            raise TypeError(
-                f"template={self.template!r} must be the name of a template, not {type(self.template).__name__}"
-            )
         if self.template is not None:
             templates.get(self.template)
         object.__setattr__(self, "options", as_options({} if self.options is None else self.options))
-        if self.mode is not None and self.options:
-            raise ValueError(
-                f"mode={self.mode!r} and options={dict(self.options)!r} cannot both be given, as in torch.compile; "
-                "give the options that the mode stands for (torch._inductor.list_mode_options()) together with "
-                "yours in options"
-            )
+        self._check_mode_is_alone()
         for name in ("freezing", "dynamic", "fold_weights"):
             if not isinstance(value := getattr(self, name), (bool, type(None))):
-                raise TypeError(f"{name}={value!r} must be True, False or None")
+                raise TypeError(with_code("CC202", f"{name}={value!r} must be True, False or None"))
         if not isinstance(self.fullgraph, bool):
-            raise TypeError(f"fullgraph={self.fullgraph!r} must be True or False")
-        if isinstance(self.fold_limit_mib, bool) or not isinstance(self.fold_limit_mib, (int, float)):
-            raise TypeError(f"fold_limit_mib={self.fold_limit_mib!r} must be a number of MiB")
-        if not 0 < self.fold_limit_mib < float("inf"):
-            raise ValueError(
-                f"fold_limit_mib={self.fold_limit_mib!r} must be above 0 and finite; fold_weights=False folds nothing"
-            )
+            raise TypeError(with_code("CC202", f"fullgraph={self.fullgraph!r} must be True or False"))
+        limit = self.fold_limit_mib
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+            raise TypeError(with_code("CC202", f"fold_limit_mib={limit!r} must be a number of MiB"))
+        if not 0 < limit < float("inf"):
+            text = f"fold_limit_mib={limit!r} must be above 0 and finite; fold_weights=False folds nothing"
+            raise ValueError(with_code("CC205", text))
         object.__setattr__(self, "passes", as_passes(self.passes, "passes"))
         self.check_beside(self.passes)
 
+    def _check_mode_is_alone(self) -> None:
+        """Refuse a mode together with options or a template, each of which sets the mode's options."""
+        if self.mode == "default":
+            return
+        if self.options:
+            text = (
+                f"mode={self.mode!r} and options={dict(self.options)!r} cannot be combined, as in torch.compile. Add "
+                f"the mode's own options, torch._inductor.list_mode_options({self.mode!r}), to options"
+            )
+            if by_template := _TEMPLATE_OF_MODE.get(self.mode):
+                text += f", or give template={by_template!r} in place of the mode"
+            raise ValueError(with_code("CC203", text))
+        if self.template is not None:
+            text = f"mode={self.mode!r} and template={self.template!r} cannot be combined; a template includes a mode"
+            raise ValueError(with_code("CC203", text))
+
     def check_beside(self, passes: Sequence[Any]) -> None:
-        """Refuse a pass at a hook point that ``options`` also set: one of the two would be lost.
+        """Refuse a pass at a hook point that ``options`` also set, because torch runs one of them only.
 
         Raises:
             ValueError: A hook point is set twice.
@@ -108,14 +115,15 @@ class InductorConfig:
         for graph_pass in passes:
             option = HOOK_OPTIONS[pass_hook(graph_pass)]
             if self.options.get(option) is not None:
-                raise ValueError(
+                text = (
                     f"options[{option!r}] and passes={tuple(passes)!r} use the same hook point; give all of them in "
-                    "passes, in the order in which they are to run"
+                    "passes, in the order in which they should run"
                 )
+                raise ValueError(with_code("CC203", text))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping proxy cannot be pickled or deep-copied.
-        return _rebuild, ({**self._set_fields(), "options": dict(self.options)},)
+        return _rebuild, ({**self._fields(), "options": dict(self.options)},)
 
     def __eq__(self, other: object) -> bool:
         return self.key() == other.key() if isinstance(other, InductorConfig) else NotImplemented
@@ -125,35 +133,28 @@ class InductorConfig:
 
     def describe(self) -> str:
         """The settings that differ from the default, in one line; ``"default"`` if none does."""
-        parts = []
-        if self.mode not in (None, "default"):
-            parts.append(str(self.mode))
-        if self.template is not None:
-            parts.append(f"template={self.template}" if parts else self.template)
+        parts = [name for name in (self.mode, self.template) if name not in (None, "default")]
         if self.options:
-            shown = ", ".join(f"{name}: {_identity(value)}" for name, value in sorted(self.options.items()))
+            shown = ", ".join(f"{name}: {value}" for name, value in self._options_as_text().items())
             parts.append(f"options={{{shown}}}")
         for f in fields(self)[3:]:
-            if (value := getattr(self, f.name)) == f.default:
-                continue
-            if f.name == "passes":
-                value = f"[{', '.join(map(pass_name, value))}]"
-            elif f.name == "fold_limit_mib":
-                value = f"{value:g}"
-            parts.append(f"{f.name}={value}")
-        return ", ".join(parts) or "default"
+            if (value := getattr(self, f.name)) != f.default:
+                shown = f"[{', '.join(map(pass_name, value))}]" if f.name == "passes" else f"{value}"
+                parts.append(f"{f.name}={shown}")
+        return ", ".join(map(str, parts)) or "default"
 
     def key(self) -> str:
         """A hash of the settings, the same in every process."""
-        described = {
-            **self._set_fields(),
-            "mode": None if self.options else self.mode or "default",
-            "template": self.template and [self.template, _texts(templates.get(self.template).resolved_options())],
-            "options": _texts(self.options),
-            "passes": [pass_identity(graph_pass) for graph_pass in self.passes],
-            "fold_limit_mib": float(self.fold_limit_mib),
-        }
-        return digest(described)
+        template = self.template and [self.template, dict(templates.get(self.template).resolved_options())]
+        return digest(
+            {
+                **self._fields(),
+                "template": template,
+                "options": self._options_as_text(),
+                "passes": [pass_identity(graph_pass) for graph_pass in self.passes],
+                "fold_limit_mib": float(self.fold_limit_mib),
+            }
+        )
 
     def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
         """Every Inductor option that these settings set, including those of mode and template, by name.
@@ -173,17 +174,15 @@ class InductorConfig:
         return None if self.template is None else templates.get(self.template).falls_back(device)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings that differ from the default, as JSON-ready data.
-
-        Passes are written as ``"module:name"``.
+        """The settings that differ from the default, as JSON-ready data. A pass is written as ``"module:name"``.
 
         Raises:
-            ValueError: A pass that is not a global of its module, or an option whose value is not plain data.
+            ValueError: A pass is not a global of its module, or the value of an option is not plain data.
         """
-        data = self._set_fields()
+        data = self._fields()
         data["options"] = {name: _plain(name, value) for name, value in self.options.items()}
         data["passes"] = [reference_to(p, _module_of(p)) for p in self.passes]
-        default = {**InductorConfig()._set_fields(), "options": {}, "passes": []}
+        default = {**InductorConfig()._fields(), "options": {}, "passes": []}
         return {name: value for name, value in data.items() if value != default[name]}
 
     @classmethod
@@ -191,7 +190,7 @@ class InductorConfig:
         """Load settings that `to_dict` saved.
 
         Loaded settings cannot run code or a command: an option's value is a boolean, a number, ``None`` or one of the
-        strings that Inductor enumerates for it. The constructor accepts every option.
+        strings that Inductor enumerates for the option. The constructor accepts every option.
 
         Args:
             data: The fields.
@@ -199,8 +198,8 @@ class InductorConfig:
                 ``["module:name"]``. Any other pass is refused.
 
         Raises:
-            ValueError: An unknown field, or a value that is refused.
-            TypeError: Not a mapping, or a value of the wrong type.
+            ValueError: A field is unknown, or a value is refused.
+            TypeError: ``data`` is not a mapping, or a value has the wrong type.
         """
         check_fields(data, InductorConfig)
         check_loaded(data, allow_passes)
@@ -217,11 +216,17 @@ class InductorConfig:
         return bool(self.resolved_options().get("freezing"))
 
     def folds_weights(self, phase: Phase) -> bool:
-        """Whether weights in inference graphs of a phase are folded."""
+        """Whether inference graphs of a phase fold weights."""
         return phase == "infer" if self.fold_weights is None else self.fold_weights
 
-    def _set_fields(self) -> dict[str, Any]:
+    def _fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def _options_as_text(self) -> dict[str, str]:
+        return {name: _as_text(value) for name, value in sorted(self.options.items())}
+
+
+_TEMPLATE_OF_MODE = {"reduce-overhead": "cudagraphs", "max-autotune": "max_autotune"}
 
 
 def _rebuild(settings: dict[str, Any]) -> InductorConfig:
@@ -230,7 +235,8 @@ def _rebuild(settings: dict[str, Any]) -> InductorConfig:
 
 def _plain(name: str, value: Any) -> Any:
     if value is not None and not isinstance(value, (bool, int, float, str)):
-        raise ValueError(f"options[{name!r}]={value!r} cannot be saved: it is not plain data")
+        text = f"options[{name!r}]={value!r} cannot be saved, because it is not a number, a string, a boolean or None"
+        raise ValueError(with_code("CC207", text))
     return value
 
 
@@ -240,12 +246,9 @@ def _module_of(graph_pass: Any) -> str:
     return module
 
 
-def _texts(options: Mapping[str, Any]) -> dict[str, str]:
-    return {name: _identity(value) for name, value in sorted(options.items())}
-
-
-def _identity(value: object) -> str:
-    if isinstance(value, (GraphPass, *_torch.passes.TORCH_PASS_TYPES)):
+def _as_text(value: object) -> str:
+    """The text of an option's value, the same in every process."""
+    if isinstance(value, PASS_TYPES):
         return pass_identity(value)
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"

@@ -1,4 +1,4 @@
-"""What a phase's settings may be given as."""
+"""The mode arguments, such as ``train_mode``: what they accept, and the `InductorConfig` that a value stands for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.import_ref import class_and_arguments
 from compile_callbacks._utils.messages import part_of, unknown
 from compile_callbacks.config import templates
@@ -13,27 +14,27 @@ from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.options import check_mode
 
 EAGER = "eager"
-"""The mode string for a phase that runs uncompiled."""
+"""The mode of a phase that runs uncompiled."""
 
 USER = "user"
-"""The mode in the report of a phase that the callback leaves alone (``None``): it runs as the user wrote it."""
+"""In a report, the mode of a phase that the callback leaves alone: its modules run as the user compiled them."""
 
 Mode = str | Mapping[str, Any] | InductorConfig | None
-"""What a phase's settings may be given as. The mapping comes before the class: LightningCLI then hands over what stands
-in YAML as it stands there, and what is wrong with it is told by us, with the argument's name."""
+"""The type of a mode argument. ``Mapping`` comes before the class, so that LightningCLI passes a YAML mapping on
+unchanged, and the messages about its entries are those of `as_config`."""
 
 
 def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> InductorConfig | None:
-    """The config that a ``train_mode`` or ``infer_mode`` stands for; ``None`` where it is not to be compiled.
+    """Return the config that a mode stands for; ``None`` for ``None`` and ``"eager"``, which compile nothing.
 
     Args:
-        value: What was given.
-        argument: The argument that it was given for.
-        also: Mode strings that the argument takes beside these, to be named among the choices.
+        value: The mode: a mode's or a template's name, a mapping of `InductorConfig`'s fields, or a config.
+        argument: The name of the argument, for messages.
+        also: Further strings that the argument accepts, which messages list.
 
     Raises:
-        ValueError: An unknown mode or field.
-        TypeError: A value that is no mode, mapping or config.
+        ValueError: The mode or a field is unknown.
+        TypeError: The value has another type.
     """
     if isinstance(value, Mapping) and "class_path" in value:
         _, value = class_and_arguments(value, argument, (InductorConfig,))
@@ -47,14 +48,30 @@ def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> Induc
         check_mode(value, argument, also=(EAGER, *also, *templates.names()))
         return InductorConfig(mode=value)
     if isinstance(value, Mapping):
-        known = [f.name for f in fields(InductorConfig)]
+        known = [field.name for field in fields(InductorConfig)]
         for name in value:
             if name not in known:
-                as_option = f" Inductor's options go into {argument}={{'options': {{...}}}}."
-                raise ValueError(unknown(f"{argument} field", name, known) + as_option)
+                hint = f" Inductor options belong in {argument}={{'options': {{...}}}}."
+                raise ValueError(with_code("CC201", unknown(f"{argument} field", name, known) + hint))
         with part_of(argument):
             return InductorConfig(**value)
     raise TypeError(
-        f"{argument}={value!r} must be a mode, a mapping of InductorConfig's fields, an InductorConfig or None, "
-        f"not {type(value).__name__}"
+        with_code(
+            "CC202",
+            f"{argument}={value!r} must be a mode, a mapping of InductorConfig's fields or an InductorConfig, not "
+            f"{type(value).__name__}",
+        )
     )
+
+
+def as_compiling_config(value: object, argument: str = "mode") -> InductorConfig:
+    """Return the config that a mode stands for.
+
+    Raises:
+        ValueError: The mode or a field is unknown, or the mode compiles nothing (``None`` and ``"eager"``).
+        TypeError: The value has another type.
+    """
+    config = as_config(value, argument)
+    if config is None:
+        raise ValueError(with_code("CC203", f"{argument}={value!r} compiles nothing; give a mode of torch.compile"))
+    return config

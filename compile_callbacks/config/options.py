@@ -1,7 +1,8 @@
-"""Checks of settings: Inductor options, modes and dtypes that the installed torch has, and loaded data without code."""
+"""Checks of Inductor options and modes against the installed torch, and of config data that was loaded from a file."""
 
 from __future__ import annotations
 
+import difflib
 import re
 import types
 import typing
@@ -11,13 +12,29 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.hooks import HOOK_OPTIONS
 
-# Inductor annotates these as `str`; they select among its own backends, and their values are names in a list.
+# Inductor annotates these options as `str`. Their values are lists of names of Inductor's own backends.
 _BACKEND_LISTS = re.compile(r"max_autotune_(gemm|conv\w*)_backends")
 _NAMES = re.compile(r"\w+(,\w+)*")
+
+
+def check_mode(mode: object, argument: str = "mode", also: tuple[str, ...] = ()) -> None:
+    """Check that a value is a mode of ``torch.compile``, or one of ``also``.
+
+    Raises:
+        ValueError: The mode is unknown.
+        TypeError: The value is not a string.
+    """
+    if not isinstance(mode, str):
+        text = f"{argument}={mode!r} must be the name of a mode, such as 'default', not {type(mode).__name__}"
+        raise TypeError(with_code("CC202", text))
+    choices = [*_torch.inductor.mode_names(), *also]
+    if mode not in choices:
+        raise ValueError(with_code("CC201", unknown(argument, mode, choices)))
 
 
 def as_options(options: object) -> Mapping[str, Any]:
@@ -28,30 +45,71 @@ def as_options(options: object) -> Mapping[str, Any]:
         TypeError: A value has another type than Inductor's default, or ``options`` is not a mapping.
     """
     if not isinstance(options, Mapping):
-        raise TypeError(f"options={options!r} must map option names to values, not {type(options).__name__}")
+        text = f"options={options!r} must map option names to values, not {type(options).__name__}"
+        raise TypeError(with_code("CC202", text))
     checked: dict[str, Any] = {}
     for given, value in options.items():
-        if not isinstance(given, str):
-            raise TypeError(f"options has the key {given!r}, which is no option name")
-        name = given.replace("-", "_")
-        if name not in _torch.inductor.option_names():
-            names = [n for n in sorted(_torch.inductor.option_names()) if n[0].islower()]
-            raise ValueError(unknown("options key", given, names))
+        name = _option_name(given)
         if name in checked:
-            raise ValueError(f"options={dict(options)!r} has {name!r} in two spellings; give one of them")
+            text = f"options={dict(options)!r} has {name!r} in two spellings; give one of them"
+            raise ValueError(with_code("CC203", text))
         if name in HOOK_OPTIONS.values():
-            if value is not None:  # torch takes a string, and compiles nothing
+            if value is not None:  # torch accepts a string here, and then compiles nothing
                 (value,) = as_passes((value,), f"options[{given!r}]")
         elif not _fits(value, expected := _torch.inductor.option_type(name)):
-            raise TypeError(
-                f"options[{given!r}]={value!r} must be of type {_type_name(expected)}, not {type(value).__name__}"
-            )
+            expected_name = expected.__name__ if isinstance(expected, type) else str(expected)
+            text = f"options[{given!r}]={value!r} must be of type {expected_name}, not {type(value).__name__}"
+            raise TypeError(with_code("CC202", text))
         checked[name] = value
     return types.MappingProxyType(checked)
 
 
+def check_loaded(data: Mapping[str, Any], allow_passes: Sequence[str]) -> None:
+    """Refuse values of loaded settings that could run code: paths, commands and modules.
+
+    Args:
+        data: The fields of an `InductorConfig`.
+        allow_passes: The import paths of the graph passes that the caller trusts.
+
+    Raises:
+        ValueError: A pass is not in ``allow_passes``, or an option is not a boolean, a number or an enumerated string.
+        TypeError: ``allow_passes`` is not a list.
+    """
+    if isinstance(allow_passes, str) or not isinstance(allow_passes, Sequence):
+        text = f"allow_passes={allow_passes!r} must be a list of import paths, 'module:name'"
+        raise TypeError(with_code("CC202", text))
+    options, passes = data.get("options"), data.get("passes")
+    for given, value in options.items() if isinstance(options, Mapping) else ():
+        if value is None or isinstance(value, (bool, int, float)) or _is_enumerated(str(given), value):
+            continue
+        text = (
+            f"options[{given!r}]={value!r} is refused in loaded settings, because it may name a file, a command or a "
+            "module. Loaded options are booleans, numbers and enumerated strings; your program can pass others to "
+            "InductorConfig(options={...})"
+        )
+        raise ValueError(with_code("CC206", text))
+    for index, item in enumerate(passes if isinstance(passes, (list, tuple)) else ()):
+        reference = item.get("class_path") if isinstance(item, Mapping) else item
+        if isinstance(reference, str) and reference not in allow_passes:
+            text = (
+                f"passes[{index}]={reference!r} is refused in loaded settings, because importing it runs code; if you "
+                f"trust it, pass allow_passes=[{reference!r}]"
+            )
+            raise ValueError(with_code("CC206", text))
+
+
+def _option_name(given: object) -> str:
+    """Return Inductor's spelling of an option's name."""
+    name, known = str(given).replace("-", "_"), _torch.inductor.option_names()
+    if isinstance(given, str) and name in known:
+        return name
+    near = [repr(match) for match in difflib.get_close_matches(name, [n for n in known if n[0].islower()])]
+    hint = f"did you mean {' or '.join(near)}?" if near else "torch._inductor.list_options() lists all options"
+    raise ValueError(with_code("CC201", f"options key {given!r} is unknown in torch {torch.__version__}; {hint}"))
+
+
 def _fits(value: object, expected: Any) -> bool:
-    """Whether a value has an annotated type; True for annotations that cannot be checked."""
+    """Whether a value has an annotated type; true for annotations that cannot be checked."""
     origin = typing.get_origin(expected)
     if origin is typing.Literal:
         return value in typing.get_args(expected)
@@ -61,68 +119,18 @@ def _fits(value: object, expected: Any) -> bool:
         return _fits(value, origin)
     if expected is Callable or not isinstance(expected, type):
         return True
-    if isinstance(value, bool) and expected is not bool:  # bool is an int to isinstance, and no number to a user
+    if isinstance(value, bool) and expected is not bool:  # to isinstance, a boolean is an integer
         return expected is object
     return isinstance(value, expected)
 
 
-def _type_name(expected: Any) -> str:
-    return expected.__name__ if isinstance(expected, type) else str(expected)
-
-
-def check_loaded(data: Mapping[str, Any], allow_passes: Sequence[str]) -> None:
-    """Refuse what loaded settings could run code with: paths, commands, modules.
-
-    Args:
-        data: The fields of an `InductorConfig`.
-        allow_passes: The import paths of graph passes that the caller trusts.
-
-    Raises:
-        ValueError: A pass that is not allowed, or an option that is no boolean, number or enumerated string.
-        TypeError: ``allow_passes`` is no list.
-    """
-    if isinstance(allow_passes, str) or not isinstance(allow_passes, Sequence):
-        raise TypeError(f"allow_passes={allow_passes!r} must be a list of import paths, 'module:name'")
-    options, passes = data.get("options"), data.get("passes")
-    for given, value in options.items() if isinstance(options, Mapping) else ():
-        if value is None or isinstance(value, (bool, int, float)) or _is_choice(str(given).replace("-", "_"), value):
-            continue
-        raise ValueError(
-            f"options[{given!r}]={value!r} is refused in loaded settings, because it may name a file, a command or a "
-            "module: they may hold booleans, numbers and enumerated strings. Your program can give it to "
-            "InductorConfig(options={...})"
-        )
-    for index, item in enumerate(passes if isinstance(passes, (list, tuple)) else ()):
-        reference = item.get("class_path") if isinstance(item, Mapping) else item
-        if isinstance(reference, str) and reference not in allow_passes:
-            raise ValueError(
-                f"passes[{index}]={reference!r} is refused in loaded settings, because importing it runs code; if you "
-                f"trust it, give allow_passes=[{reference!r}]"
-            )
-
-
-def _is_choice(name: str, value: object) -> bool:
-    """Whether an option's value is one of a fixed set of strings; an unknown option is refused elsewhere."""
+def _is_enumerated(given: str, value: object) -> bool:
+    """Whether an option's value is one of its fixed strings; true for unknown options, which `as_options` refuses."""
+    name = given.replace("-", "_")
     if name not in _torch.inductor.option_names():
         return True
-    expected = _torch.inductor.option_type(name)
-    kinds = (expected, *typing.get_args(expected))  # Literal, or the members of Optional[Literal]
     if isinstance(value, str) and _BACKEND_LISTS.fullmatch(name):
         return _NAMES.fullmatch(value) is not None
+    expected = _torch.inductor.option_type(name)
+    kinds = (expected, *typing.get_args(expected))  # a Literal, or the members of a union with one
     return any(typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind) for kind in kinds)
-
-
-def check_mode(mode: object, argument: str = "mode", also: tuple[str, ...] = ()) -> None:
-    """Check that a value is a mode of ``torch.compile``, one of ``also``, or ``None``."""
-    if mode is None:
-        return
-    if not isinstance(mode, str):
-        raise TypeError(f"{argument}={mode!r} must be the name of a mode, not {type(mode).__name__}")
-    choices = [*_torch.inductor.mode_names(), *also]
-    if mode not in choices:
-        raise ValueError(unknown(argument, mode, choices))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without ``torch.``."""
-    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Named sets of Inductor options: what each is for, what it sets, what it needs, and what it falls back to.
+"""Templates: named sets of Inductor options, with the devices that they need and the mode that they fall back to.
 
 Example::
 
@@ -16,12 +16,9 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks.config.options import as_options
-
-
-def _nothing_is_missing(device: torch.device) -> str | None:
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +26,20 @@ class Template:
     """A named set of Inductor options. If the installed torch lacks one of the options, the others remain.
 
     Attributes:
-        name: The name that ``train_mode`` and ``infer_mode`` take.
+        name: The name that ``train_mode`` and ``infer_mode`` accept.
         description: The purpose, in a sentence.
-        mode: The mode of ``torch.compile`` that the template implies; ``None`` for the default mode.
+        mode: The mode of ``torch.compile`` that the template includes.
         options: Inductor options on top of the mode, by name.
-        missing: Given a device, returns what a module on it lacks for this template; ``None`` if it lacks nothing.
-        fallback: What is used if something is missing: the mode, without ``options``. In a few words.
+        missing: A function that returns what a device lacks for this template, or ``None`` if it lacks nothing.
+        fallback: In a few words, what remains without ``options`` if the device lacks something: the mode.
         left_out: The options, with values, that the installed torch does not accept.
     """
 
     name: str
     description: str
-    mode: str | None = None
+    mode: str = "default"
     options: Mapping[str, Any] = field(default_factory=dict)
-    missing: Callable[[torch.device], str | None] = _nothing_is_missing
+    missing: Callable[[torch.device], str | None] = lambda device: None
     fallback: str = ""
     left_out: tuple[str, ...] = field(init=False, default=())
 
@@ -67,11 +64,11 @@ class Template:
         return {**_torch.inductor.resolve_options(self.mode, {}, None), **({} if lacks else self.options)}
 
     def falls_back(self, device: torch.device) -> str | None:
-        """What is missing on this device and what is used instead, in a sentence; ``None`` if nothing is missing."""
+        """What is missing on a device and what is used instead, in a sentence; ``None`` if nothing is missing."""
         needs, fallback = self.missing(device), self.fallback
         if needs is None and self.left_out:
-            needs = f"Inductor's {' and '.join(self.left_out)}, which torch {torch.__version__} does not take"
-            fallback = "its other options" if self.options else f"mode {self.mode or 'default'!r} as it is"
+            needs = f"Inductor's {' and '.join(self.left_out)}, which torch {torch.__version__} does not accept"
+            fallback = "its other options" if self.options else f"mode {self.mode!r}"
         return None if needs is None else f"template {self.name!r} needs {needs}; it falls back to {fallback}"
 
 
@@ -81,20 +78,24 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Template:
-    """The template of this name.
+    """The template with this name.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such template.
+        TypeError: The name is not a string.
     """
+    if not isinstance(name, str):
+        text = f"template={name!r} must be the name of a template, not {type(name).__name__}"
+        raise TypeError(with_code("CC202", text))
     if name not in _templates():
-        raise ValueError(unknown("template", name, _templates()))
+        raise ValueError(with_code("CC201", unknown("template", name, _templates())))
     return _templates()[name]
 
 
 def _without_triton(device: torch.device) -> str | None:
     if device.type == "cpu":
         return "a GPU, and the module is on a CPU"
-    return None if _torch.inductor.has_triton() else "Triton, which is not installed or does not know this GPU"
+    return None if _torch.inductor.has_triton() else "Triton, which is not installed or does not support this GPU"
 
 
 def _without_cutlass(device: torch.device) -> str | None:
@@ -109,14 +110,14 @@ def _without_tma(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "an NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:  # the Tensor Memory Accelerator came with Hopper, compute capability 9.0
+    if major < 9:  # Hopper, compute capability 9.0, is the first GPU with a Tensor Memory Accelerator
         return f"a GPU of compute capability 9.0 or higher, and this is {major}.{minor}"
-    return None if _torch.inductor.has_triton_tma() else "a Triton that knows the Tensor Memory Accelerator"
+    return None if _torch.inductor.has_triton_tma() else "a Triton that supports the Tensor Memory Accelerator"
 
 
 @functools.cache
 def _templates() -> dict[str, Template]:
-    # Created at the first use, because checking option names takes longer than importing this library may.
+    # Created at the first use, because Inductor's option names take longer to import than this library may.
     templates = [
         Template(
             name="triton",
@@ -124,16 +125,16 @@ def _templates() -> dict[str, Template]:
             mode="max-autotune-no-cudagraphs",
             options={
                 "max_autotune_gemm_backends": "TRITON",
-                # Triton has a choice for two- and three-dimensional convolutions only: without ATen, others fail.
+                # Triton has kernels for 2D and 3D convolutions only: without ATen, others fail.
                 "max_autotune_conv_backends": "TRITON,ATEN",
                 "autotune_fallback_to_aten": True,
             },
             missing=_without_triton,
-            fallback="max-autotune-no-cudagraphs as it is on this device",
+            fallback="max-autotune-no-cudagraphs with this device's backends",
         ),
         Template(
             name="cpp_wrapper",
-            description="C++ in place of Python between kernels: less work for the CPU, longer to compile",
+            description="C++ code in place of Python between kernels: less CPU time per call, longer to compile",
             options={"cpp_wrapper": True},
         ),
         Template(
@@ -142,7 +143,7 @@ def _templates() -> dict[str, Template]:
             mode="max-autotune-no-cudagraphs",
             options={"max_autotune_gemm_backends": "CUTLASS,ATEN"},
             missing=_without_cutlass,
-            fallback="max-autotune-no-cudagraphs, which chooses among Triton's and ATen's",
+            fallback="max-autotune-no-cudagraphs, which chooses between Triton and ATen",
         ),
         Template(
             name="aten",
@@ -170,7 +171,7 @@ def _templates() -> dict[str, Template]:
             mode="max-autotune-no-cudagraphs",
             options={"triton.enable_persistent_tma_matmul": True, "triton.enable_template_tma_store": True},
             missing=_without_tma,
-            fallback="max-autotune-no-cudagraphs as it is on this device",
+            fallback="max-autotune-no-cudagraphs with this device's backends",
         ),
     ]
     return {template.name: template for template in templates}

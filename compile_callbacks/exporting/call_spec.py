@@ -1,7 +1,7 @@
-"""The inputs of an exported call: written into the package, and checked at each call of it.
+"""The inputs of an exported call: `export` writes their description into the package, and each later call is checked.
 
-AOTInductor's code checks nothing: for an input of another shape, dtype or memory layout it returns wrong numbers or
-crashes the process.
+The check is necessary, because AOTInductor's code does not check its inputs: for another shape, dtype or memory layout,
+it returns wrong numbers or crashes the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
-from compile_callbacks.config.options import dtype_name
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks.profiling.spans import call_times_ms
 
 _FORMATS = {
@@ -25,7 +25,7 @@ _FORMATS = {
     "channels_last": torch.channels_last,
     "channels_last_3d": torch.channels_last_3d,
 }
-_RANKS = {"channels_last": 4, "channels_last_3d": 5}
+_CHANNELS_LAST_OF_RANK = {4: "channels_last", 5: "channels_last_3d"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class TensorInput:
 
     Attributes:
         dtype: The dtype, ``"float32"``.
-        shape: The sizes; ``None`` for the batch size, which may change from call to call.
+        shape: The sizes; ``None`` for the batch size if it may change from call to call.
         device: The type of the device.
         memory_format: The layout: ``"contiguous"``, ``"channels_last"`` or ``"channels_last_3d"``.
     """
@@ -43,6 +43,48 @@ class TensorInput:
     shape: tuple[int | None, ...]
     device: str
     memory_format: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, batch: int | None) -> TensorInput:
+        """Describe a tensor. Its dimension 0 is the batch if it has the size ``batch``."""
+        sizes: list[int | None] = list(tensor.shape)
+        if sizes and sizes[0] == batch:
+            sizes[0] = None
+        return cls(
+            dtype=_dtype_name(tensor),
+            shape=tuple(sizes),
+            device=tensor.device.type,
+            memory_format=_memory_format_of(tensor),
+        )
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> TensorInput:
+        """Read what `CallSpec.to_json` wrote. Other data raise a ``ValueError``, ``KeyError`` or ``TypeError``."""
+        found = cls(**{**data, "shape": tuple(data["shape"])})
+        sizes = all(size is None or type(size) is int for size in found.shape)
+        if not (sizes and isinstance(found.dtype, str) and isinstance(found.device, str)):
+            raise ValueError(f"an input is described by {data!r}")
+        if found.memory_format not in _FORMATS:
+            raise ValueError(f"an input has the memory format {found.memory_format!r}")
+        return found
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether dimension 0 is a batch whose size may change from call to call."""
+        return None in self.shape
+
+    def check(self, name: str, value: Any) -> torch.Tensor:
+        """Check an input of a call, and return it in the package's memory layout."""
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(_misfit(f"input {name!r} must be a tensor, not {type(value).__name__}", self))
+        if _dtype_name(value) != self.dtype:
+            raise TypeError(_misfit(f"input {name!r} is of dtype {_dtype_name(value)}", self))
+        if value.device.type != self.device:
+            raise ValueError(_misfit(f"input {name!r} is on {value.device.type}, not on {self.device}", self))
+        shape = tuple(value.shape)
+        if len(shape) != len(self.shape) or any(a not in (None, b) for a, b in zip(self.shape, shape, strict=True)):
+            raise ValueError(_misfit(f"input {name!r} has the shape {shape}", self))
+        return value.contiguous(memory_format=_FORMATS[self.memory_format])
 
     def __str__(self) -> str:
         """Describe the input: ``float32 (batch, 1, 8, 8)``."""
@@ -54,7 +96,7 @@ class CallSpec:
     """The inputs of a package.
 
     Attributes:
-        signature: The parameters of ``forward`` that the exported call passed, without those that it left out.
+        signature: The parameters of ``forward`` that the exported call passed.
         inputs: The inputs by name (``"x"``, ``"x['mask']"``), in the order of the package: a tensor, or the ``repr``
             of any other value, which is constant in the package.
     """
@@ -66,73 +108,58 @@ class CallSpec:
     def of(
         cls, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], batch: int | None
     ) -> CallSpec:
-        """Describe a call.
-
-        Args:
-            call: The callable.
-            args: Inputs by position.
-            kwargs: Inputs by name.
-            batch: The batch size, if it may change from call to call.
-
-        Raises:
-            TypeError: The inputs do not fit the signature.
-        """
+        """Describe a call. A tensor whose dimension 0 has the size ``batch`` is a batch of any size."""
         bound = inspect.signature(call).bind(*args, **kwargs)
-        kinds = {name: bound.signature.parameters[name].kind for name in bound.arguments}
         by_position = [
             Parameter(name, kind)
-            for name, kind in kinds.items()
-            if name not in bound.kwargs and kind is not Parameter.VAR_KEYWORD
+            for name in bound.arguments
+            if (kind := bound.signature.parameters[name].kind) is not Parameter.VAR_KEYWORD and name not in bound.kwargs
         ]
-        # A parameter behind one that was left out can only be passed by name.
+        # The call left out a parameter with a default, so each parameter after it is passed by name.
         signature = Signature([*by_position, *(Parameter(name, Parameter.KEYWORD_ONLY) for name in bound.kwargs)])
         leaves = _leaves(signature.bind(*bound.args, **bound.kwargs))
-        return cls(signature=signature, inputs={name: _describe(leaf, batch) for name, leaf in leaves})
+        return cls(
+            signature=signature,
+            inputs={
+                name: TensorInput.of(leaf, batch) if isinstance(leaf, torch.Tensor) else repr(leaf)
+                for name, leaf in leaves
+            },
+        )
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-        """Bind the inputs of a call to the parameters of the exported call.
-
-        Raises:
-            TypeError: Inputs are missing, or too many.
-        """
+        """Bind the inputs of a call to the parameters of the exported call."""
         try:
             return self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{error}; the package takes {self}") from None
+            raise TypeError(_misfit(str(error), self)) from None
 
     def tensors(self, bound: inspect.BoundArguments) -> list[torch.Tensor]:
-        """Return the tensors of a call in the order and layout of the package.
-
-        Raises:
-            TypeError: An input of another dtype or kind, or of another structure.
-            ValueError: An input of another shape, on another device, or with another value than it was exported with.
-        """
+        """Check the inputs of a call, and return its tensors in the order and layout of the package."""
         leaves = dict(_leaves(bound))
         if leaves.keys() != self.inputs.keys():
             odd = min(leaves.keys() ^ self.inputs.keys())
             what = "was not exported" if odd in leaves else "is missing"
-            raise TypeError(f"input {odd!r} {what}; the package takes {self}")
+            raise TypeError(_misfit(f"input {odd!r} {what}", self))
         batches: dict[int, str] = {}
         found = []
         for name, expected in self.inputs.items():
             value = leaves[name]
-            if isinstance(expected, str):
-                if isinstance(value, torch.Tensor) or repr(value) != expected:
-                    given = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-                    raise ValueError(f"input {name!r} is {given}, and was exported as {expected}")
-                continue
-            _check(name, expected, value)
-            if has_batch(expected):
-                batches.setdefault(value.shape[0], name)
-            found.append(value.contiguous(memory_format=_FORMATS[expected.memory_format]))
+            if isinstance(expected, TensorInput):
+                found.append(expected.check(name, value))
+                if expected.has_batch:
+                    batches.setdefault(value.shape[0], name)
+            elif isinstance(value, torch.Tensor) or repr(value) != expected:
+                given = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+                raise ValueError(_misfit(f"input {name!r} is {given}, and was exported as {expected}", self))
         if len(batches) > 1:
             each = " and ".join(f"{size} in {name!r}" for size, name in batches.items())
-            raise ValueError(f"the inputs are batches of different sizes: {each}")
+            raise ValueError(_misfit(f"the inputs have different batch sizes, {each}", self))
         return found
 
-    def batches(self, bound: inspect.BoundArguments) -> list[torch.Tensor]:
-        """Return the tensors of a call whose dimension 0 is the batch."""
-        return [leaf for name, leaf in _leaves(bound) if has_batch(self.inputs[name])]
+    def batches(self, bound: inspect.BoundArguments) -> dict[str, torch.Tensor]:
+        """Return the tensors of a call whose dimension 0 is the batch, by name."""
+        inputs = self.inputs
+        return {n: leaf for n, leaf in _leaves(bound) if isinstance(spec := inputs[n], TensorInput) and spec.has_batch}
 
     def to_json(self) -> str:
         """Return the description as JSON, for a package."""
@@ -142,19 +169,14 @@ class CallSpec:
 
     @classmethod
     def from_json(cls, text: str) -> CallSpec:
-        """Read the description that `to_json` wrote.
-
-        Raises:
-            ValueError: A value that `to_json` does not write. Other text raises a ``TypeError``, ``KeyError`` or
-                ``AttributeError`` too.
-        """
+        """Read the description that `to_json` wrote. `read_spec` lists the errors that other text raises."""
         data = json.loads(text)
-        return cls(
-            signature=Signature(
-                [Parameter(name, getattr(Parameter, kind)) for name, kind in data["parameters"].items()]
-            ),
-            inputs={name: _input_from_data(value) for name, value in data["inputs"].items()},
-        )
+        parameters = [Parameter(name, getattr(Parameter, kind)) for name, kind in data["parameters"].items()]
+        inputs = {
+            name: value if isinstance(value, str) else TensorInput.from_data(value)
+            for name, value in data["inputs"].items()
+        }
+        return cls(signature=Signature(parameters), inputs=inputs)
 
     def __str__(self) -> str:
         """Describe the inputs in one line: ``images: float32 (batch, 1, 8, 8), scale=2.0``."""
@@ -164,29 +186,24 @@ class CallSpec:
 
 
 class ExampleCall(NamedTuple):
-    """The inputs of one call of a module.
-
-    Attributes:
-        args: Inputs by position.
-        kwargs: Inputs by name.
-    """
+    """The inputs of one call of a module."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @classmethod
     def of(cls, inputs: Any) -> ExampleCall:
-        """Take a tuple of positional inputs, a mapping of inputs by name, or a single input."""
+        """Convert a tuple of positional inputs, a mapping of inputs by name, or a single input."""
         if isinstance(inputs, tuple):
             return cls(inputs, {})
         return cls((), dict(inputs)) if isinstance(inputs, Mapping) else cls((inputs,), {})
 
     @classmethod
     def of_batch(cls, batch: Any, module: nn.Module) -> ExampleCall:
-        """Take the inputs from a batch.
+        """Take a module's inputs from a batch.
 
-        A tensor is the input. A tuple or list: its first element. A mapping: the entries that are parameters of
-        ``forward``, by name, or the mapping itself if none is.
+        A tensor is the input. Of a tuple or list, the first element is the input. Of a mapping, the entries that are
+        parameters of ``forward`` are the inputs, by name; if none is, the mapping itself is the input.
         """
         if isinstance(batch, Mapping):
             parameters = inspect.signature(module.forward).parameters
@@ -206,35 +223,23 @@ class ExampleCall(NamedTuple):
         return call_times_ms(lambda: callee(*self.args, **self.kwargs), device=device)
 
 
-def has_batch(described: TensorInput | str) -> bool:
-    """Whether an input is a tensor with a batch dimension that may change from call to call."""
-    return isinstance(described, TensorInput) and None in described.shape
-
-
-def _input_from_data(data: Any) -> TensorInput | str:
-    if isinstance(data, str):
-        return data
-    found = TensorInput(**{**data, "shape": tuple(data["shape"])})
-    sizes = all(size is None or type(size) is int for size in found.shape)
-    if not (sizes and isinstance(found.dtype, str) and isinstance(found.device, str)):
-        raise ValueError(f"an input is described by {data!r}")
-    if found.memory_format not in _FORMATS:
-        raise ValueError(f"an input has the memory format {found.memory_format!r}")
-    return found
-
-
-def in_own_layout(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy an example, with the layout that the package will expect."""
+def copy_in_package_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy an example tensor to the memory layout that the package will expect."""
     return tensor.detach().clone(memory_format=_FORMATS[_memory_format_of(tensor)])
 
 
 def _memory_format_of(tensor: torch.Tensor) -> str:
-    """Return the layout of an example; ``"contiguous"`` if it is another one."""
-    if not tensor.is_contiguous():
-        for name, rank in _RANKS.items():
-            if tensor.dim() == rank and tensor.is_contiguous(memory_format=_FORMATS[name]):
-                return name
-    return "contiguous"
+    name = _CHANNELS_LAST_OF_RANK.get(tensor.dim())
+    is_channels_last = name and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=_FORMATS[name])
+    return name if name and is_channels_last else "contiguous"
+
+
+def _misfit(problem: str, accepted: TensorInput | CallSpec) -> str:
+    return with_code("CC605", f"{problem}; the package takes {accepted}")
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _leaves(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
@@ -244,30 +249,3 @@ def _leaves(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
         else:
             leaves, _ = tree_flatten_with_path(value)
             yield from ((name + keystr(path), leaf) for path, leaf in leaves)
-
-
-def _describe(leaf: Any, batch: int | None) -> TensorInput | str:
-    if not isinstance(leaf, torch.Tensor):
-        return repr(leaf)
-    sizes: list[int | None] = list(leaf.shape)
-    if sizes and sizes[0] == batch:
-        sizes[0] = None
-    return TensorInput(
-        dtype=dtype_name(leaf.dtype),
-        shape=tuple(sizes),
-        device=leaf.device.type,
-        memory_format=_memory_format_of(leaf),
-    )
-
-
-def _check(name: str, expected: TensorInput, value: Any) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"input {name!r} must be a tensor, not {type(value).__name__}; the package takes {expected}")
-    if dtype_name(value.dtype) != expected.dtype:
-        raise TypeError(f"input {name!r} is of dtype {dtype_name(value.dtype)}; the package takes {expected}")
-    if value.device.type != expected.device:
-        raise ValueError(f"input {name!r} is on {value.device.type}, and the package runs on {expected.device}")
-    if len(value.shape) != len(expected.shape) or any(
-        size not in (None, own) for size, own in zip(expected.shape, value.shape, strict=True)
-    ):
-        raise ValueError(f"input {name!r} has the shape {tuple(value.shape)}; the package takes {expected}")

@@ -1,4 +1,4 @@
-"""Arguments of `export`: the path, and the settings with what AOTInductor accepts of them."""
+"""The arguments of `export`: checks of the path, and the settings that AOTInductor accepts."""
 
 from __future__ import annotations
 
@@ -6,48 +6,45 @@ import errno
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.mode import EAGER, Mode, as_config
 from compile_callbacks.passes.base import pass_hook, pass_name
 from compile_callbacks.passes.hooks import HOOK_OPTIONS
 
+Format = Literal["aoti", "export"]
+"""The content of a ``.pt2`` file: compiled code, or the program of ``torch.export``."""
+
+VerifyPackage = Literal["off", "warn", "raise"]
+"""If a package differs from eager: compare nothing, warn, or raise an error."""
+
 _NO_CUDAGRAPHS = "a package records no CUDA graphs"
-_NO_TORCH_CALLS = "it runs on torch's own calls, and torch.export gives ATen operators"
+_NO_TORCH_CALLS = "passes at 'pre_grad' change torch function calls, and torch.export produces ATen operators"
 _NO_FALLBACKS = "torch 2.11 calls operators that are not compiled with wrong arguments in a package"  # mode "lite"
-_NOT_TAKEN = {
+_NOT_ACCEPTED = {
     "fallback_by_default": _NO_FALLBACKS,
     "selective_decompose": _NO_FALLBACKS,
-    "aot_inductor.output_path": "export decides where the package goes",
-    "aot_inductor.package": "export decides where the package goes",
+    "aot_inductor.output_path": "export decides where the package is written",
+    "aot_inductor.package": "export decides where the package is written",
     HOOK_OPTIONS["pre_grad"]: _NO_TORCH_CALLS,
 }
 
 
 def check_path(path: object) -> Path:
-    """Check the ``path`` argument.
-
-    Raises:
-        TypeError: The argument is not a path.
-        ValueError: The path does not end in ``.pt2``.
-    """
+    """Check that the ``path`` argument is a path that ends in ``.pt2``."""
     if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path={path!r} must be a path, not {type(path).__name__}")
+        raise TypeError(with_code("CC202", f"path={path!r} must be a path, not {type(path).__name__}"))
     found = Path(path)
     if found.suffix != ".pt2":
-        raise ValueError(f"path={str(found)!r} must end in '.pt2'")
+        raise ValueError(with_code("CC205", f"path={str(found)!r} must end in '.pt2'"))
     return found
 
 
 def check_writable(path: Path) -> None:
-    """Create missing parent folders, and check that a file can be written there before minutes of compiling.
-
-    Raises:
-        OSError: The path cannot be written.
-    """
+    """Create missing folders, and check that the file can be written, before minutes of compiling."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "path is a folder", str(path))
     try:
@@ -58,31 +55,18 @@ def check_writable(path: Path) -> None:
         raise type(error)(error.errno, f"path cannot be written: {error.strerror}", str(path)) from error
 
 
-def check_settings(config: Mode, dynamic_batch: object) -> InductorConfig:
-    """Check the ``config`` and ``dynamic_batch`` arguments, and return the settings of the package.
-
-    Raises:
-        ValueError: The config has an unknown mode or field, or is ``"eager"``.
-        TypeError: A value has the wrong type.
-    """
+def check_dynamic_batch(dynamic_batch: object) -> None:
+    """Check that the ``dynamic_batch`` argument is a boolean."""
     if not isinstance(dynamic_batch, bool):
-        raise TypeError(f"dynamic_batch={dynamic_batch!r} must be True or False")
-    if config == EAGER:
-        raise ValueError("config='eager' compiles nothing; export(format='export') writes what is not compiled")
-    return as_config(config, "config") or InductorConfig()
+        raise TypeError(with_code("CC202", f"dynamic_batch={dynamic_batch!r} must be True or False"))
 
 
 def package_options(config: InductorConfig, device: torch.device) -> tuple[dict[str, Any], list[Any], list[str]]:
-    """Return the options and passes that AOTInductor accepts, and a sentence for each reason that leaves one out.
-
-    Args:
-        config: The settings.
-        device: The device of the package.
-    """
+    """Return the options and passes that AOTInductor accepts, and a sentence for each reason that leaves one out."""
     options: dict[str, Any] = {}
     left_out: dict[str, list[str]] = {}
     for name, value in config.resolved_options(device).items():
-        reason = _NO_CUDAGRAPHS if "cudagraph" in name else _NOT_TAKEN.get(name)
+        reason = _NO_CUDAGRAPHS if "cudagraph" in name else _NOT_ACCEPTED.get(name)
         if reason is None:
             options[name] = value
         elif value:
@@ -94,9 +78,9 @@ def package_options(config: InductorConfig, device: torch.device) -> tuple[dict[
         else:
             passes.append(graph_pass)
     if config.fold_weights:
-        left_out["a package folds with freezing=True"] = ["fold_weights=True"]
+        left_out["freezing=True folds the weights of a package"] = ["fold_weights=True"]
     if config.dynamic is not None:
-        left_out["dynamic_batch says what may change"] = [f"dynamic={config.dynamic}"]
-    sentences = [f"left out of the package: {', '.join(what)}: {why}" for why, what in left_out.items()]
+        left_out["dynamic_batch sets which sizes may change"] = [f"dynamic={config.dynamic}"]
+    sentences = [f"the package is compiled without {', '.join(names)}: {why}" for why, names in left_out.items()]
     falls_back = config.template_falls_back(device)
     return options, passes, sentences if falls_back is None else [falls_back, *sentences]

@@ -1,1 +1,1 @@
-"""A module compiled for inference, with a lifecycle and without a Trainer."""
+"""`InductorBackend`: a module compiled for inference without a Trainer."""

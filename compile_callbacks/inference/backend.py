@@ -1,4 +1,4 @@
-"""`InductorBackend`: one module with one config for inference, without a Trainer."""
+"""`InductorBackend`: one module, compiled with one config for inference, without a Trainer."""
 
 from __future__ import annotations
 
@@ -10,110 +10,105 @@ from torch import nn
 
 from compile_callbacks._torch.dynamo import is_dynamo_wrapper
 from compile_callbacks._utils.device import as_device
-from compile_callbacks._utils.fingerprints import architecture_fingerprint, digest
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.mode import Mode, as_config
+from compile_callbacks.config.mode import Mode, as_compiling_config
 from compile_callbacks.inference.compiled_module import CompiledInference, Placement, free_memory
-from compile_callbacks.inference.saved_state import Sample, SavedBackend, as_samples
+from compile_callbacks.inference.samples import (
+    Sample,
+    SampleLike,
+    as_plain,
+    as_samples,
+    with_synthetic_values,
+    without_values,
+)
+from compile_callbacks.inference.saved_state import FORMAT, VERSION, check_saved, load_weights, saved_device
 from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.dispatcher import compiled_target_names
 from compile_callbacks.runtime.fsdp import check_not_sharded
-from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings
+from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings, Verify
 
 State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
 
 TRANSITIONS: Mapping[State, Mapping[str, State]] = {
     "init": {"build": "active"},
-    "active": {"infer": "active", "deactivate": "inactive", "to_dict": "active", "key": "active"},
-    "inactive": {"activate": "active", "to_dict": "inactive", "key": "inactive"},
-    "checkpoint_loaded": {
-        "activate": "active",
-        "deploy": "deployed",
-        "to_dict": "checkpoint_loaded",
-        "key": "checkpoint_loaded",
-    },
-    "deployed": {"infer": "deployed", "key": "deployed"},
+    "active": {"infer": "active", "deactivate": "inactive", "to_dict": "active"},
+    "inactive": {"activate": "active", "to_dict": "inactive"},
+    "checkpoint_loaded": {"activate": "active", "deploy": "deployed", "to_dict": "checkpoint_loaded"},
+    "deployed": {"infer": "deployed"},
 }
-"""The calls that each state allows, and the state after each; a call that fails does not change the state."""
+"""The calls that each state allows, and the state after each. A call that fails does not change the state."""
 
 
 class InductorBackend:
     """One module, compiled with one config for inference: built on samples, called, offloaded, saved and deployed.
 
-    While a backend is active, its module is compiled in place, in evaluation mode, on the backend's device; calls of
-    the module itself with grad enabled run eagerly. Each state allows these calls, and any other call raises a
-    ``RuntimeError`` (``->``: the next state)::
+    While a backend is active, its module is compiled in place, in evaluation mode, on the backend's device. Calls of
+    the module itself with grad enabled run eagerly. Each state allows these calls (``->``: the next state), and any
+    other call raises a ``RuntimeError``::
 
         init: build -> active
-        active: infer, deactivate -> inactive, to_dict, key
-        inactive: activate -> active, to_dict, key
-        checkpoint_loaded: activate -> active, deploy -> deployed, to_dict, key
-        deployed: infer, key
+        active: infer, deactivate -> inactive, to_dict
+        inactive: activate -> active, to_dict
+        checkpoint_loaded: activate -> active, deploy -> deployed, to_dict
+        deployed: infer
 
     `from_dict` creates a backend in the state ``"checkpoint_loaded"``. A call that fails does not change the state. If
-    an active backend is garbage-collected, its module runs uncompiled and stays there; `deactivate` moves it back.
-
-    Outputs are not compared with eager, because each sample runs once: ``report.infer.verified`` is ``None``. A backend
-    is not thread-safe.
+    an active backend is garbage-collected, its module runs uncompiled and stays on its device; `deactivate` moves it
+    back. A backend is not thread-safe.
 
     Args:
-        mode: Settings, as `InductorCompile` takes them for ``infer_mode``, except ``"auto"`` and `Tune`; ``None`` and
-            ``"eager"`` are refused, because they compile nothing. ``freezing`` freezes the weights into the code.
+        mode: The settings: a mode of ``torch.compile``, a template's name, an `InductorConfig`, or a mapping of its
+            fields. ``freezing`` freezes the weights into the code.
+        verify: What a difference from eager does. Each graph is compared at its first execution, as `InductorCompile`
+            does: ``"warn"`` warns; ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises a `CompileError`;
+            ``"off"``: nothing is compared.
         on_error: What a failure of the compiler does: ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises
             a `CompileError`, and `build` leaves the backend as it was.
-        new_shapes: What an input does whose shape no sample has: ``"recompile"``; ``"eager"``, run eagerly unless a
+        new_shapes: What an input does whose shape no sample has: ``"recompile"``; ``"eager"`` runs eagerly unless a
             compiled graph fits (a shape that recurs often is compiled); ``"raise"``.
         name: The backend's name in messages; ``None``: ``"InductorBackend"``.
 
     Raises:
-        ValueError: An unknown choice, or an empty name.
-        TypeError: A value of the wrong type.
+        ValueError: A choice is unknown, the mode compiles nothing, or the name is empty.
+        TypeError: A value has the wrong type.
 
     Example::
 
         >>> backend = InductorBackend("max-autotune-no-cudagraphs")
-        >>> backend = backend.build(torch.nn.Linear(8, 2), [((torch.ones(4, 8),), {})], device="cpu")
+        >>> backend = backend.build(torch.nn.Linear(8, 2), torch.ones(4, 8), device="cpu")
         >>> tuple(backend.infer(torch.zeros(4, 8)).shape)
         (4, 2)
         >>> backend.deactivate()
-        >>> backend.describe()
-        'InductorBackend: Linear, max-autotune-no-cudagraphs, cpu, inactive'
+        >>> backend
+        <InductorBackend: Linear, max-autotune-no-cudagraphs, cpu, inactive>
     """
 
     def __init__(
         self,
         mode: Mode = "default",
         *,
+        verify: Verify = "warn",
         on_error: OnError = "eager",
         new_shapes: NewShapes = "recompile",
         name: str | None = None,
     ) -> None:
-        config = as_config(mode, "mode")
-        if config is None:
-            raise ValueError(f"mode={mode!r} compiles nothing; give a mode of torch.compile, or call the module itself")
-        self._config = config
-        self._settings = TargetSettings(on_error=on_error, new_shapes=new_shapes)
-        self._name = _as_name(name)
+        self._config = as_compiling_config(mode)
+        self._settings = TargetSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
+        self._name = _check_name(name)
         self._state: State = "init"
         self._module: nn.Module | None = None
         self._device: torch.device | None = None
         self._samples: list[Sample] = []
         self._samples_are_synthetic = False
         self._compiled: CompiledInference | None = None
-        self._report = uncompiled_report({"train": None, "infer": config})
-
-    # ------------------------------------------------------------------------------------------ what it is
+        self._report = uncompiled_report({"train": None, "infer": self._config})
 
     @property
     def state(self) -> State:
         """``"init"``, ``"active"``, ``"inactive"``, ``"checkpoint_loaded"`` or ``"deployed"``."""
         return self._state
-
-    @property
-    def is_active(self) -> bool:
-        """Whether `infer` works: active or deployed."""
-        return "infer" in TRANSITIONS[self._state]
 
     @property
     def name(self) -> str:
@@ -127,49 +122,42 @@ class InductorBackend:
 
     @property
     def device(self) -> torch.device | None:
-        """The device on which the backend runs, or will run when activated; ``None`` before `build`."""
+        """The device on which the backend runs, or will run when it is activated; ``None`` before `build`."""
         return self._device
 
     @property
     def report(self) -> CompileReport:
-        """The report since the backend last became active; its figures are in ``infer``."""
+        """The report since the backend last became active. Its figures are in ``report.infer``."""
         if self._compiled is not None:
             self._report = self._compiled.report()
         return self._report
 
-    def key(self) -> str:
-        """A hash of the config, the module's architecture and the device type, the same in every process."""
-        self._after("key")
-        module, device = self._built
-        return digest([self._config.key(), architecture_fingerprint(module), device.type])
-
-    def describe(self) -> str:
-        """Name, module, settings, device and state, in one line."""
+    def __repr__(self) -> str:
         module = "no module" if self._module is None else type(self._module).__qualname__
         device = "no device" if self._device is None else str(self._device)
-        return f"{self._name}: {module}, {self._config.describe()}, {device}, {self._state}"
+        return f"<{self._name}: {module}, {self._config.describe()}, {device}, {self._state}>"
 
     def __reduce__(self) -> NoReturn:
-        message = "an InductorBackend cannot be copied or pickled; to_dict() and from_dict() save and load it"
-        raise TypeError(message)
-
-    # ------------------------------------------------------------------------------------------ its life
+        text = "an InductorBackend cannot be copied or pickled; to_dict() and from_dict() save and load it"
+        raise TypeError(with_code("CC607", text))
 
     def build(
         self,
         module: nn.Module,
-        samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+        samples: SampleLike | list[SampleLike],
         device: str | torch.device | None = None,
     ) -> Self:
-        """Compile a module on samples, each of which runs through it once, without gradients.
+        """Compile a module on samples. Each sample runs through the module once, without gradients.
 
         Buffers and random number generators are restored afterwards. If this fails, the module is as before. With CUDA
         graphs, the next call with inputs of a sample's shapes records them.
 
         Args:
             module: The module, with its weights on one device. It is moved, and switched to evaluation mode.
-            samples: At least one pair ``(args, kwargs)``, with tensors of the shapes, dtypes and layouts of inference,
-                on any device. The backend keeps copies in CPU memory.
+            samples: One sample or a list of samples, with tensors of the shapes, dtypes and layouts of inference, on
+                any device. A sample is a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+                Call `infer` in the same way: the compiled graph belongs to positional or to keyword arguments. The
+                backend keeps copies in CPU memory.
             device: The device to run on; ``None``: the module's device.
 
         Returns:
@@ -177,18 +165,18 @@ class InductorBackend:
 
         Raises:
             RuntimeError: The backend was built before.
-            TypeError: A value of the wrong type; the message names the sample.
-            ValueError: No samples, a device that cannot be used, or a module that is already compiled or has weights on
-                several devices.
-            CompileError: The compiler failed, and ``on_error="raise"``.
+            TypeError: A value has the wrong type; the message names the sample.
+            ValueError: There is no sample, the device cannot be used, or the module is already compiled or has weights
+                on several devices.
+            CompileError: The compiler failed and ``on_error="raise"``, or results differ and ``verify="raise"``.
         """
         after = self._after("build")
         _check_module(module)
-        kept = as_samples(samples)
+        copies = as_samples(samples)
         if device is None:
             device = Placement(module).device or torch.device("cpu")
-        self._start(module, kept, device)
-        self._module, self._samples, self._state = module, kept, after
+        self._start(module, copies, device)
+        self._module, self._samples, self._state = module, copies, after
         return self
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,18 +191,18 @@ class InductorBackend:
 
         Raises:
             RuntimeError: The backend is not active.
-            CompileError: A shape that no sample has, and ``new_shapes="raise"``; or the compiler failed, and
-                ``on_error="raise"``.
+            CompileError: No sample has the shapes and ``new_shapes="raise"``; the compiler failed and
+                ``on_error="raise"``; or results differ from eager and ``verify="raise"``.
         """
-        self._after("infer")
-        assert self._compiled is not None
-        return self._compiled(*args, **kwargs)
+        if self._compiled is None:
+            self._after("infer")
+        return self._compiled(*args, **kwargs)  # type: ignore[misc]
 
     def deactivate(self) -> None:
         """Free compiled code, folded and frozen weights and CUDA graphs, and restore the module.
 
         The module returns to its former device, its submodules to their former training flags, and it runs uncompiled.
-        Code that other owners compiled stays. CUDA graphs of one device share a memory pool: if another module has CUDA
+        Other owners' compiled code remains. CUDA graphs of one device share a memory pool: if another module has CUDA
         graphs there, the pool is freed with the last of them.
 
         Raises:
@@ -237,7 +225,7 @@ class InductorBackend:
         Raises:
             RuntimeError: The backend is neither inactive nor loaded.
             ValueError: The device cannot be used, or the module is already compiled; see `build`.
-            CompileError: The compiler failed, and ``on_error="raise"``.
+            CompileError: As `build`.
         """
         after = self._after("activate")
         module, device = self._built
@@ -252,17 +240,15 @@ class InductorBackend:
 
         Raises:
             RuntimeError: The backend does not come from `from_dict`, or was activated since then.
-            TypeError: A device of the wrong type.
+            TypeError: The device has the wrong type.
             ValueError: As `activate`.
-            CompileError: The compiler failed, and ``on_error="raise"``.
+            CompileError: As `build`.
         """
         after = self._after("deploy")
-        module, saved_device = self._built
-        self._start(module, self._samples, saved_device if device is None else device)
+        module, device_of_state = self._built
+        self._start(module, self._samples, device_of_state if device is None else device)
         self._samples = []
         self._state = after
-
-    # ------------------------------------------------------------------------------------------ saved and loaded
 
     def to_dict(self) -> dict[str, Any]:
         """The backend as data that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
@@ -274,21 +260,27 @@ class InductorBackend:
 
         Raises:
             RuntimeError: The backend is not built, or deployed.
-            ValueError: Passes, option values, weights or samples that cannot be saved; the message names them.
+            ValueError: Passes, option values, weights or samples cannot be saved; the message names them.
         """
         self._after("to_dict")
         module, device = self._built
-        saved = SavedBackend(
-            name=self._name,
-            config=self._config,
-            on_error=self._settings.on_error,
-            new_shapes=self._settings.new_shapes,
-            device=device,
-            samples=self._samples,
-            module=type(module).__qualname__,
-            state_dict=module.state_dict(),
-        )
-        return saved.to_dict()
+        weights = module.state_dict()
+        metadata: Mapping[str, Any] = getattr(weights, "_metadata", {})
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": self._name,
+            "config": self._config.to_dict(),
+            "verify": self._settings.verify,
+            "on_error": self._settings.on_error,
+            "new_shapes": self._settings.new_shapes,
+            "device": str(device),
+            "module": type(module).__qualname__,
+            "state_dict": as_plain(dict(weights), "state_dict"),
+            # Modules use these versions to load older state_dicts; torch stores them in an attribute.
+            "state_dict_metadata": as_plain({name: dict(of) for name, of in metadata.items()}, "state_dict_metadata"),
+            "samples": without_values(self._samples),
+        }
 
     @classmethod
     def from_dict(
@@ -297,7 +289,7 @@ class InductorBackend:
         state: Mapping[str, Any],
         *,
         allow_passes: Sequence[str] = (),
-        samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None,
+        samples: SampleLike | list[SampleLike] | None = None,
     ) -> Self:
         """Load a backend that `to_dict` saved; `activate` or `deploy` compiles it.
 
@@ -306,76 +298,82 @@ class InductorBackend:
         Args:
             module: A module of the same class and architecture. The saved weights are loaded into it, on its device.
             state: The data.
-            allow_passes: The import paths of the graph passes that may be imported, ``["module:name"]``; any other
-                pass is refused.
+            allow_passes: The import paths of the graph passes that may be imported, ``["module:name"]``. Any other pass
+                is refused.
             samples: The samples to compile on, as `build` takes them; ``None``: tensors of the saved samples' shapes,
                 dtypes and strides, with random numbers, or integers and booleans of 0. Give samples if the values
                 decide the control flow, or if the module refuses a length of 0.
 
         Raises:
             TypeError: A module or data of the wrong type.
-            ValueError: Data of another format or version, or of another module, which is then unchanged; or a module
-                that is already compiled, has weights on several devices, or has weights without values.
+            ValueError: The data have another format or version, or belong to another module, which is then unchanged;
+                or the module is already compiled, has weights on several devices, or has weights without values.
         """
         _check_module(module)
         Placement(module)
-        saved = SavedBackend.from_dict(state, allow_passes=allow_passes, samples=samples)
-        backend = cls(saved.config, on_error=saved.on_error, new_shapes=saved.new_shapes, name=saved.name)
-        saved.load_into(module)
-        backend._module, backend._samples, backend._device = module, list(saved.samples), saved.device
-        backend._state, backend._samples_are_synthetic = "checkpoint_loaded", samples is None
+        saved = check_saved(state)
+        backend = cls(
+            InductorConfig.from_dict(saved["config"], allow_passes=allow_passes),
+            verify=saved["verify"],
+            on_error=saved["on_error"],
+            new_shapes=saved["new_shapes"],
+            name=saved["name"],
+        )
+        backend._device = saved_device(saved)
+        backend._samples = as_samples(with_synthetic_values(saved["samples"]) if samples is None else samples)
+        backend._samples_are_synthetic = samples is None
+        load_weights(saved, module)
+        backend._module, backend._state = module, "checkpoint_loaded"
         return backend
-
-    # ------------------------------------------------------------------------------------------ what these call
 
     def _after(self, call: str) -> State:
         """The state after a call; raises a ``RuntimeError`` if the current state does not allow the call."""
         allowed = TRANSITIONS[self._state]
         if call not in allowed:
             choices = ", ".join(f"{choice}()" for choice in allowed)
-            raise RuntimeError(
-                f"{self._name}: {call}() is not allowed in the state {self._state!r}; allowed in it: {choices}"
-            )
+            text = f"{self._name}: {call}() is not allowed in the state {self._state!r}; allowed: {choices}"
+            raise RuntimeError(with_code("CC606", text))
         return allowed[call]
 
     @property
     def _built(self) -> tuple[nn.Module, torch.device]:
-        """The module and the device; only the state ``"init"`` has none."""
+        """The module and the device, which exist in all states except ``"init"``."""
         assert self._module is not None
         assert self._device is not None
         return self._module, self._device
 
     def _start(self, module: nn.Module, samples: Sequence[Sample], device: str | torch.device) -> None:
         _check_module(module)
-        there = as_device(device)
+        checked = as_device(device)
         try:
-            self._compiled = CompiledInference(module, samples, there, self._config, self._settings)
+            self._compiled = CompiledInference(module, samples, checked, self._config, self._settings)
         except Exception as error:
             if self._samples_are_synthetic:
-                error.add_note(f"{self._name}: the saved samples have no values; see from_dict(samples=...)")
+                error.add_note(f"{self._name}: the samples have synthetic values; see from_dict(samples=...)")
             raise
-        self._device = there
+        self._device = checked
 
 
-def _as_name(name: object) -> str:
+def _check_name(name: object) -> str:
     if name is None:
         return "InductorBackend"
     if not isinstance(name, str):
-        raise TypeError(f"name={name!r} must be a string or None, not {type(name).__name__}")
+        raise TypeError(with_code("CC202", f"name={name!r} must be a string or None, not {type(name).__name__}"))
     if not name.strip() or not name.isprintable():
-        raise ValueError(f"name={name!r} must be a line of text that is not empty")
+        raise ValueError(with_code("CC205", f"name={name!r} must be a line of text that is not empty"))
     return name
 
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}")
+        text = f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}"
+        raise TypeError(with_code("CC202", text))
     if is_dynamo_wrapper(module):
-        raise ValueError("module is the result of torch.compile; give the original module")
+        raise ValueError(with_code("CC608", "module is the result of torch.compile; give the original module"))
     check_not_sharded(module)
     if compiled := compiled_target_names(module):
-        message = (
-            f"module is compiled by this library already, at {', '.join(map(repr, compiled))}; undo that first: "
-            "deactivate() if an InductorBackend compiled it, or restore()"
+        text = (
+            f"this library already compiled module, at {', '.join(map(repr, compiled))}; undo that first: deactivate() "
+            "if an InductorBackend compiled it, or restore()"
         )
-        raise ValueError(message)
+        raise ValueError(with_code("CC608", text))

@@ -1,4 +1,4 @@
-"""A module that is compiled in place for inference: moved, warmed up on samples, called, and restored."""
+"""`CompiledInference`: an `InductorBackend`'s module, compiled in place: moved, warmed up, called, and restored."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.inference.saved_state import Sample, on_device
+from compile_callbacks.inference.samples import Sample, on_device
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.arguments import CompileArguments
 from compile_callbacks.runtime.session import Session
@@ -26,13 +27,10 @@ _is_training = operator.attrgetter("training")
 
 
 class Placement:
-    """The device of a module, and the training flags of its submodules, saved to be restored.
-
-    Args:
-        module: The module. All of its weights are on one device.
+    """The device of a module and the training flags of its submodules, saved to be restored.
 
     Raises:
-        ValueError: The weights are on several devices, or on ``"meta"``.
+        ValueError: The module has weights on several devices, or on ``"meta"``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -41,16 +39,18 @@ class Placement:
         self._training = list(map(_is_training, self._parts))
         found = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
         if len(found) > 1:
-            raise ValueError(f"module has weights on several devices, {', '.join(found)}; move it to one of them first")
+            text = f"module has weights on several devices, {', '.join(found)}; move it to one of them first"
+            raise ValueError(with_code("CC608", text))
         if found == ["meta"]:
-            raise ValueError("module has weights on the device 'meta', without values; load them first")
+            text = "module has weights on the device 'meta', without values; load them first"
+            raise ValueError(with_code("CC608", text))
         self.device = torch.device(found[0]) if found else None
         """The device, or ``None`` if the module has no weights."""
 
     @property
     def training(self) -> bool:
         """Whether a submodule is in training mode now."""
-        return True in map(_is_training, self._parts)  # in each call: a quarter of the time of a generator
+        return True in map(_is_training, self._parts)  # checked in each call: faster than any(...)
 
     def restore(self) -> None:
         """Move the module back, and reset the training flags."""
@@ -61,20 +61,9 @@ class Placement:
 
 
 class CompiledInference:
-    """A module in evaluation mode on a device, compiled with one config; a failure restores the module.
+    """A module in evaluation mode on a device, compiled with one config while this object lives, or until `end`.
 
-    The module is compiled while this object lives, or until `end`.
-
-    Args:
-        module: The module.
-        samples: The samples to compile on; each runs once.
-        device: The device to run on.
-        config: The settings.
-        settings: What failures and new shapes do.
-
-    Raises:
-        ValueError: The module's weights are on several devices.
-        Exception: Moving or calling the module failed.
+    Each sample runs once. If moving, compiling or calling the module fails, the module is restored.
     """
 
     def __init__(
@@ -102,17 +91,17 @@ class CompiledInference:
         self._end_session.atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, compiled, with tensors moved to its device."""
+        """Call the compiled module, with tensors moved to its device."""
         if self._placement.training:
             self._module.eval()
-        # Inductor would recompile for the caller's inference mode, and inference tensors cannot be used elsewhere.
+        # In inference mode, Inductor would compile another graph, and the outputs could not be used elsewhere.
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self._call(*args, **kwargs)
         return _torch.autograd.call_without_grad(self._call, *args, **kwargs)
 
     def report(self) -> CompileReport:
-        """The report so far; warns once about targets that ran and were not compiled."""
+        """The report so far. A target that ran and was not compiled is warned about once."""
         self._session.check("infer")
         return self._session.report()
 
@@ -133,35 +122,35 @@ class CompiledInference:
         self._session.check("infer")
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        converted = [self._as_argument(value) for value in args]
+        converted = [self._convert(value) for value in args]
         if kwargs:
-            kwargs = {name: self._as_argument(value) for name, value in kwargs.items()}
+            kwargs = {name: self._convert(value) for name, value in kwargs.items()}
         return self._module(*converted, **kwargs)
 
-    def _as_argument(self, value: Any) -> Any:
-        """An argument with `_as_input` applied to its tensors; a single tensor avoids the overhead of a tree."""
+    def _convert(self, value: Any) -> Any:
+        # A single tensor avoids the overhead of a tree.
         if isinstance(value, torch.Tensor):
-            return self._as_input(value)
-        return tree_map_only(torch.Tensor, self._as_input, value)
+            return self._convert_tensor(value)
+        return tree_map_only(torch.Tensor, self._convert_tensor, value)
 
-    def _as_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same kind as those of the samples, with the same memory if possible."""
+    def _convert_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that the samples' graphs accept, with the same memory if possible."""
         if tensor.device != self._device:
             tensor = tensor.to(self._device)
         if tensor.is_inference():
-            tensor = _outside_inference_mode(tensor)
+            tensor = _as_normal_tensor(tensor)
         return tensor.detach() if tensor.requires_grad else tensor
 
 
 def free_memory() -> None:
     """Free unreferenced memory, also for other processes on the GPU."""
-    gc.collect()  # compiled code refers to itself
+    gc.collect()  # compiled code has reference cycles
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
-def _outside_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
-    """A normal tensor that shares the memory of an inference tensor, if the memory fully describes the tensor."""
+def _as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a normal tensor with the memory of an inference tensor, if memory and strides describe the tensor."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return tensor
     memory = tensor.untyped_storage()

@@ -125,6 +125,10 @@ class GraphPass(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
         return self
 
 
+PASS_TYPES = (GraphPass, *_torch.passes.TORCH_PASS_TYPES)
+"""The classes of graph passes: this library's and torch's own."""
+
+
 class FunctionPass(GraphPass):
     """A function as a pass; what `graph_pass` makes."""
 
@@ -191,15 +195,15 @@ def as_passes(value: object, argument: str) -> tuple[Any, ...]:
         TypeError: Not a list or tuple of passes.
         ValueError: Data that name what cannot be imported.
     """
-    if isinstance(value, (GraphPass, *_torch.passes.TORCH_PASS_TYPES)):
+    if isinstance(value, PASS_TYPES):
         return (value,)
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{argument}={value!r} must be a list of graph passes, not {type(value).__name__}")
     passes = tuple(_from_data(item, f"{argument}[{i}]") for i, item in enumerate(value))
     for graph_pass_ in passes:
-        if isinstance(graph_pass_, (GraphPass, *_torch.passes.TORCH_PASS_TYPES)):
+        if isinstance(graph_pass_, PASS_TYPES):
             continue
-        if isinstance(graph_pass_, type) and issubclass(graph_pass_, (GraphPass, *_torch.passes.TORCH_PASS_TYPES)):
+        if isinstance(graph_pass_, type) and issubclass(graph_pass_, PASS_TYPES):
             advice = f"an object of it: {graph_pass_.__name__}(...)"
         elif callable(graph_pass_):
             advice = "it wrapped with compile_callbacks.graph_pass"
@@ -215,7 +219,7 @@ def _from_data(value: object, argument: str) -> Any:
         with part_of(argument):
             return resolve(value)
     if isinstance(value, Mapping) and "class_path" in value:
-        kind, arguments = class_and_arguments(value, argument, (GraphPass, *_torch.passes.TORCH_PASS_TYPES))
+        kind, arguments = class_and_arguments(value, argument, PASS_TYPES)
         with part_of(argument):
             return kind(**arguments)
     return value

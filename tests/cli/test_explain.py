@@ -24,7 +24,7 @@ def test_explain_lists_all_codes(capsys):
     assert [line[:5] for line in capsys.readouterr().out.splitlines()] == list(read_entries())
 
 
-@pytest.mark.parametrize(("code", "hint"), [("CC109", "codes near it: CC104"), ("slow", "lists all codes")])
+@pytest.mark.parametrize(("code", "hint"), [("CC1044", "codes near it: CC104"), ("slow", "lists all codes")])
 def test_explain_refuses_an_unknown_code(code, hint, capsys):
     assert main(["explain", code]) == 2
     assert hint in capsys.readouterr().err

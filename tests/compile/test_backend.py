@@ -1,4 +1,4 @@
-"""`InductorBackend`: what building does to a module, and what is refused."""
+"""`InductorBackend`: states, building on samples, inference, and refused arguments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import CompileError, InductorBackend, compile_phases, restore
-from tests.support.backend_models import RUNS, SAMPLES, Model, batch, eagerly, linear, looks
+from compile_callbacks import CompileError, CompileWarning, InductorBackend, compile_phases, restore
+from compile_callbacks.inference.backend import TRANSITIONS
+from tests.support.backend_models import RUNS, Model, assert_same_state, batch, eagerly, linear, state_of
 from tests.support.models import CLASSES, FEATURES
 from tests.support.uncached import Uncached
+from tests.support.wrong_passes import WrongForward
 
-pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go")]
+pytestmark = pytest.mark.usefixtures("dropped_backends_go", "no_codegen")
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +30,69 @@ class Broken(Uncached):
         raise ZeroDivisionError("by design")
 
 
-def test_building_runs_each_sample_once_and_leaves_no_other_trace():
+# ------------------------------------------------------------------------------------------ states
+
+
+@pytest.fixture(scope="module")
+def saved():
+    backend = InductorBackend().build(linear(), batch())
+    state = backend.to_dict()
+    backend.deactivate()
+    return state
+
+
+def backend_in(state, saved):
+    if state in ("checkpoint_loaded", "deployed"):
+        backend = InductorBackend.from_dict(linear(), saved)
+        if state == "deployed":
+            backend.deploy("cpu")
+        return backend
+    backend = InductorBackend()
+    if state != "init":
+        backend.build(linear(), batch())
+    if state == "inactive":
+        backend.deactivate()
+    return backend
+
+
+CALL = {
+    "build": lambda backend: backend.build(linear(), batch()),
+    "infer": lambda backend: backend.infer(batch()),
+    "deactivate": lambda backend: backend.deactivate(),
+    "activate": lambda backend: backend.activate(),
+    "deploy": lambda backend: backend.deploy("cpu"),
+    "to_dict": lambda backend: backend.to_dict(),
+}
+
+
+@pytest.mark.parametrize("state", TRANSITIONS)
+def test_each_state_allows_its_calls_and_refuses_others(saved, state):
+    refuses = backend_in(state, saved)
+    for call in CALL.keys() - TRANSITIONS[state].keys():
+        with pytest.raises(RuntimeError, match=rf"{call}\(\) is not allowed in the state '{state}'; allowed: \w+\(\)"):
+            CALL[call](refuses)
+        assert refuses.state == state
+    for call, after in TRANSITIONS[state].items():
+        backend = backend_in(state, saved)
+        CALL[call](backend)
+        assert (backend.state, repr(backend).endswith(f"{after}>")) == (after, True)
+        if "infer" in TRANSITIONS[after]:
+            with torch.no_grad():
+                torch.testing.assert_close(backend.infer(batch()), linear()(batch()))
+
+
+# ------------------------------------------------------------------------------------------ build and activate
+
+
+@pytest.mark.all_versions
+@pytest.mark.codegen
+def test_building_runs_each_sample_once_and_restores_the_module():
     module = Model()
     module.net[0][1].eval()
-    before, generator = looks(module), torch.get_rng_state()
-    samples = [((batch(4),), {}), ([batch(6)], {"scale": torch.tensor(2.0)})]
-    backend = InductorBackend().build(module, samples, device="cpu")
+    before, generator = state_of(module), torch.get_rng_state()
+    samples = [batch(4), {"x": batch(6), "scale": torch.tensor(2.0)}]
+    backend = InductorBackend(verify="off").build(module, samples, device="cpu")
     assert RUNS == [(4, FEATURES), (6, FEATURES)]
-    assert backend.report.infer.verified is None  # a comparison would be a second run
     assert module.calls == 0
     assert not any(part.training for part in module.modules())
     assert torch.equal(torch.get_rng_state(), generator)
@@ -43,120 +100,188 @@ def test_building_runs_each_sample_once_and_leaves_no_other_trace():
 
     graphs = backend.report.infer.graphs
     torch.testing.assert_close(backend.infer(batch(4)), eagerly(batch(4)))
-    torch.testing.assert_close(backend.infer(batch(6), scale=torch.tensor(3.0)), eagerly(batch(6)) * 3)
+    torch.testing.assert_close(backend.infer(x=batch(6), scale=torch.tensor(3.0)), eagerly(batch(6)) * 3)
     assert backend.report.infer.graphs == graphs
     assert module.calls == 2
 
     module.calls.zero_()
     backend.deactivate()
-    after = looks(module)
-    assert after[:2] == before[:2]
-    torch.testing.assert_close(after[2], before[2], rtol=0, atol=0)
+    assert_same_state(module, before)
     assert backend.report.infer.graphs == graphs
 
 
-def test_a_backend_is_activated_from_torchs_cache():
-    backend = InductorBackend().build(Model(), SAMPLES)
+@pytest.mark.all_versions
+def test_a_backend_is_activated_from_torchs_cache_and_compared_with_eager():
+    module = Model()
+    backend = InductorBackend().build(module, batch())
+    assert (backend.report.infer.verified, module.calls) == ("equal", 0)
     backend.deactivate()
     backend.activate()
-    assert RUNS == [(4, FEATURES)] * 2
     assert (backend.report.infer.cache_hits, backend.report.infer.diagnostics.cache_misses) == (1, 0)
     torch.testing.assert_close(backend.infer(batch()), eagerly(batch()))
 
 
+@pytest.mark.all_versions
 @pytest.mark.parametrize(
-    ("settings", "samples", "device", "error", "said"),
+    ("settings", "samples", "device", "error", "text"),
     [
-        ({}, [*SAMPLES, ((batch(13),), {})], "cpu", AssertionError, "thirteen, by design"),
-        ({}, [((batch(), 3), {})], "cpu", TypeError, "positional"),
-        ({"on_error": "raise"}, SAMPLES, "cpu", CompileError, "by design"),
-        ({}, SAMPLES, "meta", ValueError, "device='meta' cannot be used"),
-        ({}, SAMPLES, "cuda:99", ValueError, "device='cuda:99' cannot be used"),
-        ({}, SAMPLES, "gpu", ValueError, "device='gpu' cannot be used"),
-        ({}, SAMPLES, 0, TypeError, "device=0"),
+        ({}, [batch(), batch(13)], "cpu", AssertionError, "thirteen, by design"),
+        ({}, (batch(), 2, (), 4), "cpu", TypeError, "positional"),
+        ({"mode": {"passes": (Broken(),)}, "on_error": "raise"}, batch(), "cpu", CompileError, "by design"),
+        ({"mode": {"passes": (WrongForward("infer"),)}, "verify": "raise"}, batch(), "cpu", CompileError, "differ"),
+        ({}, batch(), "meta", ValueError, "device='meta' cannot be used"),
+        ({}, batch(), "cuda:99", ValueError, "device='cuda:99' cannot be used"),
+        ({}, batch(), "gpu", ValueError, "device='gpu' cannot be used"),
+        ({}, batch(), 0, TypeError, "device=0"),
         ({}, [], "cpu", ValueError, "samples is empty"),
     ],
 )
-def test_a_build_that_fails_leaves_the_module_as_it_was(settings, samples, device, error, said):
+def test_a_build_that_fails_restores_the_module(settings, samples, device, error, text):
     module = Model()
     module.net[0][1].eval()
-    before = looks(module)
-    broken = settings.get("on_error") == "raise"
-    backend = InductorBackend({"passes": (Broken(),)} if broken else "default", **settings)
-    with pytest.raises(error, match=said):
+    before = state_of(module)
+    backend = InductorBackend(**settings)
+    with pytest.raises(error, match=text):
         backend.build(module, samples, device)
-    after = looks(module)
-    assert after[:2] == before[:2]
-    torch.testing.assert_close(after[2], before[2], rtol=0, atol=0)
+    assert_same_state(module, before)
     assert (backend.state, backend.device) == ("init", None)
-    if not broken:
-        torch.testing.assert_close(backend.build(module, SAMPLES).infer(batch()), eagerly(batch()))
+    if not settings:
+        torch.testing.assert_close(backend.build(module, batch()).infer(batch()), eagerly(batch()))
 
 
 @pytest.mark.parametrize(
-    ("samples", "error", "said"),
+    ("samples", "error", "text"),
     [
-        (None, TypeError, "samples must be a list of pairs"),
-        ("ab", TypeError, "samples must be a list of pairs"),
-        (iter(SAMPLES), TypeError, "samples must be a list of pairs"),
-        ([*SAMPLES, batch()], TypeError, r"samples\[1\] must be a pair"),
-        ([(batch(),)], ValueError, r"samples\[0\] .* 1 parts"),
-        ([(batch(), {})], TypeError, r"samples\[0\] must begin with a tuple .* not Tensor"),
-        ([((batch(),), [])], TypeError, r"samples\[0\] must end with a mapping .* not list"),
-        ([((batch(),), {1: 2})], TypeError, r"samples\[0\] has the keyword argument 1"),
+        (None, TypeError, "samples must be a tensor, a tuple .* not NoneType"),
+        (iter([batch()]), TypeError, "samples must be a tensor"),
+        ([batch(), 3], TypeError, r"samples\[1\] must be a tensor.* not int; \(x,\) is"),
+        ([[batch()]], TypeError, r"samples\[0\] must be a tensor"),
+        ({1: batch()}, TypeError, "samples has the keyword argument 1"),
     ],
 )
-def test_wrong_samples_are_refused_by_their_index(samples, error, said):
-    with pytest.raises(error, match=said):
+def test_wrong_samples_are_refused_by_their_index(samples, error, text):
+    with pytest.raises(error, match=text):
         InductorBackend().build(linear(), samples)
 
 
-def test_a_sample_is_a_copy_of_what_was_given():
+def test_the_module_changes_a_copy_of_a_sample_and_the_input_of_infer():
     class Writes(nn.Module):
         def forward(self, x):
             return x.add_(1)
 
     x = torch.zeros(3)
-    backend = InductorBackend().build(Writes(), [((x,), {})])
+    backend = InductorBackend().build(Writes(), x)
     assert x.sum() == 0
     torch.testing.assert_close(backend.infer(x), torch.ones(3))
-    torch.testing.assert_close(x, torch.ones(3))  # what infer is given is the module's to change, as eagerly
+    torch.testing.assert_close(x, torch.ones(3))
     backend.deactivate()
     backend.activate()
 
 
-# ---------------------------------------------------------------------------------------------- other owners
+# ------------------------------------------------------------------------------------------ infer
 
 
-def test_a_module_that_is_compiled_by_this_library_is_refused():
+def test_infer_accepts_tensors_of_any_kind_without_a_new_graph():
+    class ImaginaryPart(nn.Module):
+        def forward(self, x):
+            return x.imag
+
+    inputs = {"x": batch(), "scale": torch.tensor(2.0), "more": [{"bias": torch.ones(CLASSES)}]}
+    backend = InductorBackend().build(Model(), inputs)
+    expected, graphs = eagerly(**inputs), backend.report.infer.graphs
+    with torch.enable_grad():
+        out = backend.infer(**{**inputs, "x": batch().requires_grad_()})
+        assert not out.requires_grad
+        torch.testing.assert_close(out, expected)
+    with torch.inference_mode():
+        x = batch().t().contiguous().t().contiguous()
+        out = backend.infer(x=x, scale=torch.tensor(2.0), more=[{"bias": torch.ones(CLASSES)}])
+    assert not out.is_inference()
+    torch.testing.assert_close(out, expected)
+    assert backend.report.infer.graphs == graphs
+
+    with torch.inference_mode():  # memory and strides do not describe a conjugated tensor
+        conjugated = torch.complex(batch(), batch()).conj()
+    torch.testing.assert_close(InductorBackend().build(ImaginaryPart(), conjugated).infer(conjugated), -batch())
+
+
+def test_infer_evaluates_a_module_that_was_put_into_training_mode():
+    module = Model()
+    backend = InductorBackend().build(module, batch())
+    module.train()
+    torch.testing.assert_close(backend.infer(batch()), eagerly(batch()))
+    assert not any(part.training for part in module.modules())
+    assert module(batch()).requires_grad  # with grad enabled, the module itself runs eagerly
+    assert backend.report.infer.graphs == 1
+
+
+def test_hooks_of_the_module_run():
+    module = Model()
+    handle = module.net[0][3].register_forward_hook(lambda module, args, output: output / 2)
+    backend = InductorBackend().build(module, batch())
+    torch.testing.assert_close(backend.infer(batch()), eagerly(batch()) / 2)
+    handle.remove()
+    torch.testing.assert_close(backend.infer(batch()), eagerly(batch()))
+    module.register_forward_hook(lambda module, args, output: output + 1)
+    torch.testing.assert_close(backend.infer(batch()), eagerly(batch()) + 1)
+
+
+@pytest.mark.parametrize("new_shapes", ["eager", "raise"])
+def test_new_shapes_are_those_of_no_sample(new_shapes):
+    backend = InductorBackend({"dynamic": False}, new_shapes=new_shapes)
+    backend.build(Model(), [batch(2), batch(3)])
+    for size in (2, 3):
+        torch.testing.assert_close(backend.infer(batch(size)), eagerly(batch(size)))
+    if new_shapes == "eager":
+        torch.testing.assert_close(backend.infer(batch(5)), eagerly(batch(5)))
+    else:
+        with pytest.raises(CompileError, match=r"\(5, 8\)"):
+            backend.infer(batch(5))
+    assert backend.report.infer.graphs == 2
+
+
+def test_cuda_graphs_on_a_cpu_are_warned_about():
+    with pytest.warns(CompileWarning, match="not on a GPU"):
+        InductorBackend("reduce-overhead").build(linear(), batch())
+
+
+# ------------------------------------------------------------------------------------------ other owners
+
+
+@pytest.mark.all_versions
+def test_a_module_that_is_already_compiled_is_refused():
     module = nn.Sequential(linear())
     for part in (module, module[0]):
         compile_phases(part)
-        with pytest.raises(ValueError, match="compiled by this library already"):
-            InductorBackend().build(module, SAMPLES)
+        with pytest.raises(ValueError, match="this library already compiled module"):
+            InductorBackend().build(module, batch())
         restore(part)
-    backend = InductorBackend().build(module, SAMPLES)
+    backend = InductorBackend().build(module, batch())
     with pytest.raises(ValueError, match=r"at 'forward'; undo that first: deactivate\(\)"):
-        InductorBackend().build(module, SAMPLES)
+        InductorBackend().build(module, batch())
     with pytest.raises(ValueError, match=r"deactivate\(\)"):
         compile_phases(module)
-    with pytest.raises(ValueError, match="compiled by this library already"):
+    with pytest.raises(ValueError, match="this library already compiled module"):
         InductorBackend.from_dict(module, backend.to_dict())
     backend.deactivate()
     compile_phases(module)
-    with pytest.raises(ValueError, match="compiled by this library already"):
+    with pytest.raises(ValueError, match="this library already compiled module"):
         backend.activate()
     assert backend.state == "inactive"
     restore(module)
     with pytest.raises(ValueError, match=r"the result of torch\.compile"):
-        InductorBackend().build(torch.compile(module), SAMPLES)
+        InductorBackend().build(torch.compile(module), batch())
+    inner = InductorBackend().build(module[0], batch())
+    with pytest.raises(ValueError, match="already"):
+        compile_phases(module, targets=["0"])
+    inner.deactivate()
 
 
-def test_a_copy_of_the_module_is_an_ordinary_one_and_a_backend_has_none():
+@pytest.mark.all_versions
+def test_a_copy_of_the_module_is_uncompiled_and_a_backend_has_no_copy():
     module = Model()
-    backend = InductorBackend().build(module, SAMPLES)
-    twins = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-    for twin in twins:
+    backend = InductorBackend().build(module, batch())
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         twin.net = nn.Identity()
         with torch.no_grad():
             torch.testing.assert_close(twin(batch()), batch())
@@ -165,9 +290,9 @@ def test_a_copy_of_the_module_is_an_ordinary_one_and_a_backend_has_none():
             copied(backend)
 
 
-def test_a_module_that_cannot_be_moved_back_is_uncompiled_all_the_same():
+def test_a_module_that_cannot_be_moved_back_is_uncompiled_nevertheless():
     module = linear()
-    backend = InductorBackend().build(module, SAMPLES)
+    backend = InductorBackend().build(module, batch())
     module.to = mock.Mock(side_effect=MemoryError("by design"))
     with pytest.raises(MemoryError, match="by design"):
         backend.deactivate()
@@ -177,32 +302,31 @@ def test_a_module_that_cannot_be_moved_back_is_uncompiled_all_the_same():
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "said"),
+    ("settings", "error", "text"),
     [
         ({"mode": "defualt"}, ValueError, "did you mean 'default'"),
         ({"mode": 3}, TypeError, "mode=3"),
         ({"mode": None}, ValueError, "mode=None compiles nothing"),
         ({"mode": "eager"}, ValueError, "mode='eager' compiles nothing"),
         ({"mode": {"optoins": {}}}, ValueError, "mode field='optoins'"),
+        ({"verify": "no"}, ValueError, "verify='no'"),
         ({"on_error": "stop"}, ValueError, "on_error='stop'"),
+        ({"new_shapes": "stop"}, ValueError, "new_shapes='stop'"),
         ({"name": 3}, TypeError, "name=3"),
         ({"name": "a\nb"}, ValueError, "name="),
     ],
 )
-def test_bad_arguments_are_refused_by_name(settings, error, said):
-    with pytest.raises(error, match=said):
+def test_wrong_arguments_are_refused_by_name(settings, error, text):
+    with pytest.raises(error, match=text):
         InductorBackend(**settings)
 
 
-@pytest.mark.parametrize("module", [None, torch.relu, nn.Linear])
-def test_what_is_no_module_is_refused(module):
-    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
-        InductorBackend().build(module, SAMPLES)
-
-
-def test_a_module_on_several_devices_is_refused():
+def test_wrong_modules_are_refused():
+    for module in (None, torch.relu, nn.Linear):
+        with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
+            InductorBackend().build(module, batch())
     module = nn.Sequential(linear(), nn.Linear(CLASSES, 2, device="meta"))
     with pytest.raises(ValueError, match="several devices, cpu, meta"):
-        InductorBackend().build(module, SAMPLES)
+        InductorBackend().build(module, batch())
     with pytest.raises(ValueError, match="without values"):
-        InductorBackend().build(module[1], SAMPLES)
+        InductorBackend().build(module[1], batch())

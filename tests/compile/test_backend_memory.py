@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 
 def samples(*sizes, device="cpu"):
-    return [((torch.ones(size, FEATURES, device=device),), {}) for size in sizes]
+    return [torch.ones(size, FEATURES, device=device) for size in sizes]
 
 
 def weight_sized():
@@ -165,7 +165,7 @@ def in_use():
 def test_deactivating_gives_gpu_memory_back(mode):
     module, x = wide(), torch.randn(1024, WIDTH)
     expected = copy_on_gpu(module)(x.cuda()).cpu()
-    backend = InductorBackend(mode).build(module, [((x,), {})], device="cuda")
+    backend = InductorBackend(mode).build(module, x, device="cuda")
     backend.deactivate()
     before = in_use()  # after a first time: what cuBLAS works in is allocated for good, 32 MiB on a Hopper
     backend.activate()
@@ -197,7 +197,7 @@ def copy_on_gpu(module):
 @pytest.mark.gpu
 def test_outputs_of_cuda_graphs_stay_valid_and_a_gpus_backend_runs_where_it_is_loaded():
     module, x = wide(), torch.randn(64, WIDTH)
-    backend = InductorBackend("reduce-overhead").build(module, [((x,), {})], device="cuda")
+    backend = InductorBackend("reduce-overhead").build(module, x, device="cuda")
     outs = [backend.infer(x * scale) for scale in range(1, 5)]
     expected = [copy_on_gpu(module)((x * scale).cuda()) for scale in range(1, 5)]
     torch.testing.assert_close(outs, expected, rtol=1e-3, atol=1e-3)

@@ -1,4 +1,4 @@
-"""The best weights of a resumed run: what its checkpoint names is loaded as data."""
+"""`AOTInductorExport` of a resumed run loads the best file that the checkpoint names without running code."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _uncompiled(monkeypatch):
-    """Have no C++ compiled: the package holds the program of torch.export."""
+    """Export the programs of torch.export, which need no C++ compiler."""
     monkeypatch.setattr("compile_callbacks.callbacks.aot_export.export", functools.partial(export, format="export"))
 
 
 class Hyperparameter:
-    """Of a class that ``weights_only=True`` refuses."""
+    """Its class is one that ``weights_only=True`` refuses."""
 
 
 class Aging(Classifier):
@@ -61,13 +61,13 @@ def checkpointing(folder: Path, best: int = 1) -> ModelCheckpoint:
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Weights of their own for a `Classifier`."""
+    """Return weights for a `Classifier`, different from those of the run."""
     torch.manual_seed(7)
     return Classifier(mlp()).state_dict()
 
 
 def resume(folder: Path, export_to: Path, change, *, best: int = 1) -> tuple[AOTInductorExport, Aging]:
-    """A run of one epoch, and another that goes on from its checkpoint, whose callback states ``change`` edits."""
+    """Train one epoch, edit the callback state in the checkpoint with ``change``, and resume from the checkpoint."""
     checkpoint = checkpointing(folder)
     fit(checkpoint, make=Aging, max_epochs=1, enable_checkpointing=True)
     state = torch.load(checkpoint.last_model_path, weights_only=False)
@@ -83,7 +83,7 @@ def resume(folder: Path, export_to: Path, change, *, best: int = 1) -> tuple[AOT
     return callback, module
 
 
-def exports_of(callback: AOTInductorExport, module: Classifier) -> None:
+def assert_exports(callback: AOTInductorExport, module: Classifier) -> None:
     torch.testing.assert_close(load_exported(callback.path)(X), expected(module, X), **CLOSE)
 
 
@@ -92,7 +92,7 @@ def as_best(path: Path):
 
 
 def among_best(path: Path):
-    """Named as one of several: it becomes the best one when the next checkpoint is compared with it."""
+    """Named as one of several: it becomes the best one when the next checkpoint is compared with the file."""
     return lambda state: state.update(best_k_models={str(path): torch.tensor(-1e9)}, kth_best_model_path=str(path))
 
 
@@ -104,17 +104,17 @@ def test_a_planted_best_checkpoint_is_not_unpickled(named, best, tmp_path):
         callback, module = resume(tmp_path / "run", tmp_path / "net.pt2", named(planted), best=best)
     assert not ran.exists()
     assert (callback.report.weights, callback.report.error) == ("last", None)
-    exports_of(callback, module)
+    assert_exports(callback, module)
 
 
-def test_the_best_checkpoint_of_a_resumed_run_is_exported_if_it_holds_weights_alone(tmp_path):
+def test_the_best_checkpoint_of_a_resumed_run_is_exported_if_it_has_only_weights(tmp_path):
     best = tmp_path / "best.ckpt"
     torch.save({"state_dict": weights(), "hyper_parameters": {"rate": 0.1}}, best)
     callback, _ = resume(tmp_path / "run", tmp_path / "net.pt2", as_best(best))
     assert (callback.report.weights, callback.report.checkpoint) == ("best", str(best))
     module = Classifier()
     module.load_state_dict(weights())
-    exports_of(callback, module)
+    assert_exports(callback, module)
 
 
 def test_a_best_checkpoint_of_this_process_is_exported_with_hyperparameters_of_any_class(tmp_path):
@@ -128,4 +128,4 @@ def test_a_best_checkpoint_of_this_process_is_exported_with_hyperparameters_of_a
     assert (callback.report.weights, callback.report.checkpoint) == ("best", checkpoint.best_model_path)
     best = Aging()
     best.load_state_dict(torch.load(checkpoint.best_model_path, weights_only=False)["state_dict"])
-    exports_of(callback, best)
+    assert_exports(callback, best)

@@ -104,7 +104,7 @@ class Subclass(nn.Module):
 def test_weights_of_a_tensor_subclass_are_frozen_and_follow_an_edit():
     x = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
     module = Subclass()
-    backend = InductorBackend(FREEZING, on_error="raise").build(module, [((x,), {})])
+    backend = InductorBackend(FREEZING, on_error="raise").build(module, x)
     for factor in (1, 3):
         with torch.no_grad():
             module.linear.weight.mul_(factor)
@@ -127,7 +127,7 @@ class OneDnn(nn.Linear):
 def test_freezing_is_left_out_if_a_buffer_cannot_be_read():
     x = torch.ones(4, FEATURES)
     with pytest.warns(CompileWarning, match="no effect on target 'forward' in the infer phase: 'packed'"):
-        backend = InductorBackend(FREEZING).build(OneDnn(), [((x,), {})])
+        backend = InductorBackend(FREEZING).build(OneDnn(), x)
     assert backend.infer(x).shape == (4, CLASSES)
     assert backend.report.infer.graphs == 1
     backend.deactivate()

@@ -127,7 +127,7 @@ def test_compile_phases_and_restore_leave_no_trace(fails, tmp_path):
 def test_backend_leaves_no_trace():
     module = mlp()
     before = state_of(module)
-    backend = InductorBackend().build(module, [((X,), {})])
+    backend = InductorBackend().build(module, X)
     backend.infer(X)
     backend.deactivate()
     assert state_of(module.train()) == before

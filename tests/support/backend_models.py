@@ -1,4 +1,4 @@
-"""A module whose runs are counted, samples for it, and what a backend must leave it with."""
+"""Modules for the tests of `InductorBackend`: one counts its runs, and has state that a backend must not change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RUNS = []
 
 @torch.library.custom_op("compile_callbacks_tests::counted", mutates_args=())
 def counted(x: torch.Tensor) -> torch.Tensor:
-    """Tells real runs, compiled ones among them, from traces."""
+    """Count executions, also in compiled code, but not traces."""
     RUNS.append(tuple(x.shape))
     return x.clone()
 
@@ -23,7 +23,7 @@ def _(x):
 
 
 class Model(nn.Module):
-    """Has what inference must leave alone: a dropout, a batch norm, and a buffer that a call replaces."""
+    """Has state that inference must not change: a dropout, a batch norm, and a buffer that each call replaces."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Model(nn.Module):
         self.net = nn.Sequential(mlp(), nn.Dropout(0.5))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x, *, scale=None, more=()):
+    def forward(self, x, scale=None, more=()):
         assert x.shape[0] != 13, "thirteen, by design"
         self.calls = self.calls + 1
         out = self.net(counted(x))
@@ -44,9 +44,6 @@ def batch(size=4):
     return torch.linspace(-1, 1, size * FEATURES).reshape(size, FEATURES)
 
 
-SAMPLES = [((batch(),), {})]
-
-
 def eagerly(*args, **kwargs):
     with torch.no_grad():
         return Model().eval()(*args, **kwargs)
@@ -57,10 +54,16 @@ def linear():
     return nn.Linear(FEATURES, CLASSES)
 
 
-def looks(module):
-    """What a backend must leave a module with."""
+def state_of(module):
+    """The attributes, the training flags and the weights of a module and its submodules."""
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     return [set(vars(part)) for part in module.modules()], [part.training for part in module.modules()], weights
+
+
+def assert_same_state(module, before):
+    after = state_of(module)
+    assert after[:2] == before[:2]
+    torch.testing.assert_close(after[2], before[2], rtol=0, atol=0)
 
 
 class Scaled(nn.Module):
@@ -69,5 +72,5 @@ class Scaled(nn.Module):
         self.net = mlp()
         self.wide = nn.Linear(CLASSES, width)
 
-    def forward(self, x, *, scale):
+    def forward(self, x, scale):
         return self.wide(self.net(x)) * scale

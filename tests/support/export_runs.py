@@ -1,4 +1,4 @@
-"""A short fit for the tests of `AOTInductorExport`."""
+"""Short fits, and a wrong graph pass, for the tests of `export` and `AOTInductorExport`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 
 import torch
 
+from compile_callbacks import graph_pass
 from tests.support.models import Classifier, loader, seeded, trainer
 
 
@@ -18,3 +19,12 @@ def fit(*callbacks, make=Classifier, **settings):
 def expected(module, x):
     with torch.no_grad():
         return copy.deepcopy(module.net).eval()(x)
+
+
+@graph_pass
+def negate_output(graph, is_inference):
+    """Wrong on purpose."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    with graph.inserting_before(output):
+        [value] = output.args[0]
+        output.args = ([graph.call_function(torch.ops.aten.neg.default, (value,))],)

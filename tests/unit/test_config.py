@@ -1,15 +1,19 @@
-"""`InductorConfig`: what it refuses, how it shows itself, and its key."""
+"""`InductorConfig`: refused settings, its key, and saving and loading as data that cannot run code."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
+from torch import nn
 
-from compile_callbacks import GraphPass, InductorConfig
+from compile_callbacks import GraphPass, InductorBackend, InductorCompile, InductorConfig, Tune, graph_pass
 from tests.support.processes import run_in_new_process
+
+pytestmark = pytest.mark.all_versions
 
 
 class Scale(GraphPass):
@@ -20,40 +24,46 @@ class Scale(GraphPass):
         pass
 
 
-@pytest.mark.all_versions
+@graph_pass
+def changes_nothing(graph: torch.fx.Graph, is_inference: bool) -> None:
+    pass
+
+
+REFERENCE = f"{__name__}:changes_nothing"
+
+
 @pytest.mark.parametrize(
-    ("settings", "error", "said"),
+    ("settings", "error", "texts"),
     [
-        (
-            {"mode": "max-autotun"},
-            ValueError,
-            ["mode='max-autotun'", "did you mean 'max-autotune'", "'default'"],
-        ),
+        ({"mode": "max-autotun"}, ValueError, ["mode='max-autotun'", "did you mean 'max-autotune'", "'default'"]),
         ({"mode": ""}, ValueError, ["mode=''"]),
-        ({"mode": 3}, TypeError, ["mode=3", "int"]),
-        ({"options": {"max_autotun": True}}, ValueError, ["options", "'max_autotun'", "'max_autotune'"]),
+        ({"mode": None}, TypeError, ["mode=None", "'default'"]),
+        ({"template": 3}, TypeError, ["template=3"]),
+        ({"template": "cutlas"}, ValueError, ["template='cutlas'", "did you mean 'cutlass'"]),
+        ({"options": {"max_autotun": True}}, ValueError, ["'max_autotun' is unknown", "did you mean 'max_autotune'"]),
+        ({"options": {"zzz": True}}, ValueError, ["'zzz' is unknown", "list_options()"]),
+        ({"options": {3: True}}, ValueError, ["3 is unknown"]),
         ({"options": {"max_autotune": 1}}, TypeError, ["options['max_autotune']=1", "bool", "int"]),
-        (
-            {"options": {"max_fusion_size": "64"}},
-            TypeError,
-            ["options['max_fusion_size']='64'", "int", "str"],
-        ),
+        ({"options": {"max_fusion_size": "64"}}, TypeError, ["options['max_fusion_size']='64'", "int", "str"]),
         ({"options": {"max_fusion_size": True}}, TypeError, ["options['max_fusion_size']=True", "int"]),
-        ({"options": {3: True}}, TypeError, ["3"]),
         ({"options": {"max-autotune": True, "max_autotune": True}}, ValueError, ["'max_autotune' in two spellings"]),
         ({"options": ["max_autotune"]}, TypeError, ["options=['max_autotune']", "list"]),
         ({"options": {"post_grad_custom_post_pass": 3}}, TypeError, ["post_grad_custom_post_pass", "3"]),
-        ({"mode": "default", "options": {"max_autotune": True}}, ValueError, ["mode='default'", "options="]),
+        (
+            {"mode": "reduce-overhead", "options": {"max_autotune": True}},
+            ValueError,
+            ["mode='reduce-overhead'", "options=", "template='cudagraphs'", "list_mode_options('reduce-overhead')"],
+        ),
+        ({"mode": "lite", "template": "aten"}, ValueError, ["mode='lite'", "template='aten'"]),
+        ({"freezing": 1}, TypeError, ["freezing=1"]),
         ({"fullgraph": 1}, TypeError, ["fullgraph=1"]),
         ({"dynamic": "yes"}, TypeError, ["dynamic='yes'"]),
-        ({"fold_weights": 1}, TypeError, ["fold_weights=1"]),
-        ({"fold_limit_mib": 0}, ValueError, ["fold_limit_mib=0", "fold_weights=False"]),
-        ({"fold_limit_mib": float("nan")}, ValueError, ["fold_limit_mib=nan"]),
+        ({"fold_limit_mib": float("nan")}, ValueError, ["fold_limit_mib=nan", "fold_weights=False"]),
         ({"fold_limit_mib": "1GB"}, TypeError, ["fold_limit_mib='1GB'"]),
+        ({"passes": 3}, TypeError, ["passes=3"]),
         ({"passes": [3]}, TypeError, ["passes", "3"]),
         ({"passes": [Scale]}, TypeError, ["passes", "Scale(...)"]),
         ({"passes": [lambda graph, is_inference: None]}, TypeError, ["passes", "graph_pass"]),
-        ({"passes": 3}, TypeError, ["passes=3"]),
         (
             {"passes": [Scale()], "options": {"post-grad-custom-post-pass": Scale()}},
             ValueError,
@@ -61,44 +71,30 @@ class Scale(GraphPass):
         ),
     ],
 )
-def test_config_refuses_bad_settings_by_name(settings, error, said):
+def test_wrong_settings_are_refused_by_name(settings, error, texts):
     with pytest.raises(error) as caught:
         InductorConfig(**settings)
-    for words in said:
-        assert words in str(caught.value)
+    for text in texts:
+        assert text in str(caught.value)
 
 
-@pytest.mark.all_versions
-def test_two_spellings_of_an_option_are_one_setting():
-    dashes, own = InductorConfig(options={"max-autotune": True}), InductorConfig(options={"max_autotune": True})
-    assert dashes == own
-    assert dashes.to_dict() == own.to_dict() == {"options": {"max_autotune": True}}
-
-
-@pytest.mark.all_versions
 @pytest.mark.parametrize("mode", list(torch._inductor.list_mode_options()))
-def test_config_takes_every_mode_of_the_installed_torch(mode):
+def test_every_mode_of_the_installed_torch_is_accepted(mode):
     assert InductorConfig(mode=mode).resolved_options() == torch._inductor.list_mode_options(mode)
 
 
-@pytest.mark.all_versions
-def test_config_is_frozen_and_its_options_too():
-    config = InductorConfig(options={"max_autotune": True})
+def test_a_config_is_immutable():
+    options = {"max-autotune": True}
+    config = InductorConfig(options=options)
+    options["max-autotune"] = "wrong"
+    assert config.resolved_options() == {"max_autotune": True}
+    assert config.to_dict() == {"options": {"max_autotune": True}}
     with pytest.raises(AttributeError):
         config.mode = "default"
     with pytest.raises(TypeError):
         config.options["max_autotune"] = False
 
 
-@pytest.mark.all_versions
-def test_config_does_not_follow_the_mapping_it_was_given():
-    options = {"max_autotune": True}
-    config = InductorConfig(options=options)
-    options["max_autotune"] = "wrong"
-    assert config.resolved_options() == {"max_autotune": True}
-
-
-@pytest.mark.all_versions
 def test_copies_and_pickles_are_equal():
     config = InductorConfig(options={"max_autotune": True}, dynamic=True, passes=[Scale(3)])
     assert copy.deepcopy(config) == config
@@ -106,34 +102,113 @@ def test_copies_and_pickles_are_equal():
     assert hash(copy.copy(config)) == hash(config)
 
 
-@pytest.mark.all_versions
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_keys_of_different_settings_differ():
+    settings = [
+        {},
         {"mode": "lite"},
+        {"template": "aten"},
         {"dynamic": True},
         {"fullgraph": True},
         {"fold_weights": True},
         {"fold_limit_mib": 1},
         {"options": {"max_autotune": True}},
-        {"passes": [Scale()]},
-    ],
-)
-def test_key_tells_settings_apart(other):
-    assert InductorConfig(**other).key() != InductorConfig().key()
-    assert InductorConfig(**other).key() == InductorConfig(**other).key()
+        {"passes": [Scale(2)]},
+        {"passes": [Scale(3)]},
+    ]
+    keys = [InductorConfig(**each).key() for each in settings]
+    assert len(set(keys)) == len(settings)
+    assert [InductorConfig(**each).key() for each in settings] == keys
 
 
-@pytest.mark.all_versions
-def test_key_tells_pass_arguments_apart():
-    assert InductorConfig(passes=[Scale(2)]).key() != InductorConfig(passes=[Scale(3)]).key()
-
-
-def test_key_is_the_same_in_another_process():
+def test_a_key_is_the_same_in_another_process():
     source = (
         "from compile_callbacks import InductorConfig;"
-        "import sys; assert 'tensorboard' not in sys.modules;"  # 0.1 s of import, for those alone who log
+        "import sys; assert 'tensorboard' not in sys.modules;"  # takes 0.1 s to import, and only loggers need it
         "print(InductorConfig(options={'max_autotune': True, 'shape_padding': False}, dynamic=False).key())"
     )
     here = InductorConfig(options={"shape_padding": False, "max_autotune": True}, dynamic=False).key()
     assert run_in_new_process(source).split()[-1] == here
+
+
+# ------------------------------------------------------------------------------------------ loaded data
+
+REFUSED = {
+    "cpp.cxx": "/tmp/planted",
+    "cuda.arch": "90 -wrapper /tmp/planted",
+    "cuda.cuda_cxx": "/tmp/planted",
+    "cuda.cutlass_dir": "/tmp/planted",
+    "rocm.rocm_home": "/tmp/planted",
+    "global_cache_dir": "/tmp/planted",
+    "trace.debug_dir": "/tmp/planted",
+    "aot_inductor.output_path": "/tmp/planted",
+    "aot_inductor.custom_op_libs": ["/tmp/planted.so"],
+    "aot_inductor.metadata": {"a": "b"},
+    "post_grad_custom_post_pass": "planted:run",
+    "pre-grad-custom-pass": "planted:run",
+    "max_autotune_gemm_backends": "ATEN,/tmp/planted",
+    "cpp.descriptive_names": "other",
+}
+ACCEPTED = {
+    "max_autotune": True,
+    "trace.debug_dir": None,
+    "epilogue_fusion": False,
+    "max-autotune-gemm-backends": "ATEN,CPP",
+    "max_autotune_conv_backends": "ATEN",
+    "max_autotune_gemm_search_space": "EXHAUSTIVE",
+    "cpp.descriptive_names": "torch",
+    "triton.multi_kernel": 1,
+    "cpp.min_chunk_size": 512,
+}
+
+
+@pytest.fixture(scope="module")
+def backend_state():
+    backend = InductorBackend().build(nn.ReLU(), torch.ones(2))
+    state = backend.to_dict()
+    backend.deactivate()
+    return state
+
+
+@pytest.fixture(params=["InductorConfig", "InductorBackend"])
+def load(request, backend_state):
+    """Load settings by the class that the parameter names."""
+    if request.param == "InductorConfig":
+        return InductorConfig.from_dict
+    return lambda data, **kwargs: (
+        InductorBackend.from_dict(nn.ReLU(), {**backend_state, "config": data}, **kwargs).config
+    )
+
+
+def test_loaded_options_are_booleans_numbers_and_enumerated_strings(load):
+    for option, value in REFUSED.items():
+        with pytest.raises(ValueError, match=rf"options\['{option}'\]=.* is refused in loaded settings"):
+            load({"options": {option: value}})
+    assert load({"options": ACCEPTED}) == InductorConfig(options=ACCEPTED)
+    with pytest.raises(ValueError, match="options key 'max_autotun' is unknown"):
+        load({"options": {"max_autotun": "/tmp/planted"}})
+
+
+@pytest.mark.parametrize("given", ["planted_pass:run", {"class_path": "planted_pass.Run", "init_args": {}}])
+def test_a_planted_pass_is_not_imported(given, load, tmp_path, monkeypatch):
+    (tmp_path / "planted_pass.py").write_text("raise SystemExit('the planted code ran')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"passes\[0\]='planted_pass.*allow_passes=\["):
+        load({"passes": [given]})
+    assert "planted_pass" not in sys.modules
+
+
+def test_an_allowed_pass_is_imported(load):
+    assert load({"passes": [REFERENCE]}, allow_passes=[REFERENCE]).passes == (changes_nothing,)
+    with pytest.raises(ValueError, match=r"passes\[0\]='.*:other' is refused"):
+        load({"passes": [f"{__name__}:other"]}, allow_passes=[REFERENCE])
+    with pytest.raises(TypeError, match=r"allow_passes='.*' must be a list"):
+        load({"passes": [REFERENCE]}, allow_passes=REFERENCE)
+
+
+def test_settings_of_the_program_may_name_commands_and_passes():
+    """Also those in LightningCLI's YAML mapping: a YAML file is the user's program."""
+    given = {"options": {"cuda.arch": "90"}, "passes": [REFERENCE]}
+    config = InductorConfig(options={"cuda.arch": "90"}, passes=[changes_nothing])
+    assert InductorConfig(**given) == config
+    candidates = {"candidates": [given, {"class_path": "compile_callbacks.InductorConfig", "init_args": given}]}
+    assert InductorCompile(given, candidates).arguments.configs == {"train": config, "infer": Tune([config])}
