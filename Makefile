@@ -1,5 +1,7 @@
 # make demo: train a ResNet on real images, with the report of what compiling cost and gained
-# make test: the test suite, on the newest torch
+# make test: the test suite on the newest torch, without its slow tests
+# make test-fast: unit tests and a few fits, for while you edit
+# make test-slow: tests of several processes, of an empty cache, and others that take many seconds
 # make test-oldest: what depends on torch or Lightning, on their oldest versions that are supported
 # make test-random: 200 random modules, each trained with the callback and without
 # make test-models: small models of other packages, each trained with the callback and without
@@ -31,16 +33,24 @@ export UV_HTTP_TIMEOUT ?= 300
 # Lightning anew, for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest test-random test-models examples lint docs dist clean
+.PHONY: demo test test-fast test-slow test-oldest test-random test-models examples lint docs dist clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/resnet_digits.py --min-accuracy 0.95 $(ARGS)
 
+PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not slow" $(ARGS)
+
+test-fast: $(INSTALLED)
+	$(BIN)/python $(PYTEST) -m "not slow" tests/unit tests/lightning/test_stages.py $(ARGS)
+
+test-slow: $(INSTALLED)
+	$(BIN)/python $(PYTEST) -m slow $(ARGS)
 
 test-oldest: $(INSTALLED_OLDEST)
-	$(BIN_OLDEST)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal -m all_versions $(ARGS)
+	$(BIN_OLDEST)/python $(PYTEST) -m all_versions $(ARGS)
 
 test-random: $(INSTALLED)
 	COMPILE_CALLBACKS_EXAMPLES=200 $(BIN)/python -m pytest tests/lightning/test_random_modules.py --timeout 3600 $(ARGS)

@@ -1,31 +1,39 @@
-"""Fresh compiler state for each test, and nothing of a test left behind in torch."""
+"""Gives each test a fresh compiler, checks that it leaves nothing behind in torch, and speeds up compiling."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
-# One compiler cache for the whole run, all of its processes included: the first compile of a process builds a C++
-# header for seconds. A new one for each run: a pass that torch's cache spares is not seen to run.
-os.environ.setdefault("COMPILE_CALLBACKS_TEST_CACHE", f"{tempfile.gettempdir()}/compile_callbacks_tests_{os.getpid()}")
+ROOT = Path(__file__).parents[1]
+
+# The C++ compiler takes most of the time of a compile on a CPU, and the kernels of the tests seldom change. Their
+# libraries are kept from run to run. Compiled graphs are not: a pass does not run if torch's cache has the graph.
+if "COMPILE_CALLBACKS_TEST_CACHE" not in os.environ:
+    cache = ROOT / ".pytest_cache" / f"inductor-{importlib.metadata.version('torch')}"
+    os.environ["COMPILE_CALLBACKS_TEST_CACHE"] = str(cache)
+    for graphs in ("aotautograd", "fxgraph"):
+        shutil.rmtree(cache / graphs, ignore_errors=True)
+    if sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) > 2**30:
+        shutil.rmtree(cache, ignore_errors=True)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["COMPILE_CALLBACKS_TEST_CACHE"]
-# torch asks with a compile and a process for each of the CPU's instruction sets whether the compiler knows it: for 9 s
-# of CPU in an empty cache folder and, on torch 2.11, for 18 s in each process. AVX2 is what every compiler knows.
+# To find out which instruction sets the C++ compiler knows, torch starts it for each one: 9 s of CPU in an empty cache
+# folder and, on torch 2.11, 18 s in each process. Every compiler knows AVX2.
 with contextlib.suppress(OSError):
     if " avx2 " in Path("/proc/cpuinfo").read_text():
         os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# Half of what a kernel costs is the link against torch's libraries, in which gold is twice as fast as GNU's own linker.
-# Not every compiler finds its own libraries for it, so that one library is linked to see.
+# Half of the time of a kernel is its link against torch's libraries. gold is twice as fast as GNU's default linker, but
+# not every compiler finds its own libraries for gold, so one library is linked to try.
 if "COMPILER_PATH" not in os.environ and (gold := shutil.which("ld.gold")):
     linker = Path(f"{os.environ['COMPILE_CALLBACKS_TEST_CACHE']}_linker")
-    linker.mkdir(exist_ok=True)
+    linker.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         (linker / "ld").symlink_to(gold)
     link = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(linker / "linked.so")]
@@ -33,7 +41,7 @@ if "COMPILER_PATH" not in os.environ and (gold := shutil.which("ld.gold")):
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         subprocess.run(link, input=b"int one() { return 1; }", env=environment, capture_output=True, check=True)
         os.environ["COMPILER_PATH"] = str(linker)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; threads that wait for each other only cost time
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny tensors, several threads are slower
 
 import pytest
 import torch
@@ -45,32 +53,24 @@ from torch._dynamo.callback import callback_handler
 from compile_callbacks import CompileWarning
 from compile_callbacks.cli.explain import read_entries
 
-# For doctests, pytest would import these modules a second time, under another name: custom operators of theirs would be
-# registered twice.
+# For doctests, pytest would import these modules a second time, under another name, and register their custom operators
+# twice.
 collect_ignore = ["support"]
 
 ENTRIES = read_entries()
 
 
-def pytest_unconfigure() -> None:
-    cache = os.environ["COMPILE_CALLBACKS_TEST_CACHE"]
-    if cache.endswith(f"_{os.getpid()}"):
-        shutil.rmtree(cache, ignore_errors=True)
-        shutil.rmtree(f"{cache}_linker", ignore_errors=True)
-        shutil.rmtree(f"{cache}_runs", ignore_errors=True)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.path.parent.name == "distributed":  # several processes, each of which compiles
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
-    """No compiled code from the test before, and no global setting of torch's changed after it."""
+    """Discard the compiled code of other tests before a test; afterwards, check torch's global settings and hooks."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     inductor, dynamo = torch._inductor.config.get_config_copy(), torch._dynamo.config.get_config_copy()
@@ -104,9 +104,9 @@ def _global_hooks() -> dict[str, list[int]]:
 
 @pytest.fixture
 def no_codegen(request):
-    """Have Inductor call aten's kernels on a CPU: the C++ compiler takes most of the time of a compile.
+    """Let Inductor call aten's kernels on a CPU, which saves most of the time of a compile.
 
-    For tests whose subject is what happens around a graph, and not the code that is generated for it.
+    For tests whose subject is not the generated code.
     """
     generates = "gpu" in request.keywords or "codegen" in request.keywords
     with torch._inductor.config.patch(fallback_by_default=not generates):
@@ -115,13 +115,13 @@ def no_codegen(request):
 
 @pytest.fixture
 def dropped_backends_go():
-    """A backend that is active listens to torch until it is collected, which takes a fifth of a second."""
+    """Collect backends that a test dropped while they were active; until then they listen to torch."""
     yield
     if callback_handler.start_callbacks:
         gc.collect()
 
 
-# torch, Lightning and scikit-learn set some of their own.
+# torch, Lightning and scikit-learn set these.
 _SET_BY_OTHERS = (
     "PYTEST",
     "TORCHINDUCTOR",
