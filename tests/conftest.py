@@ -11,15 +11,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-
 # The C++ compiler takes most of the time of a compile on a CPU, and the kernels of the tests seldom change. Their
 # libraries are kept from run to run. Compiled graphs are not: a pass does not run if torch's cache has the graph.
 if "COMPILE_CALLBACKS_TEST_CACHE" not in os.environ:
-    cache = ROOT / ".pytest_cache" / f"inductor-{importlib.metadata.version('torch')}"
+    cache = Path(__file__).parents[1] / ".pytest_cache" / f"inductor-{importlib.metadata.version('torch')}"
     os.environ["COMPILE_CALLBACKS_TEST_CACHE"] = str(cache)
-    for graphs in ("aotautograd", "fxgraph"):
-        shutil.rmtree(cache / graphs, ignore_errors=True)
+    for name in (f"{cache}/aotautograd", f"{cache}/fxgraph", f"{cache}_runs"):
+        shutil.rmtree(name, ignore_errors=True)
     if sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) > 2**30:
         shutil.rmtree(cache, ignore_errors=True)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["COMPILE_CALLBACKS_TEST_CACHE"]

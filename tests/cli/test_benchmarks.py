@@ -27,6 +27,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_benchmark_measures_every_way_and_writes_rows(run, tmp_path):
     file = tmp_path / "rows.json"
     options = """--model blocks-1 --phase train --batch-sizes 1 --ways eager '("default")' --device cpu --jobs 2
@@ -45,6 +46,7 @@ def test_benchmark_measures_every_way_and_writes_rows(run, tmp_path):
     assert run(BENCHMARKS / "resnet50.py", "--from-json", file) == out
 
 
+@pytest.mark.slow
 def test_every_benchmark_imports(run):
     modules = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
     assert "warm_start" in modules

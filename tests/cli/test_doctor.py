@@ -26,6 +26,7 @@ def test_doctor_finds_that_this_machine_compiles():
     assert all(bool(check.fix) == bool(check.impact) for check in found.values())
 
 
+@pytest.mark.slow
 def test_doctor_names_a_missing_compiler_and_the_fix(tmp_path):
     compiler = str(tmp_path / "g++")
     environment = {**os.environ, "PATH": "", "CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}

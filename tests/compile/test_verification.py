@@ -215,6 +215,7 @@ class Transformer(nn.Module):
         return self.encoder(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("make", "shape"),

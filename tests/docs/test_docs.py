@@ -61,6 +61,7 @@ def test_the_drawing_of_the_data_path_names_functions_that_exist():
         assert callable(found), (name, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE)
 @pytest.mark.usefixtures("dropped_backends_go")
 @pytest.mark.filterwarnings("ignore:.* asks for CUDA graphs, and the module is not on a GPU")  # it may be read on a CPU

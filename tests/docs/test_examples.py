@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_keeps_no_outputs(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((EXAMPLES / "quickstart.ipynb").read_text())

@@ -75,6 +75,7 @@ def assert_same_results(first, second):
     assert second["predictions"] == first["predictions"]
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing_also_after_the_folder_moved(tmp_path):
     cold = run(tmp_path, tmp_path / "kept")
     assert cold["built"]
@@ -91,6 +92,7 @@ def test_a_second_process_compiles_nothing_also_after_the_folder_moved(tmp_path)
     assert not [path for path in (tmp_path / "torchs own").rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_while_it_wrote_costs_the_next_one_a_compile(tmp_path):
     with pytest.raises(AssertionError, match="exit status -9"):
         run(tmp_path, tmp_path / "kept", kill_after=3)

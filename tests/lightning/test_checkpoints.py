@@ -41,6 +41,7 @@ def test_keys_equal_the_eager_models_however_they_are_saved(make, tmp_path):
     assert set(torch.load(tmp_path / "by_torch.pt")) == keys
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_in_a_process_without_this_library(tmp_path):
     fit(seeded(), tmp_path).save_checkpoint(tmp_path / "run.ckpt")
     source = f"""

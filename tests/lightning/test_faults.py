@@ -93,6 +93,7 @@ print(json.dumps([losses, run(), said, report.train.fallbacks, report.infer.fall
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_a_machine_without_a_compiler_trains_eagerly(accelerator, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "PATH")}

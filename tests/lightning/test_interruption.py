@@ -139,6 +139,7 @@ def eager_run(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "how", "seconds"),
     [

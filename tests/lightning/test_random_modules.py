@@ -69,6 +69,7 @@ def assert_counts_are_torchs(report: CompileReport) -> None:
         assert phase.graphs == 0 or {(reason, line) for reason, line, _ in found} == breaks
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")  # torch 2.11 of random.random
 @settings(

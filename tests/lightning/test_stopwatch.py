@@ -60,6 +60,7 @@ def agreement(report, milliseconds):
     return {**found, "compile": abs(report.compile_seconds / beyond_the_median - 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accelerator", "tolerance"), [("cpu", 0.03), pytest.param("cuda", 0.02, marks=pytest.mark.gpu)]
 )

@@ -172,6 +172,7 @@ class Scale(Mixin, GraphPass):
 """
 
 
+@pytest.mark.slow
 def test_an_edited_mixin_is_compiled_again_in_the_next_process(tmp_path):
     printed = []
     for factor in (10, 100):
