@@ -142,6 +142,7 @@ def exported(tmp_path_factory) -> Exported:
 # ------------------------------------------------------------------------------------------ AOTInductor
 
 
+@pytest.mark.slow
 def test_a_package_runs_where_only_torch_is_imported(exported, tmp_path):
     inputs = [(images(batch), torch.randn(batch, 1)) for batch in (1, 5)]
     torch.save(inputs, tmp_path / "inputs.pt")

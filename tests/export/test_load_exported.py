@@ -173,6 +173,7 @@ def crashing(package: Path, to: Path) -> Path:
     return changed(package, to, lambda name, data: library if name.endswith(".wrapper.so") else data)
 
 
+@pytest.mark.slow
 def test_a_package_that_crashes_ends_only_the_smoke_test(packages, tmp_path, monkeypatch):
     for name in ("torch", "numpy", "typing_extensions"):
         (tmp_path / f"{name}.py").write_text("import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n")
