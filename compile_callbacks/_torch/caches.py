@@ -1,4 +1,4 @@
-"""Torch's caches of compiled graphs: keys, entries and the folder."""
+"""torch's caches of compiled graphs: keys, entries and the folder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 
 @contextlib.contextmanager
 def bundled_cache(tag: str) -> Iterator[None]:
-    """Have AOTAutograd's cache hold compiled graphs themselves, and not the keys of Inductor's cache.
+    """A context in which AOTAutograd's cache holds the compiled graphs, not the keys of Inductor's cache.
 
-    Else it gives back what Inductor compiled, without what was made around it.
+    With the keys it would return what Inductor compiled, without the object around it.
 
     Args:
-        tag: What the result depends on beside graph and settings, for the cache's key.
+        tag: What the result depends on in addition to graph and options, for the key of the cache.
     """
     from torch._functorch import config as functorch_config
 
@@ -28,34 +28,37 @@ def bundled_cache(tag: str) -> Iterator[None]:
 
 
 def tagged_cache(tag: str) -> Any:
-    """Have the keys of torch's caches cover something that torch does not know of."""
+    """A context in which the keys of torch's caches contain a tag."""
     before = torch.compiler.config.cache_key_tag
     return torch.compiler.config.patch(cache_key_tag=f"{before} {tag}".strip())  # type: ignore[attr-defined]
 
 
 def autocast_state() -> str:
-    """The autocast that is on, by device: torch 2.11's AOTAutograd cache knows that there is one, not its dtype.
+    """The autocast that is enabled, by device, as a tag for the cache.
 
-    There a graph that was compiled under bfloat16 would be given back under float16.
+    Workaround (torch<2.12): AOTAutograd's key says that autocast is enabled, and not its dtype. A graph that was
+    compiled under bfloat16 would be returned under float16.
     """
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     return " ".join(f"autocast_{device}={torch.get_autocast_dtype(device)}" for device in devices)
 
 
 def serializable(code: Any) -> Any:
-    """A copy of a compiled graph that can be pickled."""
+    """A copy of a compiled graph that can be pickled.
+
+    Workaround (until torch can pickle a graph that came from its cache): kernels that were launched since cannot be
+    pickled (2.11 to 2.15: "pickle should not be called after make_launchers()"). Their binaries are in the bundle too.
+    """
     copied = copy.copy(code)
     copied.prepare_for_serialization()
     if (bundle := getattr(copied, "_triton_bundle", None)) is not None:
-        # A graph that came from Inductor's cache holds kernels that were launched since, which cannot be pickled (torch
-        # 2.11 to 2.15: "pickle should not be called after make_launchers()"). Their binaries are in the bundle too.
         fresh = [kernel for kernel in bundle.static_autotuners if not kernel.kernel.launchers]
         copied.set_triton_bundle(dataclasses.replace(bundle, static_autotuners=fresh))
     return copied
 
 
 def restored(code: Any, example_inputs: Sequence[Any], kwargs: Any) -> Any:
-    """A compiled graph that was pickled, made callable again."""
+    """Make a compiled graph callable after it was unpickled."""
     from torch._inductor.codecache import FxGraphCache
     from torch._inductor.output_code import CompiledFxGraphConstants
 

@@ -1,7 +1,8 @@
-"""Process groups and `DistributedDataParallel`."""
+"""Process groups, `DistributedDataParallel` and FSDP."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,17 +11,17 @@ import torch
 
 
 def ddp_treatment_is_chosen() -> bool:
-    """Whether somebody chose how Dynamo treats DDP: ``True``, which stands for its splits, is torch's own default."""
+    """Whether the user chose how Dynamo treats DDP. The default is ``True``: Dynamo splits graphs for DDP."""
     from torch._dynamo import config
 
     return config.optimize_ddp is not True
 
 
 def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled``, called as if outside of `DistributedDataParallel`; costs less than 1 µs a call.
+    """Wrap a compiled function so that Dynamo does not see `DistributedDataParallel` around it; takes below 1 µs.
 
-    Within its forward Dynamo splits every graph, so that gradients can be reduced while the backward pass of others
-    runs; also graphs that have no backward pass. It goes by this attribute of the class.
+    Workaround (until ``optimize_ddp`` can be set for one ``torch.compile``): inside of DDP's forward, Dynamo splits
+    each graph, also one without a backward pass, so that DDP can reduce gradients earlier. It reads this attribute.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -40,8 +41,9 @@ def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def collective_timeouts() -> list[tuple[Any, timedelta]]:
     """The backends of this rank's process groups, each with the timeout of its collectives.
 
-    Neither the groups of a process nor their timeouts have a public getter (torch 2.11 to 2.15). A backend without
-    options, as MPI's, has no timeout and is left out.
+    A backend without options, such as that of MPI, has no timeout.
+
+    Workaround (until torch has a public function for a process's groups and for their timeouts).
     """
     found: dict[Any, timedelta] = {}
     for group in list(torch.distributed.distributed_c10d._world.pg_map):
@@ -56,7 +58,37 @@ def collective_timeouts() -> list[tuple[Any, timedelta]]:
 def set_collective_timeout(backend: Any, timeout: timedelta) -> None:
     """Set the timeout of a backend's future collectives.
 
-    ``torch.distributed.set_timeout`` is missing in torch 2.11, and sets one timeout for all backends of a group. To be
-    replaced when torch 2.15 is the oldest version and each backend can be set alone.
+    Workaround (until ``torch.distributed.set_timeout`` sets a single backend): it is missing in torch 2.11, and in 2.15
+    it sets one timeout for all backends of a group.
     """
     backend._set_default_timeout(timeout)
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether weights of a module are gathered from shards for a call and freed after it.
+
+    Both FSDPs mark each module that they manage with this attribute, for Dynamo (torch 2.11 to 2.15). The weights
+    themselves do not tell: during a call they are ordinary tensors.
+    """
+    return any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules())
+
+
+def has_flat_weights(module: torch.nn.Module) -> bool:
+    """Whether FSDP1 flattened weights without ``use_orig_params=True``, which Dynamo does not support."""
+    return any(
+        part._is_fsdp_managed_module and not part._fsdp_use_orig_params
+        for part in module.modules()
+        if hasattr(part, "_fsdp_use_orig_params")
+    )
+
+
+def is_fsdp2_unit(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on a module: its own hooks gather and free the weights."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, nothing is sharded
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def is_fsdp1_unit(module: torch.nn.Module) -> bool:
+    """Whether a module is FSDP1's wrapper, which gathers the weights of its ``module``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)

@@ -1,4 +1,4 @@
-"""What torch reports of its compiles: start and end, graph breaks and metrics."""
+"""torch's reports of its compiles: start and end, graph breaks and metrics."""
 
 from __future__ import annotations
 
@@ -10,33 +10,31 @@ from typing import Any, NamedTuple
 import torch
 
 callback_handler = torch._dynamo.callback.callback_handler
-"""Torch's list of functions to call when a compile starts and ends."""
+"""torch's list of functions to call when a compile starts and ends."""
 
 DYNAMO_TRIGGER = torch._dynamo.callback.CallbackTrigger.DYNAMO
 """The trigger of a compile that begins with tracing, not with a backward pass or a CUDA-graph recording."""
 
 
 class TraceSettings:
-    """Global settings that hold while a compile of ours is traced, and for nobody else's.
+    """Sets global settings while a compile of this library is traced, and not for other compiles.
 
-    They are set when torch announces a compile and taken back at its end; set around each call they would cost
-    10 µs a call.
+    They are set when torch announces a compile, because setting them around each call would take 10 µs a call.
 
-    - ``torch._inductor.config.freezing``: Dynamo looks at the global alone to decide whether weights become
-      constants; ``options={"freezing": True}`` does not reach it.
-    - ``torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags``: torch 2.11 skips the guards on tensors in a
-      dictionary, as a module's weights are, where nothing was put into it since they held. So it does not see
-      ``requires_grad`` change (what thaws would get no gradient), nor another dtype that came through ``.data``, as
-      ``module.double()`` has it, nor that an input is a buffer which the call changes. What guards on all of them cost
-      is in docs/correctness.md; from torch 2.12 on the setting changes nothing of that.
-    - ``torch._dynamo.config.use_recursive_dict_tags_for_guards``: with it, torch 2.11 does not see that a module which
-      had no parameters is given one.
-    - Dynamo looks at ``.grad`` of each input, and torch warns of that where the input is another target's output:
-      a warning about code that is not the user's.
+    - ``torch._inductor.config.freezing``: while tracing, Dynamo decides by the global setting alone whether weights
+      become constants; ``options={"freezing": True}`` does not reach it.
+    - A warning is ignored: Dynamo reads ``.grad`` of each input, and torch warns if the input is the output of another
+      target. The warning is about code that is not the user's.
+
+    Workaround (torch<2.12): two settings are switched off. With ``skip_tensor_guards_with_matching_dict_tags``, torch
+    skips the guards on the weights of a module if the dictionary of the weights is unchanged. It does not notice a new
+    ``requires_grad``, a new dtype that came through ``.data``, and an input that is a buffer which the call changes.
+    With ``use_recursive_dict_tags_for_guards`` it does not notice the first parameter of a module. The cost of all
+    guards is in docs/correctness.md.
 
     Args:
-        ours: Whether the compile that begins is ours.
-        frozen: Whether weights are to be baked in.
+        ours: Tells whether the compile that begins is one of this library.
+        frozen: Tells whether it freezes the weights.
     """
 
     def __init__(self, *, ours: Callable[[], bool], frozen: Callable[[], bool]) -> None:
@@ -51,7 +49,7 @@ class TraceSettings:
             callback_handler.register_end_callback(self._end)
 
     def remove(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         unregister(self._start, self._end)
 
     def _start(self, args: Any) -> None:
@@ -61,7 +59,7 @@ class TraceSettings:
             return
         self._settings.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
-        if self._frozen():  # `WeightWatch` looks at weights that are baked in
+        if self._frozen():  # `WeightWatch` checks frozen weights
             self._settings.enter_context(config.patch(freezing=True))
         elif torch.__version__.startswith("2.11."):
             shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
@@ -72,17 +70,14 @@ class TraceSettings:
 
 
 def unregister(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Take two functions out of torch's lists; ``torch._dynamo.reset()`` may have done so already."""
-    for callbacks, mine in (
-        (callback_handler.start_callbacks, start),
-        (callback_handler.end_callbacks, end),
-    ):
-        if mine in callbacks:
-            callbacks.remove(mine)
+    """Remove two functions from torch's lists; ``torch._dynamo.reset()`` may have done so already."""
+    for callbacks, function in ((callback_handler.start_callbacks, start), (callback_handler.end_callbacks, end)):
+        if function in callbacks:
+            callbacks.remove(function)
 
 
 class GraphBreak(NamedTuple):
-    """Where and why Dynamo ended a graph early."""
+    """Why, and at which line of the user's code, Dynamo ended a graph."""
 
     reason: str
     file: str | None
@@ -90,21 +85,21 @@ class GraphBreak(NamedTuple):
 
 
 def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
-    """The graph breaks of this process since the ``after``-th, and how many there are now."""
+    """The graph breaks of this process after the first ``after`` ones, and the number of all graph breaks."""
     reasons = torch._dynamo.utils.graph_break_reasons
-    if len(reasons) < after:  # torch._dynamo.reset() empties the list
+    if len(reasons) < after:  # torch._dynamo.reset() has emptied the list
         after = 0
     found = []
     for reason in reasons[after:]:
         if reason.reason.startswith("DDPOptimizer "):
-            continue  # a graph that is split for DDP: torch counts it as a break, though nothing runs in between
+            continue  # a graph that is split for DDP: no Python code runs between the parts
         where = reason.user_stack[-1] if reason.user_stack else None
         found.append(GraphBreak(reason.reason, where.filename if where else None, where.lineno if where else None))
     return found, len(reasons)
 
 
 class CompilationRecord(NamedTuple):
-    """What torch's compilation metrics say of one compiled frame."""
+    """torch's compilation metrics of one compiled frame."""
 
     compile_id: str
     is_forward: bool
@@ -116,7 +111,7 @@ class CompilationRecord(NamedTuple):
 
 
 def frame_of(compile_id: str) -> str:
-    """The part of a compile's id that all compiles of one piece of code share: "3" of "3/1"."""
+    """The part of a compile's id that all compiles of one frame share: "3" of "3/1"."""
     return compile_id.partition("/")[0]
 
 
@@ -127,17 +122,14 @@ def recompile_reason() -> str | None:
 
 
 def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
-    """The metrics of compiles that ended since the last call; ``seen`` remembers which those were."""
-    metrics = torch._dynamo.utils.get_compilation_metrics()
-    for entry in metrics:
+    """The metrics of compiles that ended since the last call; ``seen`` remembers them."""
+    for entry in torch._dynamo.utils.get_compilation_metrics():
         key = entry.start_time_us or id(entry)
         if key in seen or entry.compile_id is None:
             continue
         seen.add(key)
-        hits, misses = (
-            entry.aotautograd_local_cache_hit_count or 0,
-            entry.aotautograd_local_cache_miss_count or 0,
-        )
+        hits = entry.aotautograd_local_cache_hit_count or 0
+        misses = entry.aotautograd_local_cache_miss_count or 0
         if not hits and not misses:
             hits = entry.inductor_fx_local_cache_hit_count or 0
             misses = entry.inductor_fx_local_cache_miss_count or 0

@@ -1,4 +1,4 @@
-"""FX graphs of Dynamo and AOTAutograd: copies, what they write to, and new nodes."""
+"""FX graphs of Dynamo and AOTAutograd: copies, facts about them, and new nodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 
 def copy_of_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A graph module of the same weights, with what Dynamo notes down on it for AOTAutograd."""
+    """A copy of a graph module that can be compiled: with the metadata that AOTAutograd needs."""
     copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     vars(copied).update({name: value for name, value in vars(graph_module).items() if name not in vars(copied)})
     copied.meta.update(graph_module.meta)
     for node, original in zip(copied.graph.nodes, graph_module.graph.nodes, strict=True):
-        # It has a weak reference to a weight, and goes with the graph only when Python collects garbage.
+        # It has a weak reference to a weight, and would live until Python collects garbage.
         node.meta.pop("grapharg", None)
         for name, value in getattr(original, "__dict__", {}).items():
             if name.startswith("_dynamo"):
@@ -35,7 +35,8 @@ def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for node in copied.graph.nodes:
         node.meta.clear()
-        # Both operators are made for tracing; eagerly, torch 2.15 runs checkpoints without their random state.
+        # Both operators are made for tracing. Workaround (until the operator of checkpoints restores random states when
+        # it runs eagerly): torch 2.15 runs the checkpoint without its random state.
         if node.target is torch.ops.higher_order.invoke_subgraph:
             node.target, node.args = _call_subgraph, (node.args[0], *node.args[2:])
         elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -43,7 +44,7 @@ def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     copied.recompile()
     copied.meta.update(graph_module.meta)
     for name, part in list(copied.named_children()):
-        if isinstance(part, torch.fx.GraphModule):  # Inductor changes these too
+        if isinstance(part, torch.fx.GraphModule):  # a subgraph, which Inductor changes too
             setattr(copied, name, eager_graph(part))
     return copied
 
@@ -58,7 +59,7 @@ def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) 
     def run(*_: torch.Tensor) -> Any:
         return subgraph.forward(*args)
 
-    # The arguments tell the device; others, such as buffers, must not be among them if the subgraph writes to them.
+    # `checkpoint` takes the device from these arguments. Buffers that the subgraph writes to must not be among them.
     differentiable = [value for value in args if isinstance(value, torch.Tensor) and value.requires_grad]
     keeps_random_state = kwargs.get("preserve_rng_state", True)
     return checkpoint(run, *differentiable, use_reentrant=False, preserve_rng_state=keeps_random_state)
@@ -81,7 +82,7 @@ def has_collective(graph_module: torch.fx.GraphModule) -> bool:
 
 
 class GraphFacts(NamedTuple):
-    """What a graph does to its inputs.
+    """Facts about a graph.
 
     Attributes:
         written: Positions of the inputs whose memory the graph writes to.
@@ -95,10 +96,9 @@ class GraphFacts(NamedTuple):
 
 
 def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> GraphFacts:
-    """Run a graph on fake tensors, and note what each operator writes to.
+    """Run a graph on fake tensors to find its facts.
 
-    AOTAutograd knows the inputs that a graph writes to, but keeps that to itself if the compiled graph comes out of its
-    cache.
+    AOTAutograd knows the inputs that a graph writes to, but not if the compiled graph comes from its cache.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -121,7 +121,7 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
         return int(tensor.untyped_storage()._cdata)
 
     written, dtypes = set[int](), set[torch.dtype]()
-    # With a shape environment, the numbers that a graph takes out of tensors are unknown, and no error.
+    # With a shape environment, numbers that a graph reads from tensors are symbols. Without one they are an error.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     fakes = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in inputs]
     with mode, Examination(), torch.no_grad():  # type: ignore[no-untyped-call]
@@ -134,12 +134,12 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
 
 def _written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The arguments that an operator may write to."""
-    if not isinstance(operator, OpOverload):  # an operator of higher order, such as the call of a Triton kernel
+    if not isinstance(operator, OpOverload):  # a higher-order operator, such as the call of a Triton kernel
         return () if "flex_attention" in operator.name() else (args, kwargs)
     arguments = operator._schema.arguments
     written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
-    # The schemas of batch norms do not say that they write to the running statistics.
+    # The schemas of batch norms do not mark the running statistics as written.
     written |= {"running_mean", "running_var"}
     return [value for name, value in given.items() if name in written]
 
@@ -148,13 +148,13 @@ DOUBLE_OF = {
     **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
     torch.complex64: torch.complex128,
 }
-"""By dtype, the one that `computing_in_double` puts in its place."""
+"""By dtype, its replacement in `computing_in_double`."""
 
 
 def computing_in_double(enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    """A context in which operators compute in float64 that were written for another precision.
+    """A context in which a graph computes in float64.
 
-    All inputs must be float64 already: this changes the casts within, and the tensors that are created there.
+    All inputs must be float64 already. This changes the casts in the graph, and the tensors that the graph creates.
     """
     if not enabled:
         return contextlib.nullcontext()
@@ -218,7 +218,7 @@ def add_node(
 
 
 def is_decomposed(target: Any) -> bool:
-    """Whether Inductor knows an operator only as what it decomposes it into, while AOTAutograd traces."""
+    """Whether Inductor replaces an operator by others while AOTAutograd traces, and has no lowering for it."""
     from torch._inductor.decomposition import decompositions
     from torch._inductor.lowering import lowerings
 
@@ -226,22 +226,22 @@ def is_decomposed(target: Any) -> bool:
 
 
 def fake_tensor(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without memory, of the compile that is under way."""
+    """A fake tensor of the compile that is running."""
     with torch._guards.TracingContext.get().fake_mode:  # type: ignore[union-attr]
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 OPERATOR_TYPES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-"""What ``torch.ops.aten.mul.Tensor`` and ``torch.ops.aten.mul`` are."""
+"""The types of ``torch.ops.aten.mul.Tensor`` and ``torch.ops.aten.mul``."""
 
 
 def has_tensor_subclasses(module: torch.nn.Module) -> bool:
-    """Whether weights of a module are tensors around other tensors, as a ``DTensor`` is."""
+    """Whether a module has weights that wrap other tensors, such as a ``DTensor``."""
     return any(is_tensor_subclass(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 def is_tensor_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one around other tensors, which ``__tensor_flatten__`` names."""
+    """Whether a tensor wraps other tensors, which its ``__tensor_flatten__`` names."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return is_traceable_wrapper_subclass(tensor)

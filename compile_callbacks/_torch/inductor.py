@@ -1,4 +1,4 @@
-"""Inductor: modes and options, the C++ compiler, compiling a graph, CUDA graphs and generated modules."""
+"""Inductor: modes and options, the C++ compiler, compiling a graph, generated modules and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from compile_callbacks._torch.caches import autocast_state, tagged_cache
 
 
 def mode_names() -> list[str]:
-    """The modes that the installed torch knows."""
+    """The modes of the installed torch."""
     return list(torch._inductor.list_mode_options())
 
 
 @functools.cache
 def option_names() -> frozenset[str]:
-    """The Inductor options that the installed torch knows."""
+    """The Inductor options of the installed torch."""
     return frozenset(torch._inductor.list_options())
 
 
 def option_type(name: str) -> Any:
-    """The annotated type of an Inductor option. ``list_options()`` gives names alone."""
+    """The annotated type of an Inductor option."""
     from torch._inductor import config
 
     return config.get_type(name)  # type: ignore[attr-defined]
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed and knows this machine's GPU."""
+    """Whether Triton is installed and supports the GPU of this machine."""
     from torch.utils._triton import has_triton
 
     return bool(has_triton())
 
 
 def has_triton_tma() -> bool:
-    """Whether Triton can load through the Tensor Memory Accelerator, by either of its interfaces."""
+    """Whether Triton can use the Tensor Memory Accelerator."""
     from torch.utils._triton import has_triton_tma_device
 
     return bool(has_triton_tma_device())
@@ -55,17 +55,16 @@ def has_cutlass() -> bool:
 
 
 def resolve_options(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> dict[str, Any]:
-    """What a mode and options come to, as patches of ``torch._inductor.config``.
+    """Resolve a mode and options to values of ``torch._inductor.config``, with the code of ``torch.compile`` itself.
 
-    Torch's own wrapper does the work, so that a mode means here what it means in ``torch.compile``, with the
-    environment variables that CUDA graphs need.
+    It also sets the environment variables that CUDA graphs need.
     """
     wrapper = torch._TorchCompileInductorWrapper(mode, dict(options) or None, dynamic)
     return dict(wrapper.config)
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that Inductor calls; where it looks, and what it takes for one that works, is its own.
+    """The C++ compiler that Inductor calls.
 
     Raises:
         RuntimeError: None of `cpp_compilers_tried` works.
@@ -76,7 +75,7 @@ def cpp_compiler() -> str:
 
 
 def cpp_compilers_tried() -> list[str]:
-    """What Inductor would call as C++ compiler, the first that works: ``CXX`` as it was when torch was imported."""
+    """The C++ compilers that Inductor tries in this order; ``CXX`` as it was when torch was imported."""
     from torch._inductor import config
 
     tried = config.cpp.cxx
@@ -84,9 +83,7 @@ def cpp_compilers_tried() -> list[str]:
 
 
 def build_cpp(source: Path) -> Path:
-    """Build a shared library of a C++ file beside it, as Inductor does of its kernels.
-
-    The flags for OpenMP, Python's headers and torch's differ between compilers; Inductor's builder knows them.
+    """Build a shared library next to a C++ file, with the flags that Inductor uses for its kernels.
 
     Raises:
         RuntimeError: There is no compiler, or it fails.
@@ -143,9 +140,9 @@ def draws_as_eager(options: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def generated_with_constants() -> Iterator[list[types.ModuleType]]:
-    """The Python modules that Inductor generates meanwhile with constants of their own, frozen weights for example.
+    """A context that gives the Python modules with constants, such as frozen weights, that Inductor generates in it.
 
-    Inductor keeps every module that it has loaded, for good. It shares those without constants between graphs.
+    Inductor keeps every module that it has loaded. Graphs share the modules without constants.
     """
     from torch._inductor.codecache import PyCodeCache
 
@@ -158,7 +155,7 @@ def generated_with_constants() -> Iterator[list[types.ModuleType]]:
 
 
 def forget_generated(modules: Sequence[types.ModuleType]) -> None:
-    """Take modules of `generated_with_constants` out of Inductor's list, so that they go with the last use of them."""
+    """Remove modules of `generated_with_constants` from Inductor's list, so that their last user frees them."""
     from torch._inductor.codecache import PyCodeCache
 
     gone = set(map(id, modules))
@@ -169,19 +166,18 @@ def forget_generated(modules: Sequence[types.ModuleType]) -> None:
 
 
 def output_code_class() -> Any:
-    """The base of compiled graphs: what derives from it may stand in torch's cache, as its ``RegionalOutputCode``."""
+    """The base class of compiled graphs. torch's cache can hold objects of derived classes."""
     from torch._inductor.output_code import OutputCode
 
     return OutputCode
 
 
 def compile_inner(module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Inductor alone, on a graph of ATen operators."""
+    """Compile a graph of ATen operators with Inductor alone."""
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    # Where AOTAutograd's cache holds whole graphs (`bundled_cache`), Inductor's own would be left out; but what is made
-    # of an empty graph without that setting could not be held.
+    # Under `bundled_cache`, Inductor does not use its own cache. Only an empty graph needs the setting to be stored.
     empty = not any(node.op == "call_function" for node in module.graph.nodes)
     with functorch_config.patch(bundled_autograd_cache=empty and functorch_config.bundled_autograd_cache):
         return compile_fx_inner(module, example_inputs, **kwargs)
@@ -205,19 +201,19 @@ def separate_compile() -> Iterator[None]:
 
 
 def no_cudagraphs() -> Any:
-    """The setting of one graph."""
+    """The argument ``cudagraphs`` of a compile without CUDA graphs."""
     from torch._inductor.utils import BoxedBool
 
     return BoxedBool(False)
 
 
 def end_failed_warmup(device_index: int) -> bool:
-    """Repair the CUDA graphs of a device after a warm-up run has raised, with `torch.OutOfMemoryError` for example.
+    """Repair the CUDA graphs of a device after the first run of one has raised, for example `torch.OutOfMemoryError`.
 
-    Torch 2.11 and 2.15 keep the failed run as the current node of the device's tree, without its outputs. All later
-    calls on the device then fail with an empty ``AssertionError`` (2.11), or skip the warm-up of that graph. There is
-    no public function for it except ``torch.compiler.reset()``, which drops all compiled code of the process. To be
-    deleted when ``CUDAGraphTreeManager.run_eager`` restores the current node after an exception.
+    Workaround (until ``CUDAGraphTreeManager.run_eager`` restores the current node after an exception): torch 2.11 and
+    2.15 keep the failed run as the current node of the device's tree, without its outputs. All later calls then fail
+    with an empty ``AssertionError`` (2.11), or skip the first run of that graph. The only public remedy is
+    ``torch.compiler.reset()``, which drops the compiled code of the whole process.
 
     Returns:
         Whether the current node was such a run.
@@ -238,7 +234,7 @@ def end_failed_warmup(device_index: int) -> bool:
 
 
 def wants_channels_last(module: torch.fx.GraphModule) -> bool:
-    """Whether Inductor will lay out this graph's convolutions channels last."""
+    """Whether Inductor will use the layout channels_last for the convolutions of a graph."""
     from torch._inductor.graph import GraphLowering
 
     return bool(GraphLowering.decide_layout_opt(module, is_inference=True))

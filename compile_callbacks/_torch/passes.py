@@ -10,7 +10,7 @@ import torch
 from torch._inductor import custom_graph_pass as _custom_graph_pass
 
 TORCH_PASSES_FLAG = hasattr(_custom_graph_pass, "CustomInferenceAwareGraphPass")
-"""Whether torch itself hands ``is_inference`` to post-grad passes (2.13 and later; 2.11 does not)."""
+"""Whether torch passes ``is_inference`` to post-grad passes. Workaround (torch<2.13): later versions do."""
 
 GRAPH_PASS_BASE: Any = getattr(_custom_graph_pass, "CustomInferenceAwareGraphPass", _custom_graph_pass.CustomGraphPass)
 
@@ -18,7 +18,7 @@ TORCH_PASS_TYPES: tuple[type, ...] = (_custom_graph_pass.CustomGraphPass,)
 
 
 def pool_offsets_to_indices() -> Any:
-    """Inductor's operator that makes indices into an image of a max pooling's 8-bit offsets into windows."""
+    """Inductor's operator from the 8-bit offsets of a max pooling, within windows, to indices in the image."""
     from torch._inductor import inductor_prims
 
     return inductor_prims._low_memory_max_pool_offsets_to_indices
@@ -27,8 +27,7 @@ def pool_offsets_to_indices() -> Any:
 def inference_flag_of_caller() -> bool:
     """The ``is_inference`` that ``post_grad_passes`` was called with, read from its frame on the stack.
 
-    Torch 2.11 has the flag there and does not hand it on to custom passes; nothing else that a pass can reach
-    holds it.
+    Workaround (torch<2.13): torch does not pass the flag to custom passes, and a pass cannot reach it otherwise.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -39,7 +38,7 @@ def inference_flag_of_caller() -> bool:
 
 
 def run_pass(graph_pass: Any, graph: torch.fx.Graph, is_inference: bool) -> Any:
-    """Call a pass of ours or of torch's with the arguments that its class takes."""
+    """Call a pass with the arguments that its class takes."""
     if TORCH_PASSES_FLAG and isinstance(graph_pass, GRAPH_PASS_BASE):
         return graph_pass(graph, is_inference)
     return graph_pass(graph)
@@ -52,14 +51,14 @@ def pattern_matcher(
     admits: Callable[[torch.Tensor, dict[str, Any]], bool],
     name: str,
 ) -> Callable[[torch.fx.Graph], int]:
-    """Torch's pattern matcher for one pattern: changes a graph, and tells how often.
+    """Return torch's pattern matcher for one pattern: a function that changes a graph and counts the changes.
 
     Args:
-        pattern: What to look for.
-        replacement: What to put there.
-        example_inputs: What both are traced with.
-        admits: Asked with the output and the inputs of each place, as fake tensors.
-        name: What torch's log calls it.
+        pattern: The function to search for.
+        replacement: The function that replaces it.
+        example_inputs: Inputs to trace both functions with.
+        admits: Decides on each match, by its output and its inputs as fake tensors.
+        name: The name in torch's log.
     """
     from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -71,7 +70,7 @@ def pattern_matcher(
         return admits(value(match.output_node()), {name: value(argument) for name, argument in match.kwargs.items()})
 
     matcher = PatternMatcherPass(pass_name=name)
-    # As torch's own patterns are, which it traces in the midst of a compile, too.
+    # torch's own patterns are traced in the middle of a compile too.
     with torch._guards.tracing(None), unset_fake_temporarily(), torch.no_grad():
         inputs = [tensor.detach().clone() for tensor in example_inputs]
         register_replacement(pattern, replacement, inputs, fwd_only, matcher, extra_check=check)

@@ -76,19 +76,51 @@ def split(module: GraphModule, static: Collection[int], limit_bytes: int) -> Spl
     cut = _choose_cut(graph, weights, limit_bytes)
     if not cut:
         return None
-    constants, reads = _constant_subgraph(graph, cut)
-    # Also unused inputs: Inductor takes the sizes of dynamic shapes from them.
-    main, keeps = _main_subgraph(graph, cut, {node for i, node in enumerate(placeholders) if i not in static})
     index = {node: i for i, node in enumerate(placeholders)}
-    kept = tuple(index[node] for node in keeps)
+    constants, reads = _constant_subgraph(graph, cut)
+    with graph.inserting_before(placeholders[0]):
+        for i, node in enumerate(cut):
+            node.replace_all_uses_with(_folded_placeholder(graph, i, node))
+    graph.eliminate_dead_code()
+    # Unused inputs stay: Inductor takes the sizes of dynamic shapes from them.
+    keeps = [node for node in placeholders if index[node] not in static or node.users]
+    for node in set(placeholders) - set(keeps):
+        graph.erase_node(node)
+    graph.lint()
     return Split(
         constants=GraphModule(module, constants),
         reads=tuple(index[node] for node in reads),
-        main=GraphModule(module, main),
-        keeps=kept,
-        static=(*range(len(cut)), *(i for i, place in enumerate(kept, len(cut)) if place in static)),
+        main=GraphModule(module, graph),
+        keeps=tuple(index[node] for node in keeps),
+        static=(*range(len(cut)), *(i for i, node in enumerate(keeps, len(cut)) if index[node] in static)),
         folded=tuple(node.meta["val"] for node in cut),
     )
+
+
+def _constant_subgraph(graph: Graph, cut: Sequence[Node]) -> tuple[Graph, list[Node]]:
+    """The constant subgraph, and the placeholders of the whole graph that it reads."""
+    subgraph = Graph()
+    memory = [_folded_placeholder(subgraph, i, node) for i, node in enumerate(cut)]
+    nodes: dict[Node, Node] = {}
+    needed = _ancestors(cut)
+    for node in graph.nodes:
+        if node in needed:
+            nodes[node] = subgraph.node_copy(node, nodes.__getitem__)
+    for placeholder, node in zip(memory, cut, strict=True):
+        written = subgraph.call_function(_aten.copy_.default, (placeholder, nodes[node]))
+        written.meta["val"] = placeholder.meta["val"]
+    subgraph.output(()).meta["user_visible_output_idxs"] = []
+    subgraph.lint()
+    return subgraph, [node for node in graph.find_nodes(op="placeholder") if node in needed]
+
+
+def _folded_placeholder(graph: Graph, number: int, node: Node) -> Node:
+    placeholder = graph.placeholder(f"folded_{number}")
+    placeholder.meta["val"] = node.meta["val"]
+    return placeholder
+
+
+# ------------------------------------------------------------------------------------------ what depends on weights
 
 
 def _is_plain(value: Any) -> bool:
@@ -147,6 +179,9 @@ def _is_view(node: Node) -> bool:
     return any(returned.alias_info is not None for returned in returns)
 
 
+# ------------------------------------------------------------------------------------------ what is worth folding
+
+
 def _use_channels_last(graph: Graph, depending: set[Node]) -> None:
     """Convert weights to the layout that Inductor uses for convolutions; otherwise it copies them on each call."""
     for node in graph.find_nodes(op="call_function", target=_aten.convolution.default):
@@ -195,52 +230,12 @@ def _reads_from_memory(node: Node) -> bool:
     return isinstance(node.target, _torch.graphs.OpOverload) and node.target.overloadpacket in _READS_FROM_MEMORY
 
 
-def _ancestors(nodes: Iterable[Node], until: Collection[Node] = ()) -> set[Node]:
-    """The nodes, and all that they are computed from, without the nodes in ``until`` and what only these need."""
+def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes, and all that they are computed from."""
     found: set[Node] = set()
     open_ = list(nodes)
     while open_:
-        node = open_.pop()
-        if node not in found and node not in until:
+        if (node := open_.pop()) not in found:
             found.add(node)
             open_ += node.all_input_nodes
     return found
-
-
-def _constant_subgraph(graph: Graph, cut: Sequence[Node]) -> tuple[Graph, list[Node]]:
-    """The subgraph, and the placeholders of the whole graph that it has after those of the folded tensors."""
-    subgraph = Graph()
-    memory = _add_placeholders(subgraph, cut)
-    nodes: dict[Node, Node] = {}
-    reads = _copy_nodes(graph, subgraph, _ancestors(cut), nodes)
-    for placeholder, node in zip(memory, cut, strict=True):
-        written = subgraph.call_function(_aten.copy_.default, (placeholder, nodes[node]))
-        written.meta["val"] = placeholder.meta["val"]
-    subgraph.output(()).meta["user_visible_output_idxs"] = []
-    subgraph.lint()
-    return subgraph, reads
-
-
-def _main_subgraph(graph: Graph, cut: Sequence[Node], inputs: set[Node]) -> tuple[Graph, list[Node]]:
-    """The subgraph, and the placeholders of the whole graph that it has after those of the folded tensors."""
-    subgraph = Graph()
-    nodes = dict(zip(cut, _add_placeholders(subgraph, cut), strict=True))
-    roots = [node for node in graph.nodes if node in inputs or (node.is_impure() and node.op != "placeholder")]
-    keeps = _copy_nodes(graph, subgraph, _ancestors(roots, until=cut), nodes)
-    subgraph.lint()
-    return subgraph, keeps
-
-
-def _add_placeholders(subgraph: Graph, cut: Sequence[Node]) -> list[Node]:
-    placeholders = [subgraph.placeholder(f"folded_{i}") for i in range(len(cut))]
-    for placeholder, node in zip(placeholders, cut, strict=True):
-        placeholder.meta["val"] = node.meta["val"]
-    return placeholders
-
-
-def _copy_nodes(graph: Graph, subgraph: Graph, needed: set[Node], nodes: dict[Node, Node]) -> list[Node]:
-    """Copy needed nodes, note the copies in ``nodes``, and return the placeholders among the needed nodes."""
-    for node in graph.nodes:
-        if node in needed:
-            nodes[node] = subgraph.node_copy(node, nodes.__getitem__)
-    return [node for node in graph.find_nodes(op="placeholder") if node in needed]

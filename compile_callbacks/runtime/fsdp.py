@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks._torch.fsdp import is_sharded
+from compile_callbacks._torch.distributed import is_sharded
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 
@@ -41,7 +41,7 @@ def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
     units = {
         name: part
         for name, part in root.named_modules()
-        if _torch.fsdp.is_fsdp2_unit(part) or _torch.fsdp.is_fsdp1_unit(part)
+        if _torch.distributed.is_fsdp2_unit(part) or _torch.distributed.is_fsdp1_unit(part)
     }
     return [
         (strip_fsdp1_names(name), unit)
@@ -52,7 +52,7 @@ def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def fsdp1_wrapped(module: nn.Module) -> nn.Module | None:
     """What an FSDP1 wrapper calls; ``None`` where the module is none."""
-    return module.module if _torch.fsdp.is_fsdp1_unit(module) else None  # type: ignore[return-value]
+    return module.module if _torch.distributed.is_fsdp1_unit(module) else None  # type: ignore[return-value]
 
 
 def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
@@ -66,7 +66,7 @@ def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | N
     """
     if not is_sharded(root) or not any(configs.values()):
         return None
-    if _torch.fsdp.has_flat_weights(root):
+    if _torch.distributed.has_flat_weights(root):
         return (
             "torch.compile does not support FSDP1 with use_orig_params=False: leave the argument out of FSDPStrategy, "
             "whose default is True, or shard with FSDP2 (ModelParallelStrategy)"

@@ -1,12 +1,15 @@
-"""The architecture's rules, read off the syntax tree: torch's internals and Lightning have their places, and imports
-point down."""
+"""The rules of the architecture, read from the syntax trees of all files."""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import compile_callbacks
 
@@ -17,7 +20,7 @@ MAY_IMPORT_LIGHTNING = {"callbacks", "report/loggers.py"}
 
 
 def imports(path: Path) -> set[str]:
-    """Modules that a file imports when it runs, inside functions too."""
+    """Modules that a file imports when it runs, also inside functions."""
     tree = ast.parse(path.read_text())
     checked = {id(n) for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)}
     skipped = {id(c) for n in ast.walk(tree) if id(n) in checked for c in ast.walk(n)}
@@ -33,19 +36,19 @@ def imports(path: Path) -> set[str]:
 
 
 def internal_attributes(path: Path) -> set[str]:
-    """What a file reads of torch's internals as attributes, ``torch._inductor...``."""
+    """Names of torch's internals that a file reads as attributes, ``torch._inductor...``."""
     nodes = ast.walk(ast.parse(path.read_text()))
     return {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "torch"} & INTERNALS
 
 
-def test_torchs_internals_are_touched_in_one_folder():
+def test_only_one_folder_imports_the_internals_of_torch():
     for path in SOURCES:
         touched = {name for name in imports(path) if name.startswith("torch.") and set(name.split(".")) & INTERNALS}
         touched |= internal_attributes(path)
         assert not touched or path.parent.name == "_torch", f"{path.name} touches {touched}"
 
 
-def test_lightning_is_imported_where_it_belongs():
+def test_only_callbacks_and_loggers_import_lightning():
     for path in SOURCES:
         used = {name for name in imports(path) if name.split(".")[0] == "lightning"}
         place = path.relative_to(ROOT)
@@ -53,7 +56,7 @@ def test_lightning_is_imported_where_it_belongs():
 
 
 def test_no_import_points_up():
-    """Not between the rows of the guide's table, nor in a ring."""
+    """Neither between the rows of the guide's table, nor in a ring."""
     graph: dict[str, set[str]] = {}
     for path in SOURCES:
         layer = path.relative_to(ROOT).parts[0].removesuffix(".py")  # a folder is one layer
@@ -65,4 +68,21 @@ def test_no_import_points_up():
     assert set(height) == set(graph) - {"__init__", "__main__"}
     inner = {layer: found & set(height) for layer, found in graph.items() if layer in height}
     assert [(layer, name) for layer, found in inner.items() for name in found if height[name] > height[layer]] == []
-    TopologicalSorter(inner).prepare()  # raises where there is a ring
+    TopologicalSorter(inner).prepare()  # raises if there is a ring
+
+
+def test_workarounds_are_deleted_when_the_oldest_torch_does_not_need_them():
+    """A workaround is written as ``Workaround (torch<2.13): reason`` or ``Workaround (until condition)``."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    (torch,) = [r for r in map(Requirement, project["dependencies"]) if r.name == "torch"]
+    oldest = min(Version(specifier.version) for specifier in torch.specifier)
+    workarounds = [
+        (path.name, condition)
+        for path in (ROOT / "_torch").glob("*.py")
+        for condition in re.findall(r"Workaround \(([^)]+)\)?", path.read_text())
+        if path.name != "__init__.py"
+    ]
+    assert len(workarounds) > 10
+    assert [w for w in workarounds if not re.match(r"torch<\d+\.\d+$|until ", w[1])] == []
+    fixed = [w for w in workarounds if w[1].startswith("torch<") and Version(w[1].removeprefix("torch<")) <= oldest]
+    assert fixed == [], "delete these workarounds"
