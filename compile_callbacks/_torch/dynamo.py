@@ -25,7 +25,7 @@ SHARES_RECOMPILE_LIMIT = "isolate_recompiles" not in inspect.signature(torch.com
 def raised_while_compiling(error: BaseException) -> bool:
     """Whether an error was raised while Dynamo compiled a frame, and not while the frame ran.
 
-    Workaround (until Dynamo wraps all of its errors): torch 2.11 lets an ``AssertionError`` of Dynamo pass, and only its
+    Workaround (until Dynamo wraps all of its errors): torch 2.11 lets an ``AssertionError`` pass, and only its
     traceback tells. The errors that Dynamo wraps have no such traceback.
     """
     if isinstance(error, (_exc.TorchDynamoException, _exc.FailOnRecompileLimitHit)):
