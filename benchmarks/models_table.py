@@ -1,6 +1,9 @@
 """Write the table of models of other packages: graphs, recompiles, compile seconds, step times and equality.
 
-    .venv-models/bin/python benchmarks/models_table.py benchmarks/results/models.json [NAME ...]
+    .venv-models/bin/python benchmarks/models_table.py benchmarks/results/models.json [--no-codegen] [NAME ...]
+
+With ``--no-codegen``, Inductor calls torch's own kernels: graphs and recompiles are the same, and compiling takes a
+fraction of the time. Compile seconds and step times then mean little.
 
 Each trial of ``tests/models`` runs in a process of its own. A trial that is in the file already is run again only if
 its name, or a part of it, is given.
@@ -46,6 +49,10 @@ def one(name: str) -> dict[str, object]:
     from tests.models.trial import Trial, figures
 
     _, trial = trials()[name]
+    if os.environ.get("MODELS_TABLE_NO_CODEGEN"):
+        import torch._inductor.config
+
+        torch._inductor.config.fallback_by_default = True
     torch.compile(lambda x: x + 1)(torch.ones(3))  # the process's first compile builds a C++ header for seconds
     torch.compiler.reset()
     return figures(trial) if isinstance(trial, Trial) else trial()  # type: ignore[operator]
@@ -91,9 +98,12 @@ def main() -> None:
             row = {"failed": f"{type(error).__name__}: {error}"[:1500]}
         Path(sys.argv[3]).write_text(json.dumps(row))
         return
-    path, wanted = Path(sys.argv[1]), sys.argv[2:]
+    path, wanted = Path(sys.argv[1]), [word for word in sys.argv[2:] if word != "--no-codegen"]
+    if "--no-codegen" in sys.argv:
+        os.environ["MODELS_TABLE_NO_CODEGEN"] = "1"
     table = json.loads(path.read_text()) if path.exists() else {"rows": {}}
     table["versions"] = {package: version(package) for package in PACKAGES}
+    table["codegen"] = "MODELS_TABLE_NO_CODEGEN" not in os.environ
     table["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
     with tempfile.TemporaryDirectory() as cache:
         for name in trials():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -58,6 +58,40 @@ def _while_some_left(values: Iterable[Any], left: list[int]) -> Iterator[Any]:
         if left[0] <= 0:
             return
         yield value
+
+
+def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor | int]]:
+    """The tensors in a call's inputs, and the integers that are inputs themselves, by expressions such as ``args[0]``.
+
+    Parameters and what is in modules are left out, because they are weights.
+
+    Example::
+
+        >>> [name for name, _ in inputs_of([torch.ones(2), 3], {"state": {"h": torch.ones(2)}})]
+        ['args[0]', 'args[1]', "kwargs['state']['h']"]
+    """
+    left = [_MOST_INPUTS]
+    named = [(f"args[{i}]", value) for i, value in enumerate(args)]
+    named += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
+    for name, value in named:
+        if type(value) is int:
+            yield name, value
+        else:
+            yield from _tensors(name, value, left, _MOST_DEPTH)
+
+
+def _tensors(name: str, value: Any, left: list[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    left[0] -= 1
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.nn.Parameter):
+            yield name, value
+    elif depth and left[0] > 0:
+        if isinstance(value, (list, tuple)):
+            for i, item in enumerate(_while_some_left(value, left)):
+                yield from _tensors(f"{name}[{i}]", item, left, depth - 1)
+        elif (entries := _entries(value)) is not None:
+            for key, item in _while_some_left(entries, left):
+                yield from _tensors(f"{name}[{key!r}]", item, left, depth - 1)
 
 
 def shapes(value: Any) -> str:

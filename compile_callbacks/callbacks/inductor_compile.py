@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.callbacks import several_callbacks as several
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
-from compile_callbacks.callbacks.trainer_progress import remaining_seconds, remaining_steps
+from compile_callbacks.callbacks.trainer_progress import is_stopping, remaining_seconds, remaining_steps
 from compile_callbacks.report import loggers
 from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.console import print_line, print_report
@@ -84,8 +85,11 @@ class InductorCompile(Callback):
         verify: Compare the first batch of each phase with eager, outputs and in training gradients, and on a
             difference that rounding does not explain: ``"warn"``; ``"eager"``, warn and leave the target eager;
             ``"raise"``, end the run. ``"off"``: do not compare. The tolerance is in docs/correctness.md.
-        new_shapes: What an input of a shape not seen before does: ``"recompile"``; ``"eager"``, run eagerly
-            unless a compiled graph fits (a shape that keeps coming back is compiled after all); ``"raise"``.
+        new_shapes: What an input of a new shape does. Dimensions that vary in the eager steps are dynamic in the first
+            graph, whatever this is, unless the mode sets ``dynamic``. ``"auto"``: recompile within a budget, which is
+            30 seconds, or the time of the target's first compile, plus the time that compiled steps have saved; then
+            run eagerly unless a compiled graph fits. ``"recompile"``: without a budget. ``"eager"``: run eagerly
+            unless a compiled graph fits; a shape that recurs often is compiled. ``"raise"``: end the run.
         cache_dir: A folder in which Inductor and Triton keep compiled code while the trainer runs, so that a later run
             starts in a fraction of the time, also on another machine of the same kind. It is created if it is missing,
             and must belong to you: its code is run. It also holds what a `Tune` chose. ``None``: torch's own folder.
@@ -116,7 +120,7 @@ class InductorCompile(Callback):
         baseline_steps: int = 10,
         on_error: OnError = "eager",
         verify: Verify = "warn",
-        new_shapes: NewShapes = "recompile",
+        new_shapes: NewShapes = "auto",
         cache_dir: str | os.PathLike[str] | None = None,
         keep_compiled: bool = False,
     ) -> None:
@@ -316,6 +320,7 @@ class InductorCompile(Callback):
                 precision=str(trainer.precision),
                 together=trainer.world_size > 1,
                 shared=several.shared_baselines(peers, self),
+                stopping=functools.partial(is_stopping, weakref.ref(trainer)),
             )
         if self._earlier_state is not None:  # only now the number of processes is known
             session.resume(self._earlier_state)

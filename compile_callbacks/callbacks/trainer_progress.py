@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from compile_callbacks._utils.phases import Phase
+
+
+def is_stopping(trainer: weakref.ref[Trainer]) -> bool:
+    """Whether a Trainer has received SIGTERM, or its run was interrupted by an exception such as Ctrl-C's."""
+    alive = trainer()
+    return alive is not None and (alive.received_sigterm or alive.state.status == TrainerStatus.INTERRUPTED)
 
 
 def remaining_steps(trainer: Trainer) -> Mapping[Phase, float]:

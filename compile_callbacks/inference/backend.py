@@ -66,8 +66,9 @@ class InductorBackend:
             ``"off"``: nothing is compared.
         on_error: What a failure of the compiler does: ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises
             a `CompileError`, and `build` leaves the backend as it was.
-        new_shapes: What an input does whose shape no sample has: ``"recompile"``; ``"eager"`` runs eagerly unless a
-            compiled graph fits (a shape that recurs often is compiled); ``"raise"``.
+        new_shapes: What an input does whose shape no sample has: ``"auto"`` recompiles within a budget, see
+            `InductorCompile`; ``"recompile"``; ``"eager"`` runs eagerly unless a compiled graph fits (a shape that
+            recurs often is compiled); ``"raise"``.
         name: The backend's name in messages; ``None``: ``"InductorBackend"``.
 
     Raises:
@@ -91,7 +92,7 @@ class InductorBackend:
         *,
         verify: Verify = "warn",
         on_error: OnError = "eager",
-        new_shapes: NewShapes = "recompile",
+        new_shapes: NewShapes = "auto",
         name: str | None = None,
     ) -> None:
         self._config = as_compiling_config(mode)

@@ -24,6 +24,7 @@ EventKind = Literal[
     "fold",
     "pass_skipped",
     "template",
+    "budget",
 ]
 
 Result = Literal["equal", "outputs only", "differs", "not compared"]
@@ -146,6 +147,8 @@ class CompileRecorder:
         """What each custom graph pass did to each graph, in order."""
         self.weight_refreshes: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         """Number of times that folded weights were computed again."""
+        self.compile_seconds: dict[CompileKey, list[float]] = {}
+        """The seconds up to each compiled graph, with attempts that torch gave up, and then those since the last."""
         self.with_graph_breaks: set[CompileKey] = set()
         self.on_reset: Callable[[], None] = lambda: None
         """Called after ``torch.compiler.reset()`` removed all listeners, and this one listens again."""
@@ -255,11 +258,16 @@ class CompileRecorder:
         if key is None:
             return
         self._progress.compile_ends()
+        seconds = self._clock() - started
+        of_key = self.compile_seconds.setdefault(key, [0.0])
+        of_key[-1] += seconds if self._part != "cudagraph" else 0.0
+        if self._graphs:
+            of_key.append(0.0)
         self.record(
             "compile",
             key,
             part=self._part,
-            seconds=self._clock() - started,
+            seconds=seconds,
             backward_seconds=self._backward_seconds or None,
             graphs=self._graphs,
         )

@@ -250,6 +250,8 @@ class CompileReport:
                 )
             if self.phase(phase).diagnostics.restored:
                 notes.append(f"{phase}: eager steps were measured in the run before this one")
+            events = self.phase(phase).diagnostics.events
+            notes += [f"{phase}: {event['reason']}" for event in events if event["kind"] == "budget"]
         return notes
 
     @property

@@ -33,7 +33,7 @@ def compile_phases(
     passes: Sequence[Any] = (),
     on_error: OnError = "eager",
     verify: Verify = "warn",
-    new_shapes: NewShapes = "recompile",
+    new_shapes: NewShapes = "auto",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Compile a function or module; each call takes the train settings where grad is enabled, else the infer settings.

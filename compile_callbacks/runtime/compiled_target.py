@@ -20,7 +20,9 @@ from compile_callbacks.profiling.compile_events import CompileKey, CompileRecord
 from compile_callbacks.runtime.fallback import EagerFallback
 from compile_callbacks.runtime.freezing import WeightWatch
 from compile_callbacks.runtime.graph_backend import GraphBackend
+from compile_callbacks.runtime.recompile_budget import CompileLimits, RecompileBudget
 from compile_callbacks.runtime.repeated import Compiled, RepeatedBlocks
+from compile_callbacks.runtime.shapes import ObservedShapes
 from compile_callbacks.runtime.snapshot import Snapshot
 from compile_callbacks.runtime.target import Target
 from compile_callbacks.runtime.target_settings import ShapePolicy, TargetSettings
@@ -47,11 +49,15 @@ class CompiledTarget:
         settings: The settings other than the config.
         frozen: Freeze the weights. They are frozen again when they change; see `WeightWatch` and `invalidate_weights`.
         candidate: The name of the config, if a `Tune` tries several.
+        limits: Bounds the time spent on recompiles.
+        observed: Which dimensions of the inputs vary.
 
     Attributes:
         key: The target, the phase, and the candidate.
         called: Whether the target was called in the phase.
         ran: Whether a call could have run the compiled function.
+        observed: Which dimensions of the inputs vary.
+        compiled_operators: The most operators that a call has compiled.
     """
 
     def __init__(
@@ -66,18 +72,32 @@ class CompiledTarget:
         settings: TargetSettings | None = None,
         frozen: bool = False,
         candidate: str | None = None,
+        limits: CompileLimits | None = None,
+        observed: ObservedShapes | None = None,
     ) -> None:
         settings = settings or TargetSettings()
         self.key = CompileKey(target.name, phase, frozen, candidate)
         self.called = False
         self.ran = False
+        self.observed = observed or ObservedShapes()
+        self.compiled_operators = 0
         self._config = config
         self._members = target.members
         self._shares_as_asked = isinstance(target, RepeatedBlocks) and target.asked_for
         self._recorder = recorder
         self._warn = warn or WarnOnce()
         self._fallback = EagerFallback(self.key, recorder, settings, self._warn)
-        self._backend = GraphBackend(target, self.key, config, passes, recorder=recorder, fallback=self._fallback)
+        has_budget = settings.new_shapes == "auto"
+        self._budget = RecompileBudget(self.key, recorder, limits or CompileLimits(), self._warn, bounded=has_budget)
+        self._backend = GraphBackend(
+            target,
+            self.key,
+            config,
+            passes,
+            recorder=recorder,
+            fallback=self._fallback,
+            may_compile=self._budget.may_compile,
+        )
         # One for each block: the inputs of the first one differ from those of the others (requires_grad).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
         self._limits_shapes = settings.new_shapes != "recompile"
@@ -116,9 +136,9 @@ class CompiledTarget:
         self._recorder.listen_after_reset()
         compiled = self._compiled or self._compile()
         stance = self._stance(member, args, kwargs) if self._limits_shapes else None
-        failure, graphs = None, self._backend.graphs
+        failure, graphs, operators = None, self._backend.graphs, self._backend.operators
         snapshots: list[Snapshot] = []
-        on_trace = functools.partial(self._trace_begins, member, snapshots)
+        on_trace = functools.partial(self._trace_begins, member, snapshots, args, kwargs)
         calling.current = TargetCall(self.key, on_trace, nested_calls_eager=stance is not None)
         try:
             if stance is None:
@@ -133,6 +153,8 @@ class CompiledTarget:
             calling.current = outer
             if snapshots:
                 self._while_tracing.close()
+                self._budget.check()
+                self.compiled_operators = max(self.compiled_operators, self._backend.operators - operators)
         if failure is not None:
             for snapshot in snapshots:
                 snapshot.restore()
@@ -147,6 +169,8 @@ class CompiledTarget:
         return self.call(self._members[0], *args, **kwargs)
 
     def _stance(self, member: Target, args: Any, kwargs: Any) -> str | None:
+        if self._fallback.settings.new_shapes == "auto":
+            return "eager_on_recompile" if self._budget.exhausted else None
         policy = self._shapes[member]
         if self.on_trial:
             # The first call of a candidate may have unusual shapes, in the last batch of an epoch for example.
@@ -168,10 +192,13 @@ class CompiledTarget:
         )
         raise CompileError(with_code("CC107", message))
 
-    def _trace_begins(self, member: Target, snapshots: list[Snapshot]) -> None:
-        """Save the module's state before Dynamo traces, to restore it if a compile fails after a graph break."""
+    def _trace_begins(self, member: Target, snapshots: list[Snapshot], args: Any, kwargs: Any) -> None:
+        """Mark the inputs that vary, and save the module's state to restore it if a compile fails midway."""
         if not snapshots:
             snapshots.append(Snapshot(member.module))
+            self.observed.record(args, kwargs)
+            if self._config.dynamic is None:
+                self._while_tracing.enter_context(self.observed.marked(args, kwargs))
             self._while_tracing.enter_context(_torch.dynamo.without_weak_references())
             self._while_tracing.enter_context(_torch.dynamo.without_odd_gradients())
 
@@ -251,6 +278,8 @@ class CompiledTarget:
     def invalidate_weights(self) -> None:
         """Compare all weights at the next call, because a stage begins, and weights may have been swapped for it."""
         self._weights_are_suspect = True
+        if self._budget.exhausted:
+            self._budget.check()  # compiled steps have saved time since
         for graph in self.folded_graphs():
             graph.invalidate_weights()
 

@@ -18,7 +18,9 @@ from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.runtime.compiled_target import CompiledTarget
 from compile_callbacks.runtime.freezing import unwatchable_reason
+from compile_callbacks.runtime.recompile_budget import CompileLimits
 from compile_callbacks.runtime.repeated import Compiled
+from compile_callbacks.runtime.shapes import ShapeRecords
 from compile_callbacks.runtime.target import Target
 from compile_callbacks.runtime.target_settings import TargetSettings
 
@@ -118,6 +120,8 @@ class PhaseSwitch:
         recorder: Records the compile events.
         settings: The settings of the targets other than the config.
         warn: Issues each warning once.
+        shapes: Which dimensions of the targets' inputs vary.
+        limits: Bounds the time spent on recompiles.
     """
 
     def __init__(
@@ -129,7 +133,11 @@ class PhaseSwitch:
         recorder: CompileRecorder,
         settings: TargetSettings | None = None,
         warn: WarnOnce | None = None,
+        shapes: ShapeRecords | None = None,
+        limits: CompileLimits | None = None,
     ) -> None:
+        self._shapes = shapes or ShapeRecords()
+        self._limits = limits or CompileLimits()
         self._left_alone = left_alone
         self._passes = tuple(passes)
         self._recorder = recorder
@@ -138,7 +146,7 @@ class PhaseSwitch:
         self._dispatchers: dict[Compiled, list[Dispatcher]] = {}
         self._compiled: dict[tuple[Compiled, Phase, str | None, bool], CompiledTarget] = {}
         self._installed = False
-        self._selected: tuple[Phase, ActiveConfig, bool] | None = None
+        self._selected: tuple[Phase, ActiveConfig, bool, bool] | None = None
         self.trace_settings = _torch.events.TraceSettings(
             ours=lambda: recorder.key is not None,
             frozen=lambda: recorder.key is not None and recorder.key.frozen,
@@ -195,20 +203,25 @@ class PhaseSwitch:
 
     # ------------------------------------------------------------------------------------------ phases
 
-    def select(self, phase: Phase, active: ActiveConfig, *, frozen: bool = False) -> None:
+    def select(self, phase: Phase, active: ActiveConfig, *, frozen: bool = False, observes: bool = False) -> None:
         """Run the targets with the config of a phase from now on.
 
         Args:
             phase: The phase.
             active: The config.
             frozen: Whether no weight changes meanwhile, so that weights are frozen if the config freezes.
+            observes: Whether eager calls record the shapes of their inputs, because the phase will be compiled.
         """
-        if self._selected == (phase, active, frozen):  # as in most steps; a change takes 10 µs for each target
+        selected = phase, active, frozen, observes
+        if self._selected == selected:  # as in most steps; a change takes 10 µs for each target
             return
         for target, dispatchers in self._dispatchers.items():
             for dispatcher in dispatchers:
-                dispatcher.active = self._call_of(target, dispatcher, phase, active, frozen=frozen)
-        self._selected = phase, active, frozen
+                call = self._call_of(target, dispatcher, phase, active, frozen=frozen)
+                if observes and call is dispatcher.eager:
+                    call = self._shapes.of(target.name, phase).recording(call)
+                dispatcher.active = call
+        self._selected = selected
 
     def select_by_grad_mode(self, active: Mapping[Phase, ActiveConfig], *, frozen: bool = False) -> None:
         """Let the grad mode of each call select the phase: train if grad is enabled, else infer.
@@ -247,6 +260,8 @@ class PhaseSwitch:
                 settings=self._settings if candidate is None else self._settings.for_trial(),
                 frozen=frozen,
                 candidate=candidate,
+                limits=self._limits,
+                observed=self._shapes.of(target.name, phase),
             )
         return functools.partial(self._compiled[key].call, dispatcher.target)
 

@@ -41,9 +41,11 @@ class GraphBackend:
         passes: Graph passes that run before those of ``config``.
         recorder: Records the compile events.
         fallback: Handles failures; its settings say how.
+        may_compile: Whether a compile may begin. Otherwise the graph runs eagerly.
 
     Attributes:
         graphs: The number of compiled graphs.
+        operators: The number of operators in them.
     """
 
     def __init__(
@@ -55,8 +57,11 @@ class GraphBackend:
         *,
         recorder: CompileRecorder,
         fallback: EagerFallback,
+        may_compile: Callable[[], bool] = lambda: True,
     ) -> None:
         self.graphs = 0
+        self.operators = 0
+        self._may_compile = may_compile
         # torch keeps every backend for as long as the process lives, so a backend must not keep the module.
         self._first = weakref.ref(target.members[0])
         self._shared = len(target.members) > 1
@@ -72,6 +77,8 @@ class GraphBackend:
 
     def compile(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a captured graph; ``torch.compile`` takes this method as its ``backend``."""
+        if not self._may_compile():
+            return _torch.graphs.eager_graph(graph_module).forward
         device = _device_of(example_inputs)
         options = {**self._config.resolved_options(device), "freezing": self._key.frozen}
         uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
@@ -82,6 +89,7 @@ class GraphBackend:
         if compiled is None:
             return eager.forward
         self.graphs += 1
+        self.operators += sum(node.op in ("call_function", "call_method") for node in eager.graph.nodes)
         self._recorder.count_graph()  # after compiling, because Dynamo may restart its analysis, and call this again
         compiled = self._verification.wrap(
             compiled, eager, options, has_collective=has_collective, uses_cudagraphs=uses_cudagraphs

@@ -15,14 +15,15 @@ from compile_callbacks.passes.base import pass_identity
 
 VERSION = 1
 
-_SECTIONS = ("winners",)
+_SECTIONS = ("winners", "shapes")
 _MAX_ENTRIES = 50  # the latest of each section, so that a new batch size in each run does not fill the file
 
 
 class ModelRecord:
     """One JSON file: a mapping of sections, each a mapping of keys to mappings.
 
-    The section ``"winners"`` has the winner of a `Tune` by the key of the conditions that it was measured under.
+    - ``"winners"``: the winner of a `Tune` by the key of the conditions that it was measured under.
+    - ``"shapes"``: by phase and target, the dimensions of its inputs that vary.
 
     A file that is missing, damaged or of another version reads as an empty record. A file that cannot be written costs
     the record, not the run. The new file replaces the old one as a whole, and only its owner can read it.

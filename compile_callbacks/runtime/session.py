@@ -17,6 +17,7 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks._utils.fingerprints import architecture_fingerprint, code_fingerprint, digest
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.tune import Tune
@@ -35,8 +36,11 @@ from compile_callbacks.runtime.dispatcher import EAGERLY, ActiveConfig, PhaseSwi
 from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import is_sharded
 from compile_callbacks.runtime.measurements import Measurements, Stage, Step
+from compile_callbacks.runtime.model_record import ModelRecord
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
+from compile_callbacks.runtime.recompile_budget import CompileLimits
 from compile_callbacks.runtime.repeated import Compiled, group_targets
+from compile_callbacks.runtime.shapes import ShapeRecords
 from compile_callbacks.runtime.target import Target
 
 STATE_VERSION = 1
@@ -79,6 +83,8 @@ class Session:
         self._progress = CompileProgress(print_line)
         # torch holds the recorder while it listens. The recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(progress=self._progress)
+        self._shapes = ShapeRecords()
+        self._limits = CompileLimits()
         self._switch = PhaseSwitch(
             targets,
             left_alone=arguments.left_alone,
@@ -86,6 +92,8 @@ class Session:
             recorder=self._recorder,
             settings=arguments.target_settings,
             warn=warn,
+            shapes=self._shapes,
+            limits=self._limits,
         )
         self._tunings = {
             phase: PhaseTuning(phase, config, switch=self._switch, recorder=self._recorder, processes=self._processes)
@@ -100,6 +108,7 @@ class Session:
         self._measurements = Measurements(
             module, {phase: arguments.baseline_steps if active.config else 0 for phase, active in self._active.items()}
         )
+        self._limits.seconds_saved = self._measurements.timer.seconds_saved
         self._warnings = SessionWarnings(
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
         )
@@ -114,7 +123,12 @@ class Session:
     # ------------------------------------------------------------------------------------------ a Trainer run
 
     def begin(
-        self, *, precision: str = "", together: bool = False, shared: Mapping[Phase, Baseline] | None = None
+        self,
+        *,
+        precision: str = "",
+        together: bool = False,
+        shared: Mapping[Phase, Baseline] | None = None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin a Trainer run: install the targets.
 
@@ -122,8 +136,10 @@ class Session:
             precision: The trainer's precision.
             together: Whether all processes of the process group, if there is one, begin the same run here.
             shared: By phase, the baseline of another session of the run, which measures that phase's steps instead.
+            stopping: Whether the run was asked to stop. It must hold no reference to the module.
         """
         self.running = True
+        self._limits.stopping = stopping
         device = device_of(self.module)
         self._gpu.begin(device)
         self._processes.join(together=together and self._arguments.compiles, decides=bool(self._tunings))
@@ -135,6 +151,11 @@ class Session:
             _torch.inductor.import_inductor()
         if self._cache is not None:
             self._cache.begin(clean=self._processes.is_global_zero)
+        if self._cache is not None and self._arguments.cache_dir is not None:
+            model = digest([architecture_fingerprint(self.module), code_fingerprint(self.module)])
+            read_only = not self._processes.is_global_zero
+            self._shapes.record = ModelRecord(self._arguments.cache_dir, model, read_only=read_only)
+            self._shapes.load()
         self._recorder.listen()
         self._switch.install()
         for tuning in self._tunings.values():
@@ -151,7 +172,7 @@ class Session:
             self._processes.leave,
             self._recorder.stop,
             self._measurements.timer.discard_step,
-            *((self._warnings.check_cache_dir, cache.end) if cache is not None else ()),
+            *((self._warnings.check_cache_dir, cache.end, self._shapes.save) if cache is not None else ()),
             self._stay_compiled if keep_compiled else self._switch.remove,
         )
         with contextlib.ExitStack() as remaining:  # an exception in one part does not prevent the others
@@ -365,6 +386,7 @@ class Session:
             "report": self.report().to_dict(),
             "baselines": self._measurements.state_dict(),
             "device": self._measurements.device_name(),
+            "shapes": self._shapes.state(),
             "winners": {phase: winner for phase, tuning in self._tunings.items() if (winner := tuning.state())},
         }
 
@@ -377,6 +399,7 @@ class Session:
         report, winners, baselines = (_mapping(data.get(name)) for name in ("report", "winners", "baselines"))
         if report:
             self._before = CompileReport.from_dict({**report, "before": None})
+        self._shapes.restore(data.get("shapes"))
         device = data.get("device")
         if not all(self._processes.gather(isinstance(device, str) and device == self._measurements.device_name())):
             return
@@ -391,7 +414,8 @@ class Session:
         stage = self._stage
         active = self._active[stage.phase] if compiled else EAGERLY
         self._compiled = active.config is not None
-        self._switch.select(stage.phase, active, frozen=stage.weights_frozen)
+        observes = not self._compiled and self._arguments.configs[stage.phase] is not None
+        self._switch.select(stage.phase, active, frozen=stage.weights_frozen, observes=observes)
 
     def _adopt(self, tuning: PhaseTuning) -> None:
         """Take over the config that a tuning has chosen, and print its messages."""

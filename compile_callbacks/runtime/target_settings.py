@@ -14,8 +14,8 @@ from compile_callbacks._utils.signatures import signature
 OnError = Literal["eager", "raise"]
 """After a failure of the compiler: run eagerly, or raise."""
 
-NewShapes = Literal["recompile", "eager", "raise"]
-"""For an input of a new shape: recompile, run eagerly, or raise."""
+NewShapes = Literal["auto", "recompile", "eager", "raise"]
+"""For an input of a new shape: recompile within a budget, recompile, run eagerly, or raise."""
 
 RETURNING_SHAPE_CALLS = 8
 """With ``new_shapes="eager"``, the call of this number with one shape compiles: the shape keeps coming back.
@@ -44,7 +44,7 @@ class TargetSettings:
 
     on_error: OnError = "eager"
     verify: Verify = "off"
-    new_shapes: NewShapes = "recompile"
+    new_shapes: NewShapes = "auto"
     on_trial: bool = False
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from compile_callbacks._utils import fingerprints
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks.runtime.model_record import ModelRecord, conditions
 
-EMPTY = {"version": 1, "winners": {}}
+EMPTY = {"version": 1, "winners": {}, "shapes": {}}
 
 
 class Idle(GraphPass):
@@ -26,7 +26,7 @@ def test_record_keeps_values_in_a_private_file(tmp_path):
     record = ModelRecord(tmp_path / "cache", "abc")
     assert record.load() == EMPTY
     assert record.update("winners", "k", {"candidate": "default"}) is None
-    expected = {"version": 1, "winners": {"k": {"candidate": "default"}}}
+    expected = {**EMPTY, "winners": {"k": {"candidate": "default"}}}
     assert ModelRecord(tmp_path / "cache", "abc").load() == expected
     assert ModelRecord(tmp_path / "cache", "other").load() == EMPTY
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["model-abc.json"]
@@ -60,7 +60,7 @@ def test_record_of_another_rank_is_read_only(tmp_path):
         b"\xff\xfe\x00",
         b'{"winners": {"k": {}}}',
         b'{"version": 2, "winners": {"k": {}}}',
-        b'{"version": 1, "winners": null, "compile_seconds": null}',
+        b'{"version": 1, "winners": null, "shapes": null}',
         b'{"version": 1, "winners": ["k"]}',
         b'{"version": 1, "winners": {"k": null, "l": "default"}}',
         b'{"version": 1, "winners": {"k": 1' + b"0" * 9000 + b"}}",

@@ -1,0 +1,112 @@
+"""`RecompileBudget`: how many seconds of recompiling a target may cost in a phase. `CompiledTarget` asks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks._utils.messages import in_one_line
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder, EventKind
+
+LEAST_SECONDS = 30.0
+"""What recompiles may cost at least."""
+
+_REASONS = 3  # that the message names
+
+
+@dataclass(kw_only=True)
+class CompileLimits:
+    """What bounds the compiles of a session. It holds no reference to the module, because torch keeps every backend.
+
+    Attributes:
+        seconds_saved: Returns the time that compiled steps of a phase have saved so far.
+        stopping: Whether the process was asked to stop, so that no compile should begin.
+    """
+
+    seconds_saved: Callable[[Phase], float] = lambda phase: 0.0
+    stopping: Callable[[], bool] = lambda: False
+
+
+def allowed_seconds(first_compile: float, saved: float) -> float:
+    """The budget of a target: the time of its first compile, at least `LEAST_SECONDS`, and the time saved."""
+    return max(LEAST_SECONDS, first_compile) + max(0.0, saved)
+
+
+class RecompileBudget:
+    """Counts the seconds that a compiled target spends on recompiles and on graphs behind graph breaks.
+
+    The first graph is free. The others may cost the time of the first one, at least `LEAST_SECONDS`, plus the time that
+    compiled steps have saved so far.
+
+    Args:
+        key: The target and its phase.
+        recorder: Has the seconds of each compile.
+        limits: Has the time that compiled steps have saved.
+        warn: Warns once.
+        bounded: Whether there is a budget at all.
+    """
+
+    def __init__(
+        self, key: CompileKey, recorder: CompileRecorder, limits: CompileLimits, warn: WarnOnce, *, bounded: bool
+    ) -> None:
+        self.exhausted = False
+        """Whether inputs of new shapes run eagerly."""
+        self._key = key
+        self._recorder = recorder
+        self._limits = limits
+        self._warn = warn
+        self._bounded = bounded
+
+    def may_compile(self) -> bool:
+        """Whether a compile may begin: not if the budget is used up, or the process was asked to stop."""
+        if self._limits.stopping():
+            self._recorder.record("fallback", self._key, reason="the run was asked to stop before the compile began")
+            return False
+        return self.check()
+
+    def check(self) -> bool:
+        """Compare the seconds spent with those allowed. Returns whether more may be spent."""
+        if not self._bounded:
+            return True
+        first, *others = self._recorder.compile_seconds.get(self._key, [0.0])
+        allowed = allowed_seconds(first, self._limits.seconds_saved(self._key.phase))
+        was_exhausted, self.exhausted = self.exhausted, sum(others) > allowed
+        if self.exhausted and not was_exhausted:
+            self._report(sum(map(bool, others)), sum(others), allowed)
+        return not self.exhausted
+
+    def _report(self, compiles: int, spent: float, allowed: float) -> None:
+        target, phase = self._key.target, self._key.phase
+        self._recorder.collect()
+        breaks, recompiles = self._reasons("graph_break"), self._reasons("recompile")
+        if len(breaks) > len(recompiles):
+            causes = f"the first of {len(breaks)} graph breaks: {'; '.join(breaks[:_REASONS])}"
+            fix = f"name the parts of {target!r} between the graph breaks in targets=[...]"
+        else:
+            causes = f"the first of {len(recompiles)} reasons: {'; '.join(recompiles[:_REASONS]) or 'torch gives none'}"
+            fix = "pad inputs to a few sizes"
+        message = (
+            f"target {target!r} compiled {compiles} more graphs in {spent:.0f} s after its first one in the {phase} "
+            f"phase, which is more than the {allowed:.0f} s of its recompile budget. Inputs that fit none of its "
+            f"graphs run eagerly from now on; {causes}. To avoid that, {fix}; new_shapes='recompile' sets no budget"
+        )
+        self._recorder.record("budget", self._key, reason=message)
+        if self._key.candidate is None:  # the report tells of the candidates of a Tune
+            self._warn.warn("CC130", message, about=self._key)
+
+    def _reasons(self, kind: EventKind) -> list[str]:
+        key = self._key
+        events = [
+            e
+            for e in self._recorder.events_of(key.phase, kind)
+            if (e.target, e.candidate) == (key.target, key.candidate)
+        ]
+        return list(dict.fromkeys(_describe(e.reason or "", e.file, e.line) for e in events))
+
+
+def _describe(reason: str, file: str | None, line: int | None) -> str:
+    text = in_one_line(reason)
+    text = text if len(text) <= 100 else f"{text[:97]}..."
+    return f"{text} ({file}:{line})" if file else text
