@@ -36,7 +36,8 @@ from compile_callbacks.runtime.arguments import (
 from compile_callbacks.runtime.fsdp import unsupported_reason, unsupported_strategy_reason
 from compile_callbacks.runtime.measurements import Stage
 from compile_callbacks.runtime.session import Session
-from compile_callbacks.runtime.targets import named_targets, resolve_targets, unwrap_compiled
+from compile_callbacks.runtime.targets import named_targets, resolve_targets
+from compile_callbacks.runtime.users_compile import unwrap_compiled
 
 _STATE_KEY = "compile_callbacks"
 """The checkpoint's key for the states of all callbacks, by their targets. Lightning's ``state_dict`` hook is not used,

@@ -14,9 +14,9 @@ from compile_callbacks._utils import stack_chunks
 from compile_callbacks._utils.errors import warn_user
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.report.loggers import report_folder
-from compile_callbacks.runtime.checkpoint_keys import match_orig_mod_keys
 from compile_callbacks.runtime.measurements import Stage
 from compile_callbacks.runtime.session import Session
+from compile_callbacks.runtime.users_compile import match_orig_mod_keys
 
 
 @dataclass(kw_only=True)

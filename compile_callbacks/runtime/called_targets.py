@@ -1,4 +1,4 @@
-"""The modules and methods of a module that its steps call: the default targets."""
+"""`CalledTargets` records the modules and methods that a step calls: the default targets of a `Session`."""
 
 from __future__ import annotations
 
@@ -17,66 +17,87 @@ from compile_callbacks.runtime.fsdp import innermost_fsdp_units
 from compile_callbacks.runtime.target import Target, call_targets, contains, only_if_named, overlap
 
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
-_NO_FORWARD_PASS = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}  # recomputed forwards run in them
+_BACKWARD = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}  # activation checkpoints recompute in it
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
+class _Call:
+    """A call of a module, or of one of its methods.
+
+    Attributes:
+        frame: Its frame, whose locals are the inputs.
+        module: The module.
+        method: The name of the method; ``None`` for the call of the module.
+        inner: The calls of modules in it so far.
+    """
+
+    def __init__(self, frame: FrameType, module: nn.Module, method: str | None = None) -> None:
+        self.frame = frame
+        self.module = module
+        self.method = method
+        self.inner: list[_Call] = []
+
+
 class CalledTargets:
-    """Records the modules and methods of a root module that a step calls, outermost first.
+    """Records the modules and methods that a step calls, the outermost ones.
 
-    A profile function of Python (`sys.setprofile`) sees every call between `start` and `stop`, so the step is slow. It
-    looks through the root's own methods and through modules without parameters. It does not look into metrics, which
-    are state and not computation, into functions that the user compiled, and into backward passes.
+    Python's profile function (`sys.setprofile`) receives every call between `start` and `stop`, so the step is slow.
+    The methods of the root itself and modules without parameters are not recorded, but the calls within them are. Calls
+    within metrics (which are state, not computation), functions that the user compiled, and backward passes are not.
 
-    A method is recorded if it calls a module or returns a tensor. A method that calls its own module, as ``generate``
-    does, is looked through.
+    A method is recorded if it calls a module or returns a tensor. If a method calls its own module, as ``generate``
+    does, the module is recorded instead.
 
     Args:
         root: The module.
-        others: Targets of other callbacks. They are not recorded, and modules that contain one are looked through.
+        others: Targets of other callbacks. Neither they nor modules that contain one are recorded.
     """
 
     def __init__(self, root: nn.Module, others: Sequence[Target] = ()) -> None:
         self._root = root
         self._others = others
-        self._names: dict[int, str] = {}  # of the modules with parameters
-        self._modules: dict[int, nn.Module] = {}
-        self._found: dict[tuple[int, str | None], Target] = {}
-        self._inside: FrameType | None = None  # the frame whose calls are ignored
-        self._method: _Method | None = None
         self._recording = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self._names: dict[int, str] = {}
+        self._modules: dict[int, nn.Module] = {}  # those that are recorded
+        self._found: dict[tuple[int, str | None], Target] = {}
+        self._skipped: FrameType | None = None  # the frame whose calls are not recorded
+        self._method: _Call | None = None  # the outermost method that is running
 
     def start(self) -> None:
         """Begin to record; not if the user's own profiler is running, because Python has one profile function."""
         if sys.getprofile() is not None or _torch.dynamo.is_profiling():
             return
         modules = [(name, module) for name, module in self._root.named_modules() if name]
+        self._names = {id(module): name for name, module in modules}
         self._modules = {
             id(module): module
             for _, module in modules
             if next(module.parameters(), None) is not None and not self._contains_others(module)
         }
-        self._names = {id(module): name for name, module in reversed(modules)}
         self._recording = True
         sys.setprofile(self._event)
 
     def stop(self) -> list[Target]:
-        """Stop, and return what was recorded since `start`, in the order of the first call."""
-        if not self._recording:
-            return []
-        sys.setprofile(None)
+        """Stop, and return the targets that were recorded since `start`, in the order of the first call."""
+        if self._recording:
+            sys.setprofile(None)
+            self._recording = False
         found = [one for one in self._found.values() if not any(overlap(one, other) for other in self._others)]
-        self._found, self._modules, self._names = {}, {}, {}
-        self._inside = self._method = None
-        self._recording = False
+        self._clear()
         return found
+
+    def _contains_others(self, module: nn.Module) -> bool:
+        return any(other.module is not module and contains(module, other.module) for other in self._others)
 
     # ------------------------------------------------------------------------------------------ one event
 
     def _event(self, frame: FrameType, event: str, result: Any) -> None:
-        if self._inside is not None:
-            if event == "return" and frame is self._inside:
-                self._inside = None
+        if self._skipped is not None:
+            if event == "return" and frame is self._skipped:
+                self._skipped = None
         elif event == "call":
             self._call_begins(frame)
         elif event == "return" and self._method is not None and frame is self._method.frame:
@@ -84,69 +105,57 @@ class CalledTargets:
 
     def _call_begins(self, frame: FrameType) -> None:
         code = frame.f_code
-        if code in _NO_FORWARD_PASS or _torch.dynamo.is_compiled_call(code):
-            self._inside = frame
-        elif code is _MODULE_CALL or (code.co_argcount and code.co_varnames[0] == "self"):
-            module = frame.f_locals.get("self")
-            if not isinstance(module, nn.Module):
-                return
-            if only_if_named(module) or (
-                module is self._root and code is _MODULE_CALL and not (_steps(module) or self._others)
-            ):
-                self._inside = frame
-            elif id(module) not in self._modules:
-                return
-            elif code is _MODULE_CALL:
-                self._module_called(module)
-                self._inside = frame
-            elif self._method is None and (method := _method_of(module, code)) is not None:
-                self._method = _Method(frame, module, method)
+        if code in _BACKWARD or _torch.dynamo.is_compiled_call(code):
+            self._skipped = frame
+            return
+        if code is not _MODULE_CALL and not (code.co_argcount and code.co_varnames[0] == "self"):
+            return
+        module = frame.f_locals.get("self")
+        if not isinstance(module, nn.Module):
+            return
+        calls_root = module is self._root and code is _MODULE_CALL
+        if only_if_named(module) or (calls_root and not (_runs_step(module) or self._others)):
+            self._skipped = frame
+        elif id(module) not in self._modules:
+            return
+        elif code is _MODULE_CALL:
+            self._module_called(_Call(frame, module))
+            self._skipped = frame
+        elif self._method is None and (method := _method_name(module, code)) is not None:
+            self._method = _Call(frame, module, method)
 
-    def _contains_others(self, module: nn.Module) -> bool:
-        return any(other.module is not module and contains(module, other.module) for other in self._others)
+    def _module_called(self, call: _Call) -> None:
+        if self._method is None:
+            self._add(call)
+            return
+        self._method.inner.append(call)
+        if call.module is self._method.module:
+            for inner in self._method.inner:
+                self._add(inner)
+            self._method = None
 
-    def _module_called(self, module: nn.Module) -> None:
-        method = self._method
-        if method is not None:
-            method.called.append(module)
-            if module is not method.module:
-                return
-            self._method = None  # look through the method: its module's call is the target
-        for called in method.called if method is not None else [module]:
-            self._add(called, None)
-
-    def _method_ends(self, method: _Method, result: Any) -> None:
+    def _method_ends(self, call: _Call, result: Any) -> None:
         self._method = None
-        if method.called or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
-            self._add(method.module, method.name)
+        if call.inner or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+            self._add(call)
 
-    def _add(self, module: nn.Module, method: str | None) -> None:
-        path = self._names[id(module)]
-        if method is None or (method == "forward" and innermost_fsdp_units(module)):
-            targets = call_targets(path, module)
+    def _add(self, call: _Call) -> None:
+        path = self._names[id(call.module)]
+        if call.method is None or (call.method == "forward" and innermost_fsdp_units(call.module)):
+            targets = call_targets(path, call.module)
         else:
-            targets = [Target(f"{path}.{method}", module, method)]
+            targets = [Target(f"{path}.{call.method}", call.module, call.method)]
         for target in targets:
             self._found.setdefault((id(target.module), target.method), target)
 
 
-class _Method:
-    """A method that is running, and the modules that it has called so far."""
-
-    def __init__(self, frame: FrameType, module: nn.Module, name: str) -> None:
-        self.frame = frame
-        self.module = module
-        self.name = name
-        self.called: list[nn.Module] = []
-
-
-def _steps(root: nn.Module) -> bool:
-    """Whether a call of the LightningModule is a step: for DDP, Lightning puts the step in the place of ``forward``."""
+def _runs_step(root: nn.Module) -> bool:
+    """Whether a call of the LightningModule is a step: for DDP, Lightning replaces ``forward`` by the step."""
     return "forward" in vars(root)
 
 
-def _method_of(module: nn.Module, code: CodeType) -> str | None:
-    """The name by which a module has a function as a method of its own, not as one that every module has."""
+def _method_name(module: nn.Module, code: CodeType) -> str | None:
+    """The name of the module's method with this code; ``None`` for methods that every module has."""
     name = code.co_name
     if name.startswith("__") or code.co_flags & _SUSPENDED or (name != "forward" and hasattr(nn.Module, name)):
         return None

@@ -1,4 +1,4 @@
-"""`compile_phases`: a function or module without a Trainer, with settings for training and others for inference."""
+"""`compile_phases` compiles a module for a hand-written loop; `report_of` and `restore` take the compiled module."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from compile_callbacks.runtime.fsdp import unsupported_reason
 from compile_callbacks.runtime.session import Session
 from compile_callbacks.runtime.targets import resolve_targets
 
+_MODULE = "__compile_phases__"
+"""The attribute of a wrapped function that has the compiled module."""
+
 
 @explain_unknown_arguments
 def compile_phases(
-    target: Any = None,
+    module: Any = None,
     /,
-    *,
     train_mode: Mode = "default",
     infer_mode: Mode = "default",
+    *,
     targets: str | Sequence[str] | None = None,
     passes: Sequence[Any] = (),
     on_error: OnError = "eager",
@@ -36,32 +39,30 @@ def compile_phases(
     new_shapes: NewShapes = "auto",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Compile a function or module; each call takes the train settings where grad is enabled, else the infer settings.
+    """Compile a module or a function for a hand-written loop, with Fabric or without.
 
-    For hand-written loops, with Fabric or without. Nothing is compiled before the first call. A module is compiled in
-    place, as under a Trainer: its state_dict, copies and pickles are those of the original. Move it to its device
-    first. `report_of` tells what compiling cost, and `restore` undoes it.
+    A call with grad enabled runs with ``train_mode``, any other call with ``infer_mode``. torch compiles at the first
+    call, so move the module to its device before. A module is compiled in place, as under a Trainer: its state_dict,
+    copies and pickles are those of the original.
 
     Args:
-        target: A module, or a function, which is wrapped. Left out, the call makes a decorator.
-        train_mode: As `InductorCompile` takes it, but for ``"auto"`` and `Tune`: no steps are measured here.
-        infer_mode: The same, for calls with grad disabled.
-        targets: Names of the parts of a module that are compiled, or ``"repeated"`` for repeated blocks that share one
-            graph, as `InductorCompile` takes them; ``None``: the module as a whole, or each part that FSDP shards by
-            itself.
-        passes: Graph passes for both phases.
-        on_error: As `InductorCompile` takes it.
-        verify: As `InductorCompile` takes it.
-        new_shapes: As `InductorCompile` takes it.
-        cache_dir: As `InductorCompile` takes it, in use until `restore`, or until the module is deleted.
+        module: The module, or a function, which is wrapped. Without it, this function returns a decorator.
+        train_mode: See `InductorCompile`; not ``"auto"`` or a `Tune`, which compare the step times of a Trainer.
+        infer_mode: The same for calls with grad disabled.
+        targets: See `InductorCompile`. ``None`` compiles the call of the module, or each part that FSDP shards.
+        passes: See `InductorCompile`.
+        on_error: See `InductorCompile`.
+        verify: See `InductorCompile`.
+        new_shapes: See `InductorCompile`.
+        cache_dir: See `InductorCompile`. It is in use until `restore`, or until the module is deleted.
 
     Returns:
         The same module, or a function that calls the compiled one.
 
     Raises:
-        TypeError: No module or function, or an argument of the wrong type.
-        ValueError: A value that is none of the choices, ``targets`` of a function, or a module that is compiled by
-            this library already.
+        TypeError: ``module`` is not a module or function, or an argument has a wrong type.
+        ValueError: An argument has a value that is not one of its choices, ``targets`` are given for a function, or the
+            module is compiled already.
 
     Example::
 
@@ -71,7 +72,7 @@ def compile_phases(
         >>> report_of(double).infer.mode
         'max-autotune-no-cudagraphs'
     """
-    if target is None:
+    if module is None:
         return functools.partial(
             compile_phases,
             train_mode=train_mode,
@@ -83,10 +84,11 @@ def compile_phases(
             new_shapes=new_shapes,
             cache_dir=cache_dir,
         )
-    if not callable(target) or isinstance(target, type):
-        raise TypeError(f"target={target!r} must be a module or a function")
-    if targets is not None and not isinstance(target, nn.Module):
-        raise ValueError(f"targets={targets!r} names parts of a module, and {target!r} is a function")
+    if not callable(module) or isinstance(module, type):
+        raise TypeError(with_code("CC202", f"module={module!r} must be a torch.nn.Module or a function"))
+    if targets is not None and not isinstance(module, nn.Module):
+        message = f"targets={targets!r} names parts of a module, and {module!r} is a function"
+        raise ValueError(with_code("CC203", message))
     arguments = CompileArguments.checked(
         train_mode=train_mode,
         infer_mode=infer_mode,
@@ -97,106 +99,117 @@ def compile_phases(
         verify=verify,
         new_shapes=new_shapes,
     )
-    for phase, config in arguments.configs.items():
-        if isinstance(config, Tune):
-            raise ValueError(
-                with_code(
-                    "CC203",
-                    f"{phase}_mode={config.describe()!r} compares the step times of a Trainer, and compile_phases has "
-                    "none. Give one mode or config",
-                )
-            )
-    messages = arguments.without_effect()
-    infer = arguments.configs["infer"]
-    if infer is not None and infer.freezes:
-        messages.append(
-            "infer_mode's option 'freezing' has no effect without a Trainer, whose stages tell when weights are frozen"
-        )
-    for message in messages:
-        warn_user("CC204", message)
-    module = target if isinstance(target, nn.Module) else _Function(target)
-    found = resolve_targets(module, arguments.targets or ("forward",), nn.Module)
-    if refused := unsupported_reason(module, arguments.configs):
-        raise ValueError(with_code("CC802", refused))
-    parts = {member.name for part in found for member in part.members}
-    if _session_of(module) is not None or parts & set(compiled_target_names(module)):
-        message = (
-            f"target={type(module).__name__} is compiled by this library already; undo that first: restore(), or "
-            "deactivate() where an InductorBackend compiled it"
-        )
-        raise ValueError(message)
-    session = Session(module, found, arguments)
-    session.begin_by_grad_mode()
-    weakref.finalize(module, session.finalizer())
-    if module is target:
+    _check_without_trainer(arguments)
+    if isinstance(module, nn.Module):
+        _compile_in_place(module, arguments)
         return module
+    holder = _Function(module)
+    _compile_in_place(holder, arguments)
 
-    @functools.wraps(target)
+    @functools.wraps(module)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module(*args, **kwargs)
+        return holder(*args, **kwargs)
 
-    call.__dict__[_HOLDER] = module
+    call.__dict__[_MODULE] = holder
     return call
 
 
 def report_of(compiled: Any) -> CompileReport:
-    """What compiling cost so far. Step times are a Trainer's to measure, and are not in it.
+    """Return the report so far, without step times, which only a Trainer measures.
 
-    What ran and was not compiled is warned about here, once.
+    It warns once about targets that ran without a compiled graph.
 
     Args:
-        compiled: What `compile_phases` returned.
+        compiled: The module that `compile_phases` compiled, or the function that it returned.
 
     Raises:
         ValueError: It is not compiled by `compile_phases`.
     """
-    session = _session_or_error(compiled)
+    session = _session_or_error(compiled, "report_of")
     for phase in PHASES:
         session.check(phase)
     return session.report()
 
 
 def restore(compiled: Any) -> None:
-    """Have a module, or what a wrapped function calls, run uncompiled again, with nothing left behind.
+    """Undo `compile_phases`: the module, or the wrapped function, runs eagerly again.
 
     Args:
-        compiled: What `compile_phases` returned.
+        compiled: The module that `compile_phases` compiled, or the function that it returned.
 
     Raises:
         ValueError: It is not compiled by `compile_phases`.
     """
-    session = _session_or_error(compiled)
+    session = _session_or_error(compiled, "restore")
     session.end()
     session.free_compiled()
 
 
-_HOLDER = "__compile_phases__"
-
-
 class _Function(nn.Module):
-    """A function where a module is asked for."""
+    """A module that calls a function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self._function = function
 
     def extra_repr(self) -> str:
-        # By which the compile artifacts of two functions are told apart.
+        # It distinguishes the functions in the fingerprint that names the model's record in cache_dir.
         return f"{self._function.__module__}.{getattr(self._function, '__qualname__', '')}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
 
-def _session_or_error(compiled: Any) -> Session:
-    session = _session_of(getattr(compiled, _HOLDER, compiled))
+def _check_without_trainer(arguments: CompileArguments) -> None:
+    """Refuse modes that need a Trainer, and warn of settings without effect."""
+    for phase, config in arguments.configs.items():
+        if isinstance(config, Tune):
+            message = (
+                f"{phase}_mode={config.describe()!r} compares the step times of a Trainer, and compile_phases has "
+                "none. Give one mode or config"
+            )
+            raise ValueError(with_code("CC203", message))
+    messages = arguments.without_effect()
+    infer = arguments.configs["infer"]
+    if infer is not None and infer.freezes:
+        messages.append(
+            "infer_mode's option 'freezing' has no effect without a Trainer, which tells when weights are constant"
+        )
+    for message in messages:
+        warn_user("CC204", message)
+
+
+def _compile_in_place(module: nn.Module, arguments: CompileArguments) -> None:
+    if unsupported := unsupported_reason(module, arguments.configs):
+        raise ValueError(with_code("CC802", unsupported))
+    targets = resolve_targets(module, arguments.targets or ("forward",), nn.Module)
+    names = {member.name for target in targets for member in target.members}
+    if _session_of(module) is not None or names & set(compiled_target_names(module)):
+        message = (
+            f"module={type(module).__name__} is compiled by this library already. Call restore(module) first, or "
+            "deactivate() of the InductorBackend that compiled it"
+        )
+        raise ValueError(with_code("CC203", message))
+    session = Session(module, targets, arguments)
+    session.begin_by_grad_mode()
+    weakref.finalize(module, session.finalizer())
+
+
+def _session_or_error(compiled: Any, function: str) -> Session:
+    session = _session_of(getattr(compiled, _MODULE, compiled))
     if session is None:
-        raise ValueError(f"{compiled!r} is not compiled by compile_phases")
+        message = (
+            f"{function} got {type(compiled).__name__}, which compile_phases has not compiled, or which is restored "
+            "already. Pass the module that you passed to compile_phases, or the function that compile_phases returned. "
+            "A module that InductorCompile compiles is restored at the end of the Trainer's run, and a module of an "
+            "InductorBackend by its deactivate()"
+        )
+        raise ValueError(with_code("CC109", message))
     return session
 
 
 def _session_of(module: Any) -> Session | None:
-    """The session that a module is compiled in, from what stands on it: a registry would keep it alive."""
+    """Find the session in the dispatchers of a module: a registry would keep the module alive."""
     for part in module.modules() if isinstance(module, nn.Module) else ():
         for value in vars(part).values():
             session = getattr(value, "session", None)

@@ -309,7 +309,7 @@ class CompiledTarget:
     # ------------------------------------------------------------------------------------------ settings and results
 
     def allow_shapes(self, args: Any, kwargs: Any) -> None:
-        """Let calls with inputs of these shapes compile, whatever ``new_shapes`` is."""
+        """Let calls with inputs of these shapes compile, with any ``new_shapes``."""
         for policy in self._shapes.values():
             policy.allow(args, kwargs)
 

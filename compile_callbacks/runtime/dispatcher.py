@@ -1,4 +1,4 @@
-"""`Dispatcher` replaces the call of a target, and `PhaseSwitch` sets what the dispatchers of a session call."""
+"""`Dispatcher` replaces the call of a target. `PhaseSwitch` selects the function that it calls, for a `Session`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Dispatcher:
     Attributes:
         target: The target.
         eager: The call of the target without this library.
-        active: What a call of the target runs now. `PhaseSwitch` sets it.
+        active: The function that a call of the target runs now. `PhaseSwitch` sets it.
         compiled_by_user: What ``module.compile()`` had put into the slot.
         session: The session, if `report_of` and `restore` are to find it from the module.
     """

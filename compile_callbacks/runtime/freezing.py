@@ -1,4 +1,4 @@
-"""Whether weights are still what they were, for code that has them baked in."""
+"""`WeightWatch`: whether the weights of a module changed since they were frozen in compiled code."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.nn.parameter import is_lazy
 
 from compile_callbacks import _torch
 
-_CHUNK = 2**22  # elements hashed at once, to bound the memory that hashing takes
+_CHUNK = 2**22  # elements that are hashed at once, to bound the memory for it
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightWatch:
-    """Tells whether a module's weights changed, or moved, since it was last asked.
+    """Tells whether a module's weights changed, or moved to another address, since the last call.
 
     Args:
         module: The module whose parameters and buffers are watched.
@@ -28,41 +28,40 @@ class WeightWatch:
         self._some_lazy = False
         self._versions: list[tuple[int, int]] = []
         self._addresses: list[int] = []
-        self._contents: tuple[int, ...] | None = None
+        self._hashes: tuple[int, ...] | None = None
 
     def changed(self, *, thorough: bool) -> bool:
-        """Whether any weight is another than at the last call; true at the first.
+        """Whether a weight changed since the last call; true at the first call.
 
         Args:
-            thorough: Look at the contents, which sees every edit and reads all of the memory. Else at addresses
-                and version counters, which costs a tenth of a microsecond a tensor and is blind to edits in place
-                through ``.data`` and to parameters that were replaced by new objects.
+            thorough: Compare hashes of the contents. Otherwise compare addresses and version counters, which takes
+                0.1 µs a tensor, and misses edits through ``.data`` and parameters that were replaced by new objects.
         """
-        if self._contents is None or thorough or self._some_lazy:
+        if self._hashes is None or thorough or self._some_lazy:
             weights = list(_weights(self._module))
-            made = [weight for weight in weights if not is_lazy(weight)]
-            self._some_lazy = len(made) < len(weights)  # the call that follows makes them
-            self._parts = [part for weight in made for part in _parts(weight) if not part.is_inference()]
-            # A change of a sparse tensor does not count for its values.
-            self._wrappers = [weight for weight in made if not _is_plain(weight) and not weight.is_inference()]
+            initialized = [weight for weight in weights if not is_lazy(weight)]
+            self._some_lazy = len(initialized) < len(weights)  # the call that follows initializes them
+            self._parts = [part for weight in initialized for part in _parts(weight) if not part.is_inference()]
+            # The version counter of a sparse tensor is not that of its values.
+            self._wrappers = [weight for weight in initialized if not _is_plain(weight) and not weight.is_inference()]
         elif self._read_versions() == self._versions:
             return False
-        before = self._contents, self._addresses
+        before = self._hashes, self._addresses
         self._versions = self._read_versions()
-        self._contents = contents(self._module)
-        # What was not folded is baked in by its address, which moves with the module, as from a GPU and back.
+        self._hashes = content_hashes(self._module)
+        # Compiled code has the address of a weight that it does not fold. The address changes if the module is moved.
         self._addresses = [part.data_ptr() for part in self._parts]
-        return (self._contents, self._addresses) != before
+        return (self._hashes, self._addresses) != before
 
     def _read_versions(self) -> list[tuple[int, int]]:
         versions = [(part.data_ptr(), part._version) for part in self._parts]
         return versions + [(0, wrapper._version) for wrapper in self._wrappers] if self._wrappers else versions
 
 
-def contents(module: nn.Module) -> tuple[int, ...]:
-    """A 64-bit hash of each weight's bits in their order, without lazy weights that are not made yet."""
-    made = (weight for weight in _weights(module) if not is_lazy(weight))
-    hashes = [_hash(part).cpu() for weight in made for part in _parts(weight)]
+def content_hashes(module: nn.Module) -> tuple[int, ...]:
+    """A 64-bit hash of each weight's bits, in order, without uninitialized lazy weights."""
+    initialized = (weight for weight in _weights(module) if not is_lazy(weight))
+    hashes = [_hash(part).cpu() for weight in initialized for part in _parts(weight)]
     return tuple(torch.stack(hashes).tolist()) if hashes else ()
 
 
@@ -88,7 +87,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The dense tensors that hold a tensor's values: those of a sparse one, and those inside of a subclass."""
+    """The dense tensors that have the values of a tensor, if it is sparse or a tensor subclass."""
     if _torch.graphs.is_tensor_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from _parts(getattr(tensor, name))
@@ -110,7 +109,7 @@ def _hash(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _CHUNK):
         chunk = bits[start : start + _CHUNK].long()
-        # Odd factors, each its own: a change of one element or an exchange of two shows; sums wrap around.
+        # Each element has another odd factor, so that one changed element or two exchanged ones change the sum.
         factors = torch.arange(start, start + len(chunk), device=chunk.device) * 2654435769 * 2 + 1
         total += (chunk * factors).sum()
     return total

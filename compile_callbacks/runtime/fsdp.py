@@ -1,8 +1,8 @@
-"""What FSDP makes of a module: the parts that it gathers the weights of one after the other, and what they rule out.
+"""Modules whose weights FSDP shards: their innermost parts, which are compiled, and the settings that they rule out.
 
-FSDP2 (``fully_shard``) gathers and frees weights in forward hooks, FSDP1 (``FullyShardedDataParallel``) in a wrapper's
-``forward``. Torch traces neither. So what is compiled lies beneath them, where the weights are ordinary tensors: each
-part that holds no other, as torchtitan compiles each transformer block.
+FSDP2 (``fully_shard``) gathers and frees weights in forward hooks, FSDP1 (``FullyShardedDataParallel``) in the
+``forward`` of a wrapper. Dynamo traces neither. So the library compiles the innermost parts, whose weights are ordinary
+tensors while they run, as torchtitan compiles each transformer block.
 """
 
 from __future__ import annotations
@@ -13,30 +13,20 @@ from typing import Any
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks._torch.distributed import is_sharded
+from compile_callbacks._torch.distributed import is_sharded as is_sharded
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 
-__all__ = [
-    "WEIGHTS_ARE_SHARDED",
-    "check_not_sharded",
-    "fsdp1_wrapped",
-    "innermost_fsdp_units",
-    "is_sharded",
-    "strip_fsdp1_names",
-    "unsupported_reason",
-    "unsupported_strategy_reason",
-]
-
-WEIGHTS_ARE_SHARDED = "the weights are sharded: they are gathered for each call, at another address, and freed after it"
-"""Why weights are neither baked in nor folded, and no CUDA graph is recorded."""
+WEIGHTS_ARE_SHARDED = "the weights are sharded: FSDP gathers them for each call, at a new address, and frees them"
+"""The reason why weights are not frozen or folded, and why no CUDA graph is recorded."""
 
 
 def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that FSDP gathers weights for and that hold no other such.
+    """The modules that FSDP gathers weights for, without those that contain another one.
 
     Returns:
-        Their dotted names in ``root``, ``""`` for itself, and the modules.
+        Their dotted names in ``root``, ``""`` for ``root`` itself, and the modules.
     """
     units = {
         name: part
@@ -51,18 +41,23 @@ def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def fsdp1_wrapped(module: nn.Module) -> nn.Module | None:
-    """What an FSDP1 wrapper calls; ``None`` where the module is none."""
+    """The module that an FSDP1 wrapper calls; ``None`` if the module is not a wrapper."""
     return module.module if _torch.distributed.is_fsdp1_unit(module) else None  # type: ignore[return-value]
 
 
-def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
-    """Why settings cannot hold for a module whose weights are sharded; ``None`` where they can, or none are.
+def strip_fsdp1_names(name: str) -> str:
+    """The dotted name of a module without the names of FSDP1 wrappers."""
+    return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
 
-    Candidates of a `Tune` are not looked at: it leaves out what cannot hold.
+
+def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
+    """Why sharded weights do not allow the configs, as a message; ``None`` if they do.
+
+    A `Tune` is not checked: it skips the candidates that are not allowed.
 
     Args:
         root: The module.
-        configs: The settings by phase.
+        configs: The config of each phase.
     """
     if not is_sharded(root) or not any(configs.values()):
         return None
@@ -74,29 +69,16 @@ def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | N
     for phase, config in configs.items():
         if isinstance(config, InductorConfig) and config.uses_cudagraphs:
             return (
-                f"{phase}_mode={config.describe()!r} records CUDA graphs, which replay on weights that stay where they "
-                f"were, and {WEIGHTS_ARE_SHARDED}. Give 'default' or 'max-autotune-no-cudagraphs'"
+                f"{phase}_mode={config.describe()!r} records CUDA graphs, which replay on the addresses of the "
+                f"recording, and {WEIGHTS_ARE_SHARDED}. Give 'default' or 'max-autotune-no-cudagraphs'"
             )
     return None
 
 
-def check_not_sharded(module: nn.Module) -> None:
-    """Refuse a module of which each process holds a part.
-
-    Raises:
-        ValueError: Its weights are sharded.
-    """
-    if is_sharded(module):
-        raise ValueError(
-            "module's weights are sharded by FSDP, and this takes a module that one process holds whole: load a "
-            "checkpoint into one that was built alike"
-        )
-
-
 def unsupported_strategy_reason(strategy: object) -> str | None:
-    """Why nothing is compiled under a Trainer's strategy; ``None`` where it is one to compile under.
+    """Why nothing is compiled under a Trainer's strategy, as a message; ``None`` if the strategy is supported.
 
-    It is told by the name of its class: DeepSpeed need not be installed.
+    The name of its class tells: DeepSpeed need not be installed.
     """
     if not any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
         return None
@@ -107,6 +89,15 @@ def unsupported_strategy_reason(strategy: object) -> str | None:
     )
 
 
-def strip_fsdp1_names(name: str) -> str:
-    """A module's dotted name as it is where FSDP1 wraps nothing."""
-    return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
+def check_not_sharded(module: nn.Module) -> None:
+    """Check that this process has all weights of a module.
+
+    Raises:
+        ValueError: The weights are sharded.
+    """
+    if is_sharded(module):
+        message = (
+            "FSDP shards the weights of module, and this function takes a module with all weights in one process: "
+            "load a checkpoint into a new module"
+        )
+        raise ValueError(with_code("CC804", message))

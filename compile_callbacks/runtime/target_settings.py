@@ -1,4 +1,4 @@
-"""The arguments of a compiled target that are not compiler settings, and the policy for new input shapes."""
+"""`TargetSettings`: the reactions to failures, differences from eager and new input shapes."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from compile_callbacks._utils.messages import check_choice
 from compile_callbacks._utils.signatures import signature
 
 OnError = Literal["eager", "raise"]
-"""After a failure of the compiler: run eagerly, or raise."""
+"""If the compiler fails: run eagerly, or raise."""
 
 NewShapes = Literal["auto", "recompile", "eager", "raise"]
-"""For an input of a new shape: recompile within a budget, recompile, run eagerly, or raise."""
+"""If an input has a new shape: recompile within a budget, recompile, run eagerly, or raise."""
 
 RETURNING_SHAPE_CALLS = 8
-"""With ``new_shapes="eager"``, the call of this number with one shape compiles: the shape keeps coming back.
+"""With ``new_shapes="eager"``, the call of this number with one shape compiles, because the shape keeps coming back.
 
 torch's default ``recompile_limit`` is the same number.
 """
 
 Verify = Literal["off", "warn", "eager", "raise"]
-"""After a difference from eager: compare nothing, warn, run eagerly, or raise."""
+"""Compare nothing; or if a new graph differs from eager: warn, run it eagerly, or raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSettings:
-    """The arguments of a compiled target that are not compiler settings.
+    """The settings of a compiled target that are not compiler settings.
 
     Attributes:
-        on_error: The reaction to a failure of the compiler.
-        verify: The reaction to a difference from eager at a graph's first call.
-        new_shapes: The reaction to an input of a new shape.
-        on_trial: Whether the settings are candidates of a `Tune`. A candidate that fails or differs runs eagerly
-            whatever the other arguments are, and the `Tune` drops it. Its warnings are issued if it is chosen.
+        on_error: The reaction if the compiler fails.
+        verify: The reaction if a graph differs from eager in its first call.
+        new_shapes: The reaction if an input has a new shape.
+        on_trial: Whether the config is a candidate of a `Tune`. A candidate that fails or differs runs eagerly
+            with any of the other settings, and the `Tune` drops it. Its warnings are issued if it is chosen.
 
     Raises:
         ValueError: A value is not one of the choices.
@@ -64,7 +64,7 @@ class ShapePolicy:
     """Decides whether a call may compile, by whether an earlier call had inputs of the same shapes.
 
     Args:
-        new_shapes: The reaction to an input of a new shape.
+        new_shapes: The reaction if an input has a new shape.
     """
 
     def __init__(self, new_shapes: NewShapes) -> None:

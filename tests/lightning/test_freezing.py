@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from compile_callbacks import CompileWarning, InductorCompile
-from compile_callbacks.runtime.freezing import contents
+from compile_callbacks.runtime.freezing import content_hashes
 from tests.support.convolutional import Convolutional, eager, images
 from tests.support.models import trainer
 
@@ -130,8 +130,8 @@ def test_contents_of_every_kind_of_tensor():
     module = nn.Module()
     for index, dtype in enumerate((torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex64)):
         module.register_buffer(f"b{index}", torch.ones(2, 3, dtype=dtype).t())
-    before = contents(module)
-    assert contents(copy.deepcopy(module)) == before
+    before = content_hashes(module)
+    assert content_hashes(copy.deepcopy(module)) == before
     module.b4[0, 0] = 2j
-    assert contents(module) != before
-    assert contents(nn.Module()) == ()
+    assert content_hashes(module) != before
+    assert content_hashes(nn.Module()) == ()

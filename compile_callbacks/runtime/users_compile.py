@@ -1,0 +1,83 @@
+"""Wrappers and state-dict keys of the user's own ``torch.compile``, which `InductorCompile` replaces."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from compile_callbacks import _torch
+from compile_callbacks._utils.phases import PHASES, Phase
+
+_PREFIX = "_orig_mod."  # torch.compile(module) puts it in front of each key of the module that it wraps
+_STEPS: dict[Phase, tuple[str, ...]] = {
+    "train": ("training_step",),
+    "infer": ("validation_step", "test_step", "predict_step"),
+}
+
+
+def unwrap_compiled(root: nn.Module, left_alone: frozenset[Phase] = frozenset()) -> list[str]:
+    """Replace the wrappers of ``torch.compile(module)`` in a module by the modules that they wrap.
+
+    The original module is compiled in place with the settings of its wrapper, so that it runs as the user compiled it
+    in a phase that is left alone. Lightning's ``torch.compile(lightning_module)`` sets compiled methods on the module;
+    those of the other phases are deleted.
+
+    Args:
+        root: The module.
+        left_alone: The phases that run as the user compiled them. If these are both phases, nothing changes.
+
+    Returns:
+        The names of the modules that were replaced.
+    """
+    if left_alone == frozenset(PHASES):
+        return []
+    replaced = []
+    if getattr(root, "_compiler_ctx", None) is not None:  # set by Lightning
+        steps = itertools.chain(*(_STEPS[phase] for phase in PHASES if phase not in left_alone))
+        if methods := [name for name in ("forward", *steps) if name in vars(root)]:
+            for name in methods:
+                del vars(root)[name]
+            replaced.append("the LightningModule")
+        if not left_alone:
+            root._compiler_ctx = None  # type: ignore[assignment]
+    for prefix, parent in list(root.named_modules(remove_duplicate=False)):
+        for name, child in list(parent._modules.items()):
+            if child is not None and _torch.dynamo.is_dynamo_wrapper(child):
+                parent._modules[name] = _torch.dynamo.compiled_in_place(child)
+                replaced.append(f"{prefix}.{name}".removeprefix("."))
+    return replaced
+
+
+def match_orig_mod_keys(module: nn.Module) -> RemovableHandle:
+    """Rename the keys of each state_dict that is loaded into a module, until the handle is removed.
+
+    ``_orig_mod.`` is added to or removed from a key so that it equals a key of the module. A callback's
+    ``on_load_checkpoint`` is too late for this: Lightning has loaded the weights before.
+    """
+    handle: RemovableHandle = module.register_load_state_dict_pre_hook(_MatchKeys())
+    return handle
+
+
+class _MatchKeys:
+    """The hook. In a pickle of the module, a function that does nothing and does not need this library replaces it."""
+
+    def __call__(self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+        """Rename the keys of a state_dict before it is loaded into a module."""
+        if prefix:  # the module is a part of the loaded one, and other parts have keys in the state_dict, too
+            return
+        own_keys = {key.replace(_PREFIX, ""): key for key in module.state_dict(keep_vars=True)}
+        for key in list(state_dict):
+            plain = key.replace(_PREFIX, "")
+            wanted = own_keys.get(plain, plain)
+            if wanted not in state_dict:
+                state_dict[wanted] = state_dict.pop(key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _MatchKeys:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ("", "format")
