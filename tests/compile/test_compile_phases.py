@@ -204,7 +204,7 @@ def test_a_failure_costs_speed_or_is_raised():
         (torch.relu, {"targets": ["net"]}, ValueError, "targets="),
         (torch.relu, {"train_mode": "fast"}, ValueError, "train_mode='fast'"),
         (torch.relu, {"train_mode": "auto"}, ValueError, "train_mode='auto' compares the step times of a Trainer"),
-        (torch.relu, {"infer_mode": Tune(["default"])}, ValueError, "infer_mode=Tune"),
+        (torch.relu, {"infer_mode": Tune(["default"])}, ValueError, r"infer_mode=.tune\(default\)."),
         (torch.relu, {"on_error": "stop"}, ValueError, "on_error='stop'"),
         (torch.relu, {"passes": [3]}, TypeError, "passes"),
         (mlp(), {"targets": ["no.such"]}, ValueError, "targets='no.such'"),
