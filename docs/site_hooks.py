@@ -1,14 +1,20 @@
-"""What mkdocs does besides rendering Markdown: it makes the page of messages, and edits the HTML of the reference."""
+"""Hooks of mkdocs: they generate the pages that have another source, and edit the HTML of the API reference.
+
+Generated are the messages (from the texts of ``compile-callbacks explain``), the notebook, the changelog and the page for
+contributors.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
 
-EXPLANATIONS = Path(__file__).parents[1] / "compile_callbacks" / "cli" / "explanations"
+ROOT = Path(__file__).parents[1]
+EXPLANATIONS = ROOT / "compile_callbacks" / "cli" / "explanations"
 MESSAGES_HEAD = """\
 # Messages
 
@@ -19,15 +25,32 @@ entry of a code; this page has all entries. A warning is a `CompileWarning`:
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Add ``messages.md``, made of the texts that ``compile-callbacks explain`` prints."""
+    """Add the generated pages."""
+    pages = {
+        "reference/messages.md": _messages(),
+        "get_started/notebook.md": _notebook(ROOT / "examples" / "quickstart.ipynb"),
+        "project/changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+        "project/contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("(docs/", "(../"),
+    }
+    for name, content in pages.items():
+        files.append(File.generated(config, name, content=content))
+
+
+def _messages() -> str:
     text = "\n".join([MESSAGES_HEAD, *(f"#{path.read_text()}" for path in sorted(EXPLANATIONS.glob("*.md")))])
-    text = re.sub(r"^## (CC(\d+): .*)$", r"### \1 {#cc\2}", text, flags=re.MULTILINE)
-    files.append(File.generated(config, "messages.md", content=text))
+    return re.sub(r"^## (CC(\d+): .*)$", r"### \1 {#cc\2}", text, flags=re.MULTILINE)
+
+
+def _notebook(path: Path) -> str:
+    """The cells of a notebook as Markdown. The notebook in the repository has no outputs."""
+    cells = ((cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"])
+    text = "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells)
+    return text.replace("(../docs/", "(../")
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Make links of the names of pages in the reference, and one colon of the two before an example."""
-    if page.file.src_uri != "api.md":
+    if page.file.src_uri != "reference/api.md":
         return html
     html = html.replace("<p>Example::</p>", "<p><strong>Example:</strong></p>")
     return re.sub(r"docs/(\w+)\.md", r'<a href="\1.html">docs/\1.md</a>', html)

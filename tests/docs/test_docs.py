@@ -20,7 +20,7 @@ from tests.support.models import CLASSES, FEATURES, Classifier, loader
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = {path.name: path for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]}
+PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]}
 GPU_ONLY = "<!-- compiled only: it needs GPUs -->"
 BLOCK = re.compile(
     rf"^(?P<mark>{re.escape(GPU_ONLY)}\n\n?)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -52,7 +52,7 @@ def check_the_passes_of_the_page(namespace):
 
 
 def test_the_drawing_of_the_data_path_names_functions_that_exist():
-    drawn = re.findall(r"^ *([\w.]+)(?:, \.\w+)? +([\w/]+\.py)\b", PAGES["how_it_works.md"].read_text(), re.MULTILINE)
+    drawn = re.findall(r"^ *([\w.]+)(?:, \.\w+)? +([\w/]+\.py)\b", PAGES["docs/concepts/how_it_works.md"].read_text(), re.MULTILINE)
     assert len(drawn) > 20
     for name, path in drawn:
         found = importlib.import_module("compile_callbacks." + path.removesuffix(".py").replace("/", "."))
@@ -67,7 +67,7 @@ def test_the_drawing_of_the_data_path_names_functions_that_exist():
 @pytest.mark.filterwarnings("ignore:.* asks for CUDA graphs, and the module is not on a GPU")  # it may be read on a CPU
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    source = Path(__file__).parent / f"code_of_{page}"  # a pass is known to torch's cache by its source
+    source = Path(__file__).parent / f"code_of_{page.replace('/', '_')}"  # a pass is known to torch's cache by its source
     namespace = prepared(page)
     dynamo = torch._dynamo.config.get_config_copy()
     try:
@@ -75,7 +75,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
             code = compile(block["code"], str(source), "exec")
             if not block["mark"]:
                 exec(code, namespace)
-        if page == "passes.md":
+        if page == "docs/how_to/graph_passes.md":
             check_the_passes_of_the_page(namespace)
     finally:
         now = torch._dynamo.config.get_config_copy()
@@ -85,7 +85,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
 
 def test_few_blocks_are_not_run():
     marked = {page: sum(bool(block["mark"]) for block in blocks(page, "python")) for page in WITH_CODE}
-    assert {page for page, count in marked.items() if count} <= {"many_gpus.md"}
+    assert {page for page, count in marked.items() if count} <= {"docs/how_to/several_gpus.md"}
 
 
 # ------------------------------------------------------------------------------------------ commands
