@@ -1,8 +1,8 @@
-"""A custom graph pass, written, tested and used: inference takes GELU's tanh approximation, training the exact one.
+"""Write, test and use a graph pass: inference uses GELU's tanh approximation, training the exact function.
 
-What it teaches: `pattern_pass` makes a pass of two functions, a pattern and its replacement, and asks of each place
-whether it is in an inference graph; `check_pass` shows the operators before and after, and compares values; the report
-says what the pass did to each graph.
+`pattern_pass` makes a pass from two functions, a pattern and its replacement. Its argument `where` limits the pass to
+inference graphs. `check_pass` shows the operators before and after and compares values. The report has an entry for each
+graph.
 
     python examples/custom_pass.py
 """

@@ -1,7 +1,7 @@
-"""Several processes (DDP): the same line, on two CPU processes or on as many GPUs as there are.
+"""Several processes (DDP): the same line, with two processes on CPUs or several on GPUs.
 
-What it teaches: the callback compiles in each process, in place inside DDP's wrapper, and nothing else changes: the
-processes end with equal weights, and the checkpoint has the keys of the eager model and loads in one process.
+The callback compiles in each process, in place inside DDP's wrapper. The processes end with equal weights. The checkpoint
+has the keys of the original model and loads in one process.
 
     python examples/ddp.py --devices 2 --accelerator cpu
     python examples/ddp.py --devices 8 --accelerator gpu
@@ -37,7 +37,7 @@ def main():
     trainer.fit(model, *loaders())
 
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    weights = weights.to(trainer.strategy.root_device)  # fit leaves the module on the CPU, where NCCL gathers nothing
+    weights = weights.to(trainer.strategy.root_device)  # fit leaves the module on the CPU, and NCCL needs GPU tensors
     everyones = trainer.strategy.all_gather(weights).reshape(trainer.world_size, -1)
     accuracy = float(trainer.callback_metrics["accuracy"])
     checkpoint = Path(tempfile.gettempdir(), "compile_callbacks_ddp.ckpt")

@@ -1,4 +1,4 @@
-"""What the short examples share: scikit-learn's handwritten digits, a small classifier of them, and a Trainer."""
+"""Shared by the short examples: scikit-learn's handwritten digits, a small classifier, and a Trainer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_trainer(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
 
 
 def check(fact: bool, what: str) -> None:
-    """End the example with an error where it did not do what it shows."""
+    """End the example with an error if a check fails."""
     print(f"{'yes' if fact else 'NO'}: {what}")
     if not fact:
         raise SystemExit(1)

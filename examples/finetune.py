@@ -1,7 +1,7 @@
-"""Fine-tuning: train a new head on a frozen body first, then thaw the body, with both compiled.
+"""Fine-tuning: train a new head on a frozen backbone, then unfreeze the backbone. Both are compiled.
 
-What it teaches: a freeze or a thaw changes what has gradients, so torch compiles the targets concerned anew, once, and
-the report counts it as a recompile with its reason; nothing is to be done about it, and the frozen body does not move.
+When a parameter freezes or unfreezes, torch recompiles the targets that use it, once. The report counts a recompile and
+gives the reason. You need not do anything. The weights of the frozen backbone do not change.
 
     python examples/finetune.py
 """
@@ -40,7 +40,7 @@ def main():
     for event in compiler.report.train.diagnostics.events:
         if event["kind"] == "recompile":
             print(f"recompiled {event['target']}: {event['reason']}")
-    check(watch.moved == [False, False, True, True, True], "the body stands still until it is thawed, and moves then")
+    check(watch.moved == [False, False, True, True, True], "the backbone's weights change only after it is unfrozen")
     check(compiler.report.train.fallbacks == 0, "all of it ran compiled")
     check(
         str(compiler.report.train.verified).startswith("equal"),

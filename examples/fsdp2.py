@@ -1,7 +1,7 @@
-"""Sharded weights (FSDP2): a small transformer whose blocks `fully_shard` spreads over processes, CPUs or GPUs.
+"""Sharded weights (FSDP2): a small transformer; `fully_shard` shards its blocks over several processes.
 
-What it teaches: there is nothing to add to the one line. Each sharded block is compiled between FSDP's hooks, all of
-them by one graph; each process holds its share of the weights; and a checkpoint loads into the model without FSDP.
+The callback needs no other setting. It compiles each sharded block between FSDP's hooks, and all blocks share one graph.
+Each process holds its shard of the weights. The checkpoint loads into the model without FSDP.
 
     python examples/fsdp2.py --devices 2 --accelerator cpu
     python examples/fsdp2.py --devices 8 --accelerator gpu
@@ -40,7 +40,7 @@ class RowReader(DigitClassifier):
 
 
 class Sharded(RowReader):
-    """The same, sharded when the Trainer knows its devices: the blocks one by one, and around them what is left."""
+    """The classifier, sharded when the Trainer knows its devices: each block, then the rest of the model."""
 
     def configure_model(self):
         for block in self.backbone.layers:

@@ -1,8 +1,8 @@
-"""A loop by hand, without a Trainer: `compile_phases` compiles a module for training and for inference.
+"""A loop without a Trainer: `compile_phases` compiles a module for training and for inference.
 
-What it teaches: one call compiles the module in place; each call then tells its phase by the grad mode, so
-`torch.no_grad()` or `torch.inference_mode()` around evaluation is all that it takes. `report_of` says what was
-compiled, and `restore` makes the module an ordinary one again. Fabric's modules go the same way.
+One call compiles the module in place. The grad mode of each later call decides its phase, so evaluation needs only
+`torch.no_grad()` or `torch.inference_mode()`. `report_of` returns the report, and `restore` removes the compiled code.
+Modules of Lightning Fabric work in the same way.
 
     python examples/plain_loop.py
 """

@@ -1,7 +1,7 @@
-"""Train a ResNet-18 on scikit-learn's handwritten digits, with training and inference compiled apart.
+"""Train a ResNet-18 on scikit-learn's handwritten digits, with separate compiled code for training and inference.
 
 The data (1,797 images of 8x8 pixels) come with scikit-learn, so nothing is downloaded, and two CPU cores need
-about a minute. All that is not ordinary Lightning here is `InductorCompile` in the Trainer's callbacks.
+about a minute. `InductorCompile` in the Trainer's callbacks is the only addition to ordinary Lightning.
 
     python examples/resnet_digits.py --train-mode default --infer-mode default
 """
@@ -29,7 +29,7 @@ from torchvision.transforms.v2 import RandomCrop, Transform
 
 from compile_callbacks import AOTInductorExport, InductorCompile
 
-HELD_OUT = 256  # images each for validation and for test: whole batches, so no batch has a shape of its own
+HELD_OUT = 256  # images each for validation and for test: whole batches, so that all batches have the same shape
 
 
 class DigitClassifier(LightningModule):
@@ -120,7 +120,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-epochs", type=int, default=10, help="epochs to train")
     add("--batch-size", type=int, default=64, help="images in a batch, in every stage")
     add("--accelerator", default="auto", help="Lightning's accelerator: auto, cpu, gpu, ...")
-    add("--logdir", type=Path, default=Path("runs"), help="where logs and checkpoints go")
+    add("--logdir", type=Path, default=Path("runs"), help="folder for logs and checkpoints")
     add("--seed", type=int, default=0, help="seed of the weights and of the order of the batches")
     add("--export", type=Path, nargs="?", const="digits.pt2", help="leave a package of the best weights here")
     add("--min-accuracy", type=float, default=0.0, help="exit with status 1 if the test accuracy is lower")

@@ -1,11 +1,11 @@
-"""Train a torchvision ResNet on a folder of images, with training and inference compiled apart.
+"""Train a torchvision ResNet on a folder of images, with separate compiled code for training and inference.
 
-DATA holds `train/CLASS/*.jpg` and `val/CLASS/*.jpg`, as `torchvision.datasets.ImageFolder` reads them:
+DATA contains `train/CLASS/*.jpg` and `val/CLASS/*.jpg`, as `torchvision.datasets.ImageFolder` reads them:
 
     python examples/resnet_imagefolder.py DATA --max-epochs 90 --batch-size 256
 
-Without a data set, random images show what compiling costs and gains on this machine (the second line is
-small enough for a machine without a GPU):
+Without a data set, random images show the cost and the gain of compiling on this machine (the second line is small enough
+for a machine without a GPU):
 
     python examples/resnet_imagefolder.py --fake-data
     python examples/resnet_imagefolder.py --fake-data --arch resnet18 --image-size 64
@@ -128,7 +128,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--limit-train-batches", type=batch_limit, default=1.0, help="batches, or a share as in 0.1")
     add("--limit-val-batches", type=batch_limit, default=1.0, help="batches, or a share as in 0.1")
     add("--accelerator", default="auto", help="Lightning's accelerator: auto, cpu, gpu, ...")
-    add("--logdir", type=Path, default=Path("runs"), help="where logs and checkpoints go")
+    add("--logdir", type=Path, default=Path("runs"), help="folder for logs and checkpoints")
     add("--seed", type=int, default=0, help="seed of the weights and of the order of the batches")
     return parser.parse_args(argv)
 

@@ -1,8 +1,7 @@
-"""Resume: a run that ends goes on from its checkpoint, compiled, and ends where one that never stopped ends.
+"""Resume: a run continues from its checkpoint, compiled, and ends with the weights of an uninterrupted run.
 
-What it teaches: checkpoints look as if nothing had been compiled (they load where this library is not installed); the
-callback's report is in them, so the run that goes on measures no eager baseline again; and `cache_dir` spares it the
-compile too.
+Checkpoints have the keys of the original model. They contain the callback's report, so that the resumed run does not
+measure the baseline again. With `cache_dir`, the resumed run also loads the compiled code.
 
     python examples/resume.py
 """
@@ -19,7 +18,7 @@ from compile_callbacks import InductorCompile
 
 
 def fit(epochs, cache_dir, resume_from=None):
-    """Train up to so many epochs; the trainer, the module and the report."""
+    """Train up to an epoch; returns the trainer, the module and the report."""
     pl.seed_everything(0)
     model = DigitClassifier()
     # With a named target, the resumed run is compiled from its first step. Otherwise that step is eager and rounds
@@ -44,10 +43,10 @@ def main():
         pairs = zip(resumed.parameters(), straight.parameters(), strict=True)
         difference = max((a - b).abs().max().item() for a, b in pairs)
         print(f"largest difference of a weight  {difference:.1e}")
-        check(difference < 1e-3, "the run that was resumed ends where the one that never stopped ends")
-        check(second.verified == f"equal {second.graphs}", "what goes on compiled computes what eager would")
-        check("eager_step_ms" in second.diagnostics.restored, "the eager baseline is that of the first run")
-        check(second.diagnostics.cache_misses == 0 < second.cache_hits, "what the first run compiled was loaded")
+        check(difference < 1e-3, "the resumed run ends with the weights of the uninterrupted run")
+        check(second.verified == f"equal {second.graphs}", "the resumed run computes the same as eager")
+        check("eager_step_ms" in second.diagnostics.restored, "the eager baseline is from the first run")
+        check(second.diagnostics.cache_misses == 0 < second.cache_hits, "the compiled code of the first run was loaded")
         print(f"compile seconds  {first.compile_seconds:.1f}, resumed {second.compile_seconds:.1f}")
 
 

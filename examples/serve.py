@@ -1,11 +1,11 @@
-"""Deploy: a trained module as a `.pt2` package behind a small HTTP server, and a client that asks it.
+"""Deploy: serve a trained module as a `.pt2` package with a small HTTP server, and call it with a client.
 
-What it teaches: `export` writes a package of compiled code with its weights; `load_exported` gives a callable that
-checks its inputs; the server needs neither Lightning nor the module's source. It trains, exports, serves, asks, and
-ends; with `--package` the package stays, for a server that runs until it is interrupted and a client of its own:
+`export` writes a package with compiled code and weights. `load_exported` returns a callable that checks its inputs. The
+server needs neither Lightning nor the module's source. The example trains, exports, serves, sends a request and ends.
+With `--package` it keeps the package for a separate server and client:
 
     python examples/serve.py --package digits.pt2
-    python examples/serve.py --serve digits.pt2 --port 8080  # until interrupted; what follows in another terminal
+    python examples/serve.py --serve digits.pt2 --port 8080  # until interrupted; run the next line in another terminal
     python -c 'import json; print(json.dumps({"images": [[0.5] * 64]}))' | curl -d @- http://127.0.0.1:8080
 """
 
@@ -92,7 +92,7 @@ def main():
     with torch.no_grad():
         eager = model.eval()(images).argmax(dim=1)
     print(f"asked for {len(images)} digits; the first ones are {served[:8].tolist()}; two numbers: {wrong['error']}")
-    check(torch.equal(served, eager), "the server answers what the module in eager answers")
+    check(torch.equal(served, eager), "the server's answer equals the eager module's")
     check((served == labels).float().mean().item() > 0.85, "it reads digits")
     check("error" in wrong, "an input of another shape is refused")
 

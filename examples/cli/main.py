@@ -1,10 +1,10 @@
-"""LightningCLI builds `InductorCompile` from YAML: the settings of the compiler live in a file, like all others.
+"""LightningCLI builds `InductorCompile` from a YAML file.
 
-What it teaches: modes, mappings of `InductorConfig`'s fields, and passes by their import path are plain YAML.
+In YAML, a config is a mode or a mapping of `InductorConfig`'s fields, and a pass is its import path.
 
     python examples/cli/main.py fit --config examples/cli/config.yaml
 
-What `config.yaml` leaves out can be given at the command line, and `--print_config` shows all of it:
+The command line overrides `config.yaml`, and `--print_config` prints the complete configuration:
 
     python examples/cli/main.py fit --config examples/cli/config.yaml --trainer.max_epochs 2 --print_config
     python examples/cli/main.py fit --trainer.callbacks.help compile_callbacks.InductorCompile

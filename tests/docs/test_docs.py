@@ -52,7 +52,9 @@ def check_the_passes_of_the_page(namespace):
 
 
 def test_the_drawing_of_the_data_path_names_functions_that_exist():
-    drawn = re.findall(r"^ *([\w.]+)(?:, \.\w+)? +([\w/]+\.py)\b", PAGES["docs/concepts/how_it_works.md"].read_text(), re.MULTILINE)
+    drawn = re.findall(
+        r"^ *([\w.]+)(?:, \.\w+)? +([\w/]+\.py)\b", PAGES["docs/concepts/how_it_works.md"].read_text(), re.MULTILINE
+    )
     assert len(drawn) > 20
     for name, path in drawn:
         found = importlib.import_module("compile_callbacks." + path.removesuffix(".py").replace("/", "."))
@@ -67,7 +69,9 @@ def test_the_drawing_of_the_data_path_names_functions_that_exist():
 @pytest.mark.filterwarnings("ignore:.* asks for CUDA graphs, and the module is not on a GPU")  # it may be read on a CPU
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    source = Path(__file__).parent / f"code_of_{page.replace('/', '_')}"  # a pass is known to torch's cache by its source
+    source = (
+        Path(__file__).parent / f"code_of_{page.replace('/', '_')}"
+    )  # a pass is known to torch's cache by its source
     namespace = prepared(page)
     dynamo = torch._dynamo.config.get_config_copy()
     try:
