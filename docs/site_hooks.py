@@ -1,7 +1,7 @@
 """Hooks of mkdocs: they generate the pages that have another source, and edit the HTML of the API reference.
 
-Generated are the messages (from the texts of ``compile-callbacks explain``), the notebook, the changelog and the page for
-contributors.
+Generated are the messages (from the texts of ``compile-callbacks explain``), the notebook, the changelog and the page
+for contributors.
 """
 
 from __future__ import annotations

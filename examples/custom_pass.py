@@ -1,8 +1,8 @@
 """Write, test and use a graph pass: inference uses GELU's tanh approximation, training the exact function.
 
 `pattern_pass` makes a pass from two functions, a pattern and its replacement. Its argument `where` limits the pass to
-inference graphs. `check_pass` shows the operators before and after and compares values. The report has an entry for each
-graph.
+inference graphs. `check_pass` shows the operators before and after and compares values. The report has an entry for
+each graph.
 
     python examples/custom_pass.py
 """

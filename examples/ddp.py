@@ -1,7 +1,7 @@
 """Several processes (DDP): the same line, with two processes on CPUs or several on GPUs.
 
-The callback compiles in each process, in place inside DDP's wrapper. The processes end with equal weights. The checkpoint
-has the keys of the original model and loads in one process.
+The callback compiles in each process, in place inside DDP's wrapper. The processes end with equal weights. The
+checkpoint has the keys of the original model and loads in one process.
 
     python examples/ddp.py --devices 2 --accelerator cpu
     python examples/ddp.py --devices 8 --accelerator gpu

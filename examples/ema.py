@@ -1,8 +1,8 @@
 """EMA: validate with averaged weights. Needs Lightning 2.6 or newer.
 
 Lightning's `EMAWeightAveraging` copies the module and swaps its weights before and after validation. The copy is not
-compiled, and the swap needs no recompile. Folded and frozen weights follow the swap: validation uses the averaged weights,
-also with `infer_mode="freezing"`.
+compiled, and the swap needs no recompile. Folded and frozen weights follow the swap: validation uses the averaged
+weights, also with `infer_mode="freezing"`.
 
     python examples/ema.py
 """

@@ -1,7 +1,7 @@
 """Sharded weights (FSDP2): a small transformer; `fully_shard` shards its blocks over several processes.
 
-The callback needs no other setting. It compiles each sharded block between FSDP's hooks, and all blocks share one graph.
-Each process holds its shard of the weights. The checkpoint loads into the model without FSDP.
+The callback needs no other setting. It compiles each sharded block between FSDP's hooks, and all blocks share one
+graph. Each process holds its shard of the weights. The checkpoint loads into the model without FSDP.
 
     python examples/fsdp2.py --devices 2 --accelerator cpu
     python examples/fsdp2.py --devices 8 --accelerator gpu

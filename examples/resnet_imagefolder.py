@@ -4,8 +4,8 @@ DATA contains `train/CLASS/*.jpg` and `val/CLASS/*.jpg`, as `torchvision.dataset
 
     python examples/resnet_imagefolder.py DATA --max-epochs 90 --batch-size 256
 
-Without a data set, random images show the cost and the gain of compiling on this machine (the second line is small enough
-for a machine without a GPU):
+Without a data set, random images show the cost and the gain of compiling on this machine (the second line is small
+enough for a machine without a GPU):
 
     python examples/resnet_imagefolder.py --fake-data
     python examples/resnet_imagefolder.py --fake-data --arch resnet18 --image-size 64

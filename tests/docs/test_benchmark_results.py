@@ -1,4 +1,4 @@
-"""The files in benchmarks/results have the documented shape, and contain the figures of the documentation's benchmarks."""
+"""The files in benchmarks/results have the documented shape, and contain the figures of the benchmark pages."""
 
 from __future__ import annotations
 

@@ -69,9 +69,7 @@ def test_the_drawing_of_the_data_path_names_functions_that_exist():
 @pytest.mark.filterwarnings("ignore:.* asks for CUDA graphs, and the module is not on a GPU")  # it may be read on a CPU
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    source = (
-        Path(__file__).parent / f"code_of_{page.replace('/', '_')}"
-    )  # a pass is known to torch's cache by its source
+    source = Path(__file__).parent / f"code_of_{page.replace('/', '_')}"  # torch's cache identifies a pass by it
     namespace = prepared(page)
     dynamo = torch._dynamo.config.get_config_copy()
     try:
