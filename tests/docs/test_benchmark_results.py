@@ -36,7 +36,7 @@ def test_result_file_has_the_documented_shape(path):
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_result_file_has_only_numbers_of_the_docs(path):
-    text = "".join(page.read_text() for page in (ROOT / "docs" / "project").glob("benchmarks*.md"))
+    text = "".join(page.read_text() for page in (ROOT / "docs" / "project").glob("benchmarks_*.md"))
     published = {float(number.replace(",", "")) for number in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", text)}
     rows = json.loads(path.read_text())["rows"]
     numbers = [value for row in rows for name, value in row.items() if name != "run" and isinstance(value, int | float)]
@@ -45,6 +45,6 @@ def test_result_file_has_only_numbers_of_the_docs(path):
 
 
 def test_every_table_of_the_docs_has_a_result_file():
-    text = "".join(page.read_text() for page in (ROOT / "docs" / "project").glob("benchmarks*.md"))
+    text = "".join(page.read_text() for page in (ROOT / "docs" / "project").glob("benchmarks_*.md"))
     tables = re.findall(r"^\|(?: --- \|)+\n((?:\|.*\|\n)+)", text, re.MULTILINE)
     assert len([rows for rows in tables if re.search(r"\d\.\d", rows)]) == len(RESULTS)
