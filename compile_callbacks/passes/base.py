@@ -1,4 +1,4 @@
-"""Custom Inductor graph passes that are told whether they run on an inference graph, and for which phase."""
+"""`GraphPass` and `graph_pass`: custom Inductor graph passes that know the phase and the kind of graph."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import functools
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, overload
 
 import torch
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.import_ref import class_and_arguments, resolve
-from compile_callbacks._utils.messages import part_of, unknown
+from compile_callbacks._utils.messages import check_choice, part_of
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS, is_inference_graph
 from compile_callbacks.passes.identity import DescribedCall, describe_call, identity_of_call
 
 _current_phase: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("phase", default=None)
 
-Function = TypeVar("Function", bound=Callable[[torch.fx.Graph, bool], None])
+Function = Callable[[torch.fx.Graph, bool], None]
 
 
-def _with_flag_filled_in(call: Callable[..., None]) -> Callable[..., None]:
-    """``call`` with ``is_inference`` found out where torch does not give it."""
+def _with_inference_flag(call: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a pass's ``__call__``, so that ``is_inference`` is determined if torch does not pass it."""
 
     @functools.wraps(call)
     def with_flag(self: GraphPass, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
@@ -37,29 +38,26 @@ def _with_flag_filled_in(call: Callable[..., None]) -> Callable[..., None]:
 class GraphPass(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
     """A custom Inductor graph pass, as a class.
 
-    Derive from it, and change the graph in place in ``__call__(graph, is_inference)``. ``is_inference`` is
-    torch's own meaning: the graph has no autograd graph behind it. It is ``True`` for every graph of
-    validation, test and predict, and ``False`` for the forward and the backward graph of training; a module
-    whose parameters are all frozen gives ``True`` in training too. A pass that wants the phase asks for
-    ``self.phase``.
+    Derive from this class, and change the graph in place in ``__call__(graph, is_inference)``. ``is_inference`` has
+    torch's own meaning: the graph has no autograd graph behind it. It is ``True`` for every graph of validation, test
+    and predict, and ``False`` for the forward and the backward graphs of training. If all parameters of a module are
+    frozen, its graphs are inference graphs in training too. ``self.phase`` is the phase.
 
-    A pass may be handed to `InductorCompile` and `InductorConfig`, or straight to
-    ``torch.compile(options={"post_grad_custom_post_pass": my_pass})``, at the option of its hook point.
+    Pass an object of the class to `InductorCompile` or `InductorConfig`, or directly to
+    ``torch.compile(options={"post_grad_custom_post_pass": my_pass})`` as the option of its hook point.
 
     Attributes:
-        hook: Where it runs:
+        hook: The point at which Inductor runs the pass:
 
-            - ``"pre_grad"``: on the graph that Dynamo traced, of torch's functions and methods; once for forward and
-              backward;
-            - ``"joint_pre"``, ``"joint_post"``: on ATen operators, before and after Inductor's own joint passes: in
-              training on forward and backward in one graph, else on the inference graph;
+            - ``"pre_grad"``: on the graph of torch functions and methods that Dynamo traced, before autograd;
+            - ``"joint_pre"``, ``"joint_post"``: on ATen operators, before and after Inductor's own joint passes. In
+              training the graph has both forward and backward; otherwise it is the inference graph;
             - ``"post_grad_pre"``, ``"post_grad_post"`` (the default): on ATen operators, before and after Inductor's
-              own post-grad passes: on forward and backward by themselves, or the inference graph.
+              own post-grad passes. In training the forward and the backward graph are separate.
 
     Note:
-        torch copies the options that it is given; a pass is copied by reference, so that what it records is seen
-        by whoever made it. Keep no Trainer, module or logger in it. A pass does not run where torch finds
-        the graph in its cache.
+        torch copies its options. A pass is copied by reference, so that you can read what the pass recorded. Do not
+        store a Trainer, module or logger in a pass. A pass does not run if torch's cache has the compiled graph.
 
     Example::
 
@@ -72,47 +70,47 @@ class GraphPass(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
     _identity: DescribedCall | str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GraphPass:
-        """Describe the arguments, for `uuid`."""
+        """Describe the arguments for `uuid`."""
         self = super().__new__(cls)
-        # Described now: an argument that is changed later must not change the identity of compiled code.
+        # Described now, so that a later change of an argument does not change the identity of compiled code.
         self._identity = describe_call(args, kwargs)
         return self  # type: ignore[no-any-return]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.hook not in HOOK_OPTIONS:
-            raise ValueError(unknown(f"{cls.__name__}.hook", cls.hook, HOOK_OPTIONS))
+        check_choice(f"{cls.__name__}.hook", cls.hook, list(HOOK_OPTIONS))
         if "__call__" in vars(cls):
-            cls.__call__ = _with_flag_filled_in(cls.__call__)  # type: ignore[method-assign]
+            cls.__call__ = _with_inference_flag(cls.__call__)  # type: ignore[method-assign]
 
     @abstractmethod
     def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
         """Change the graph in place.
 
         Args:
-            graph: The post-grad graph of ATen operators; a node's ``meta["val"]`` is its value as a fake tensor.
+            graph: The graph. From ``"joint_pre"`` on, ``meta["val"]`` of a node is its value as a fake tensor.
             is_inference: Whether the graph has no autograd graph behind it.
         """
 
     @property
     def phase(self) -> Phase | None:
-        """The phase that is being compiled, ``"train"`` or ``"infer"``; ``None`` outside this library."""
+        """The phase that is compiled, ``"train"`` or ``"infer"``; ``None`` outside this library."""
         return _current_phase.get()
 
     @property
     def name(self) -> str:
-        """What messages and reports call this pass."""
+        """The name of the pass in messages and reports."""
         return type(self).__name__
 
     def uuid(self) -> str | None:
         """The identity of this pass in the key of torch's compile cache.
 
-        It covers the code of the class and of all its bases outside of torch, the functions, classes and values that
-        this code refers to by a global name, the constructor's arguments, the hook point and this library's version.
-        ``None`` if one of these cannot be described: an object of another kind than numbers, strings, dtypes,
-        devices, enums, functions, classes, passes, and lists and mappings of those. Torch then skips its cache.
+        The identity covers the code of the class and of its base classes outside torch, the functions, classes and
+        values that this code refers to by a global name, the constructor's arguments, the hook point and this library's
+        version. It is ``None`` if one of these cannot be described, and torch then does not cache the graph. Numbers,
+        strings, dtypes, devices, enums, small tensors, functions, classes, passes, and lists and mappings of these can
+        be described.
 
-        The identity is taken once, at the first call.
+        The identity is computed once, at the first call.
         """
         if isinstance(self._identity, DescribedCall):
             self._identity = identity_of_call(self, [str(type(self).hook)], self._identity)
@@ -130,11 +128,10 @@ PASS_TYPES = (GraphPass, *_torch.passes.TORCH_PASS_TYPES)
 
 
 class FunctionPass(GraphPass):
-    """A function as a pass; what `graph_pass` makes."""
+    """A function as a pass; `graph_pass` creates it."""
 
-    def __init__(self, function: Callable[[torch.fx.Graph, bool], None], hook: str = DEFAULT_HOOK) -> None:
-        if hook not in HOOK_OPTIONS:
-            raise ValueError(unknown("hook", hook, HOOK_OPTIONS))
+    def __init__(self, function: Function, hook: str = DEFAULT_HOOK) -> None:
+        check_choice("hook", hook, list(HOOK_OPTIONS))
         self.function = function
         self.hook = hook  # type: ignore[misc]
 
@@ -149,25 +146,25 @@ class FunctionPass(GraphPass):
 
 
 @overload
-def graph_pass(function: Callable[[torch.fx.Graph, bool], None], /) -> FunctionPass: ...
+def graph_pass(function: Function, /) -> FunctionPass: ...
 
 
 @overload
-def graph_pass(*, hook: str = ...) -> Callable[[Callable[[torch.fx.Graph, bool], None]], FunctionPass]: ...
+def graph_pass(*, hook: str = ...) -> Callable[[Function], FunctionPass]: ...
 
 
 def graph_pass(
-    function: Callable[[torch.fx.Graph, bool], None] | None = None, /, *, hook: str = DEFAULT_HOOK
-) -> FunctionPass | Callable[[Callable[[torch.fx.Graph, bool], None]], FunctionPass]:
+    function: Function | None = None, /, *, hook: str = DEFAULT_HOOK
+) -> FunctionPass | Callable[[Function], FunctionPass]:
     """Make a function a graph pass.
 
     Args:
-        function: Called with ``(graph, is_inference)``; changes the graph in place.
-        hook: Where it runs; see `GraphPass`.
+        function: The function. It is called with ``(graph, is_inference)`` and changes the graph in place.
+        hook: The hook point; see `GraphPass`.
 
     Raises:
         TypeError: ``function`` cannot be called with two arguments.
-        ValueError: An unknown hook point.
+        ValueError: The hook point is unknown.
 
     Example::
 
@@ -180,41 +177,44 @@ def graph_pass(
     if function is None:
         return functools.partial(graph_pass, hook=hook)
     if not callable(function):
-        raise TypeError(f"function={function!r} must be a function of (graph, is_inference)")
+        raise TypeError(with_code("CC202", f"function={function!r} must be a function of (graph, is_inference)"))
     try:
         inspect.signature(function).bind(None, False)
     except TypeError as error:
-        raise TypeError(f"function={function!r} must take (graph, is_inference): {error}") from None
+        text = f"function={function!r} must take (graph, is_inference): {error}"
+        raise TypeError(with_code("CC202", text)) from None
     return FunctionPass(function, hook)
 
 
 def as_passes(value: object, argument: str) -> tuple[Any, ...]:
-    """The passes of an argument, checked; those that are given as data are made.
+    """Check the passes of an argument, and create those that are given as data.
 
     Raises:
-        TypeError: Not a list or tuple of passes.
-        ValueError: Data that name what cannot be imported.
+        TypeError: The value is not a list or tuple of passes.
+        ValueError: The data name a pass that cannot be imported.
     """
     if isinstance(value, PASS_TYPES):
         return (value,)
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{argument}={value!r} must be a list of graph passes, not {type(value).__name__}")
+        text = f"{argument}={value!r} must be a list of graph passes, not {type(value).__name__}"
+        raise TypeError(with_code("CC202", text))
     passes = tuple(_from_data(item, f"{argument}[{i}]") for i, item in enumerate(value))
-    for graph_pass_ in passes:
-        if isinstance(graph_pass_, PASS_TYPES):
+    for item in passes:
+        if isinstance(item, PASS_TYPES):
             continue
-        if isinstance(graph_pass_, type) and issubclass(graph_pass_, PASS_TYPES):
-            advice = f"an object of it: {graph_pass_.__name__}(...)"
-        elif callable(graph_pass_):
-            advice = "it wrapped with compile_callbacks.graph_pass"
+        if isinstance(item, type) and issubclass(item, PASS_TYPES):
+            hint = f"an object of the class: {item.__name__}(...)"
+        elif callable(item):
+            hint = "the function wrapped with compile_callbacks.graph_pass"
         else:
-            advice = "a GraphPass, a function wrapped with graph_pass, or an object of torch's CustomGraphPass"
-        raise TypeError(f"{argument} holds {graph_pass_!r}, which is no graph pass; give {advice}")
+            hint = "a GraphPass, a function wrapped with graph_pass, or an object of torch's CustomGraphPass"
+        text = f"{argument} contains {item!r}, which is not a graph pass; give {hint}"
+        raise TypeError(with_code("CC202", text))
     return passes
 
 
 def _from_data(value: object, argument: str) -> Any:
-    """A pass that stands in a file of settings: by ``"module:name"``, or by ``class_path`` and ``init_args``."""
+    """Create a pass that a settings file names by ``"module:name"``, or by ``class_path`` and ``init_args``."""
     if isinstance(value, str):
         with part_of(argument):
             return resolve(value)
@@ -226,23 +226,23 @@ def _from_data(value: object, argument: str) -> Any:
 
 
 def pass_name(graph_pass: Any) -> str:
-    """What messages and reports call a pass, torch's own too."""
+    """Return the name of a pass, also of torch's own classes, for messages and reports."""
     return graph_pass.name if isinstance(graph_pass, GraphPass) else type(graph_pass).__name__
 
 
 def pass_hook(graph_pass: Any) -> str:
-    """Where a pass runs; those of torch's own classes do not say."""
+    """Return the hook point of a pass; torch's own classes have none."""
     return getattr(graph_pass, "hook", DEFAULT_HOOK)
 
 
 def pass_identity(graph_pass: Any) -> str:
-    """A name and hash of a pass, for a config's key."""
+    """Return the name and the uuid of a pass, for the key of a config."""
     return f"{type(graph_pass).__module__}.{pass_name(graph_pass)}:{graph_pass.uuid()!r}"
 
 
 @contextlib.contextmanager
 def running_in(phase: Phase) -> Iterator[None]:
-    """Have passes know the phase that is compiled."""
+    """Set `GraphPass.phase` in a block."""
     token = _current_phase.set(phase)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The points at which Inductor runs custom passes, and what a graph is there."""
+"""The points at which Inductor runs custom passes, and the kind of graph at each of them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ HOOK_OPTIONS: Mapping[str, str] = {
     "post_grad_pre": "post_grad_custom_pre_pass",
     "post_grad_post": "post_grad_custom_post_pass",
 }
-"""The hook points in the order in which they come, and the Inductor option behind each."""
+"""The hook points in the order in which Inductor runs them, each with its Inductor option."""
 
 DEFAULT_HOOK = "post_grad_post"
 
 GraphKind = Literal["module", "joint", "forward", "backward", "inference"]
-"""What a graph holds: the module's own calls, before autograd; forward and backward in one; one of them; or all that
-there is, where there is no autograd."""
+"""The content of a graph: the module's calls before autograd, forward and backward in one graph, one of the two, or the
+whole graph if there is no autograd."""
 
 
 def graph_kind(hook: str, graph: Graph) -> GraphKind:
-    """What a graph at a hook point holds, by the names that AOTAutograd gives inputs."""
+    """Return the kind of a graph at a hook point, from the names that AOTAutograd gives to inputs."""
     if hook == "pre_grad":
         return "module"
     inputs = [str(node.target) for node in graph.find_nodes(op="placeholder")]
@@ -39,23 +39,19 @@ def graph_kind(hook: str, graph: Graph) -> GraphKind:
 
 
 def is_inference_graph(hook: str, graph: Graph) -> bool:
-    """Whether no autograd graph is behind a graph: torch's own answer where it has one.
+    """Return whether a graph has no autograd graph behind it.
 
-    - ``post_grad_pre``, ``post_grad_post``: what torch tells its own post-grad passes.
-    - ``joint_pre``, ``joint_post``: a joint graph of forward and backward is for training; torch runs these passes on
-      inference graphs too.
-    - ``pre_grad``: there is no autograd graph yet. True where grad is disabled or no input requires grad; AOTAutograd
-      also makes an inference graph where no output does, which is not known here.
+    - ``post_grad_pre``, ``post_grad_post``: the flag that torch passes to its own post-grad passes.
+    - ``joint_pre``, ``joint_post``: a joint graph is for training; torch runs these passes on inference graphs too.
+    - ``pre_grad``: there is no autograd graph yet. The graph is for inference if grad is disabled or no input requires
+      grad. AOTAutograd also creates an inference graph if no output requires grad, which is not known here.
     """
     if hook == "pre_grad":
-        return not (torch.is_grad_enabled() and _any_input_requires_grad(graph))
+        owner = graph.owning_module
+        values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+        values += owner.parameters() if owner is not None else []
+        requires_grad = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+        return not (torch.is_grad_enabled() and requires_grad)
     if hook.startswith("joint"):
         return graph_kind(hook, graph) == "inference"
     return _torch.passes.inference_flag_of_caller()
-
-
-def _any_input_requires_grad(graph: Graph) -> bool:
-    values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
-    owner = graph.owning_module
-    owned = [*owner.parameters()] if owner is not None else []
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in [*values, *owned])

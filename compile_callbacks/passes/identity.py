@@ -1,4 +1,4 @@
-"""The identity by which torch's compile cache knows a graph pass: its code, its arguments, this library's version."""
+"""The identity of a graph pass in torch's compile cache: its code, its arguments, and this library's version."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.fingerprints import digest, installed_version
 
-_MOST_BYTES = 2**20  # of a tensor among the arguments; larger ones would take long to hash
+_MAX_TENSOR_BYTES = 2**20  # a larger tensor takes long to hash
 _TORCH_AND_PYTHON = {"torch", *sys.stdlib_module_names}
-_INSTALLED = {"site-packages", "dist-packages"}
-_READS_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
 
 
 class UndescribableError(Exception):
-    """No text is known for a value."""
+    """A value has no text that is the same in every process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +43,7 @@ class DescribedCall:
 
 def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DescribedCall | None:
     """Describe arguments before they can change; ``None`` if one of them cannot be described."""
-    describer = _Arguments()
+    describer = _Describer()
     try:
         return DescribedCall(describer.text([args, dict(kwargs)]), tuple(describer.code))
     except (UndescribableError, RecursionError):
@@ -53,23 +51,22 @@ def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described
 
 
 def identity_of_call(made: object, details: Iterable[str], call: DescribedCall) -> str | None:
-    """The identity of an object: equal in every process for the same code called with the same arguments.
+    """Return the identity of an object: equal in every process for the same code called with the same arguments.
 
-    It covers the code of every class in the object's MRO outside of torch and the standard library, of the functions
-    among the arguments, and of the functions, classes and values that this code refers to by a global name. Code of
-    installed packages counts by its name and version, except for the package of the object's own class.
-
-    The identity is taken from the loaded code, not from its source file, which may have been edited since.
+    The identity covers the code of every class in the object's MRO outside torch and the standard library, of the
+    functions among the arguments, and of the functions, classes and values that this code refers to by a global name.
+    Code of installed packages counts by its name and version, except for the package of the object's own class. The
+    loaded code counts, not its source file, which may have been edited since.
 
     Args:
         made: The object.
         details: Further texts that count.
-        call: The call that made it.
+        call: The call that created the object.
 
     Returns:
-        A hash; ``None`` if something cannot be described.
+        A hash; ``None`` if a part cannot be described.
     """
-    describer = _Code(made, call.code)
+    describer = _CodeDescriber(made, call.code)
     try:
         code = [describer.class_text(type(made)), *map(describer.text, call.code)]
     except (UndescribableError, RecursionError):
@@ -78,14 +75,15 @@ def identity_of_call(made: object, details: Iterable[str], call: DescribedCall) 
 
 
 class _Describer:
-    """Gives the same text for the same value in every process."""
+    """Returns the same text for the same value in every process. Functions and classes are collected for later.
+
+    Later means: when the global names that they refer to are defined.
+    """
+
+    def __init__(self) -> None:
+        self.code: list[Any] = []
 
     def text(self, value: Any) -> str:
-        """The text of a value.
-
-        Raises:
-            UndescribableError: No such text is known for the value.
-        """
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
             return f"{type(value).__name__}:{value!r}"
         if isinstance(value, enum.Enum):
@@ -93,7 +91,7 @@ class _Describer:
         if isinstance(value, _torch.passes.TORCH_PASS_TYPES):
             return self.pass_text(value)
         if isinstance(value, torch.Tensor):
-            return _describe_tensor(value)
+            return _tensor_text(value)
         if isinstance(value, (list, tuple)):
             return f"{type(value).__name__}[{','.join(map(self.text, value))}]"
         if isinstance(value, (set, frozenset)):
@@ -105,12 +103,12 @@ class _Describer:
         if isinstance(value, _torch.graphs.OPERATOR_TYPES):
             return str(value)
         if isinstance(value, types.BuiltinFunctionType):
-            return f"{value.__module__}.{value.__qualname__}"
+            return _name(value)
         if isinstance(value, re.Pattern):
             return f"{value.pattern!r} {value.flags}"
         if isinstance(value, logging.Logger):
             return f"logger {value.name}"
-        if value is ... or type(value).__module__ == "dataclasses":  # a default that stands for none
+        if value is ... or type(value).__module__ == "dataclasses":  # MISSING, for a field without a default
             return type(value).__name__
         if isinstance(value, functools._lru_cache_wrapper):
             return f"cached {self.text(value.__wrapped__)}"
@@ -121,33 +119,21 @@ class _Describer:
         raise UndescribableError
 
     def pass_text(self, value: Any) -> str:
-        """The text of another graph pass."""
         if (uuid := value.uuid()) is None:
             raise UndescribableError
         return str(uuid)
-
-    def code_text(self, value: Any) -> str:
-        """The text of a function or class."""
-        raise NotImplementedError
-
-
-class _Arguments(_Describer):
-    """Describes arguments, and collects their functions and classes, whose global names may not be defined yet."""
-
-    def __init__(self) -> None:
-        self.code: list[Any] = []
 
     def code_text(self, value: Any) -> str:
         self.code.append(value)
         return f"code {len(self.code)}"
 
 
-class _Code(_Describer):
-    """Describes code, and the code and values that it refers to."""
+class _CodeDescriber(_Describer):
+    """Describes code too, with the code and the values that it refers to."""
 
     def __init__(self, made: object, code: Iterable[Any]) -> None:
         self._made = made
-        self._own = {_package(known.__module__) for known in (type(made), *code)}
+        self._own_packages = {_package(known.__module__) for known in (type(made), *code)}
         self._seen: set[Any] = set()
 
     def pass_text(self, value: Any) -> str:
@@ -160,7 +146,7 @@ class _Code(_Describer):
         return self.class_text(value) if version is None else f"{_name(value)} {version}"
 
     def class_text(self, kind: type) -> str:
-        """The text of a class and its bases, without those of torch and Python."""
+        """Return the text of a class and its bases, except those of torch and Python."""
         if kind in self._seen:
             return _name(kind)
         self._seen.add(kind)
@@ -169,8 +155,8 @@ class _Code(_Describer):
             texts.append(_name(base))
             if _package(base.__module__) not in _TORCH_AND_PYTHON:
                 only_code = self._version(base.__module__) is not None
-                for name, member in sorted(vars(base).items()):
-                    texts.append(f"{name}={self._member_text(name, member, only_code)}")
+                members = sorted(vars(base).items())
+                texts += [f"{name}={self._member_text(name, member, only_code)}" for name, member in members]
         return " ".join(texts)
 
     def _member_text(self, name: str, member: Any, only_code: bool) -> str:
@@ -179,65 +165,65 @@ class _Code(_Describer):
         if functions:
             return f"{type(member).__name__} {[self._function_text(function) for function in functions]}"
         if only_code or name == "_abc_impl" or name.startswith("__") or hasattr(type(member), "__get__"):
-            return type(member).__name__  # Python's own, and descriptors without code
+            return type(member).__name__  # Python's own members, and descriptors without code
         return self.text(member)
 
     def _function_text(self, function: types.FunctionType) -> str:
         if function in self._seen:
             return _name(function)
         self._seen.add(function)
-        text = f"{_name(function)} {self._code_object_text(function.__code__)}"
+        text = f"{_name(function)} {self._bytecode_text(function.__code__)}"
         if (version := self._version(function.__globals__.get("__name__"))) is not None:
-            # Torch's or Python's own decorator, `torch.no_grad()` for example, around the user's function.
-            wrapped = getattr(function, "__wrapped__", None)
-            return f"{text} {version} {self.text(wrapped)}"
+            # A decorator of torch or Python, such as `torch.no_grad()`, around the user's function.
+            return f"{text} {version} {self.text(getattr(function, '__wrapped__', None))}"
         values = [function.__defaults__, function.__kwdefaults__]
         for cell in function.__closure__ or ():
             try:
                 values.append(cell.cell_contents)
-            except ValueError as error:  # empty: the function cannot be called yet
+            except ValueError as error:  # an empty cell: the function cannot be called yet
                 raise UndescribableError from error
         globals_ = [f"{name}={self.text(value)}" for name, value in self._globals(function)]
         return f"{text} {self.text(values)} {' '.join(globals_)}"
 
-    def _code_object_text(self, code: types.CodeType) -> str:
+    def _bytecode_text(self, code: types.CodeType) -> str:
         constants = [
-            self._code_object_text(constant) if isinstance(constant, types.CodeType) else self.text(constant)
+            self._bytecode_text(constant) if isinstance(constant, types.CodeType) else self.text(constant)
             for constant in code.co_consts
         ]
         table = code.co_exceptiontable.hex()
         return "|".join([code.co_code.hex(), table, repr(code.co_names), repr(code.co_varnames), *constants])
 
     def _globals(self, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-        """The values that a function refers to by global names, those that it reads from modules among them."""
+        """Yield the values that a function refers to by global names, also those that it reads from modules."""
         for code in _nested_code(function.__code__):
-            for name in sorted({i.argval for i in dis.get_instructions(code) if i.opname in _READS_GLOBAL}):
+            loads = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+            for name in sorted(loads):
                 if name in function.__globals__:
-                    value = function.__globals__[name]
-                    yield from self._attributes(value, code) if isinstance(value, types.ModuleType) else [(name, value)]
+                    yield from self._value_or_attributes(name, function.__globals__[name], code)
                 elif not hasattr(builtins, name):
                     raise UndescribableError  # not defined yet
 
-    def _attributes(self, module: types.ModuleType, code: types.CodeType) -> Iterator[tuple[str, Any]]:
-        """The values that code may read from a module, as far as its names tell."""
-        if module in self._seen or self._version(module.__name__) is not None:
-            return
-        self._seen.add(module)
-        for name in sorted(set(code.co_names) & set(vars(module))):
-            value = vars(module)[name]
-            yield from self._attributes(value, code) if isinstance(value, types.ModuleType) else [(name, value)]
-        self._seen.remove(module)
+    def _value_or_attributes(self, name: str, value: Any, code: types.CodeType) -> Iterator[tuple[str, Any]]:
+        """Yield a value; in place of a module, yield those of its values whose names occur in the code."""
+        if not isinstance(value, types.ModuleType):
+            yield name, value
+        elif value not in self._seen and self._version(value.__name__) is None:
+            self._seen.add(value)
+            for inner in sorted(set(code.co_names) & set(vars(value))):
+                yield from self._value_or_attributes(inner, vars(value)[inner], code)
+            self._seen.remove(value)
 
     def _version(self, module_name: str | None) -> str | None:
-        """The version of an installed package, by which its code is known; ``None`` for code that is described."""
+        """Return the version of an installed package, which represents its code; ``None`` for code to describe."""
         package = _package(module_name)
         if package == "compile_callbacks" or package in _TORCH_AND_PYTHON:
             return ""
-        if package in self._own:
+        if package in self._own_packages:
             return None
         module = sys.modules.get(package)
         folders = Path(getattr(module, "__file__", None) or "").parts
-        return str(getattr(module, "__version__", "")) if _INSTALLED & set(folders) else None
+        is_installed = {"site-packages", "dist-packages"} & set(folders)
+        return str(getattr(module, "__version__", "")) if is_installed else None
 
 
 def _package(module_name: str | None) -> str:
@@ -255,11 +241,11 @@ def _nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _nested_code(constant)
 
 
-def _describe_tensor(tensor: torch.Tensor) -> str:
-    if tensor.numel() * tensor.element_size() > _MOST_BYTES or tensor.layout is not torch.strided:
+def _tensor_text(tensor: torch.Tensor) -> str:
+    if tensor.numel() * tensor.element_size() > _MAX_TENSOR_BYTES or tensor.layout is not torch.strided:
         raise UndescribableError
     layout = f"{tuple(tensor.shape)}{tensor.stride()}{tensor.dtype}{tensor.device.type}"
     if tensor.device.type == "meta":
         return layout
-    bits = tensor.detach().cpu().reshape(-1).view(torch.uint8)
-    return layout + digest(bytes(bits.tolist()).hex())
+    content = tensor.detach().cpu().reshape(-1).view(torch.uint8)
+    return layout + digest(bytes(content.tolist()).hex())

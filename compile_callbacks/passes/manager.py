@@ -1,4 +1,4 @@
-"""Runs the passes of one hook point and one phase in order, and checks the graph after each."""
+"""`PassManager`: runs the passes of one hook point and one phase in order, and checks the graph after each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compile_callbacks.passes.hooks import HOOK_OPTIONS, GraphKind, graph_kind, 
 
 
 class GraphPassError(RuntimeError):
-    """A custom graph pass raised an exception, or left an invalid graph.
+    """A graph pass raised an exception, or left an invalid graph.
 
     Attributes:
         failed: The pass.
@@ -30,16 +30,16 @@ class GraphPassError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class PassRun:
-    """One pass on one graph.
+    """The run of one pass on one graph.
 
     Attributes:
-        name: The pass.
+        name: The name of the pass.
         hook: The hook point.
         graph: The kind of graph.
         is_inference: The flag that the pass got.
-        seconds: The time of the pass.
-        nodes_before: The number of nodes before.
-        nodes_after: The number of nodes after.
+        seconds: The duration.
+        nodes_before: The number of nodes before the pass.
+        nodes_after: The number of nodes after the pass.
         changed: Whether the pass changed the graph.
     """
 
@@ -58,14 +58,7 @@ class PassRun:
 
 
 class PassManager(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
-    """The one pass that torch is given for a hook point.
-
-    Args:
-        passes: The passes, in order.
-        hook: The hook point.
-        phase: The phase that is compiled.
-        on_run: Called after each pass.
-    """
+    """The pass that torch runs at a hook point: it runs the user's passes in order, and calls ``on_run`` after each."""
 
     def __init__(
         self,
@@ -80,7 +73,7 @@ class PassManager(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
         self._on_run = on_run
 
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
-        """Run the passes; torch gives the flag at some hook points, and in some versions."""
+        """Run the passes. Some hook points and some versions of torch do not pass the flag."""
         if is_inference is None:
             is_inference = is_inference_graph(self.hook, graph)
         with running_in(self.phase):
@@ -108,7 +101,7 @@ class PassManager(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
                 seconds=seconds,
                 nodes_before=len(before.nodes),
                 nodes_after=len(graph.nodes),
-                changed=before.differs(graph),
+                changed=before.nodes != _nodes(graph),
             )
         )
 
@@ -120,9 +113,7 @@ class PassManager(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
     def uuid(self) -> str | None:
         """A hash of the passes' uuids, the hook point and the phase; ``None`` if a pass has no uuid."""
         uuids = [graph_pass.uuid() for graph_pass in self.passes]
-        if any(uuid is None for uuid in uuids):
-            return None
-        return digest([self.hook, self.phase, *map(repr, uuids)])
+        return None if None in uuids else digest([self.hook, self.phase, *map(repr, uuids)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PassManager:
         return self
@@ -131,34 +122,45 @@ class PassManager(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
         return self
 
     def __reduce__(self) -> Any:
-        # Torch 2.11 pickles the settings into the key of its cache, including the pass object at ``pre_grad``.
+        # torch 2.11 pickles the options into its cache key, including the pass at "pre_grad".
         if (uuid := self.uuid()) is None:
-            raise TypeError("one of these passes has no uuid, so that its graphs must not be cached")
+            raise TypeError("a pass has no uuid, so that its graphs must not be cached")
         return str, (uuid,)
 
 
+def pass_options(
+    passes: Sequence[Any],
+    phase: Phase,
+    on_run: Callable[[PassRun], None] = lambda run: None,
+    *,
+    skipped: Collection[Any] = (),
+) -> dict[str, PassManager]:
+    """Return the Inductor options that run these passes, except ``skipped``, in one phase."""
+    options = {}
+    for hook, option in HOOK_OPTIONS.items():
+        here = tuple(p for p in passes if pass_hook(p) == hook and not any(p is other for other in skipped))
+        if here:
+            options[option] = PassManager(here, hook, phase, on_run)
+    return options
+
+
 class _Snapshot:
-    """A graph before a pass, to find out whether the pass changed it, and whether the change is valid."""
+    """A graph before a pass, for the check after the pass."""
 
     def __init__(self, graph: Graph) -> None:
-        self.nodes = [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
-        self._inputs = [node.target for node in graph.find_nodes(op="placeholder")]
+        self.nodes = _nodes(graph)
+        self._inputs = _inputs(graph)
         self._outputs = _outputs(graph)
 
-    def differs(self, graph: Graph) -> bool:
-        after = [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
-        return after != self.nodes
-
     def problem(self, graph: Graph, returned: Any) -> str | None:
-        """What is wrong with a graph after a pass; ``None`` if it is valid."""
+        """Return why a graph is invalid after a pass; ``None`` if it is valid."""
         if returned is not None:
             return f"returned {type(returned).__name__}: a pass changes the graph in place and returns nothing"
         try:
             graph.lint()
         except Exception as error:
             return f"left a graph that is not well formed: {error}"
-        inputs = [node.target for node in graph.find_nodes(op="placeholder")]
-        if inputs != self._inputs:
+        if (inputs := _inputs(graph)) != self._inputs:
             return f"changed the graph's inputs from {self._inputs} to {inputs}"
         outputs = _outputs(graph)
         if len(outputs) != len(self._outputs):
@@ -169,38 +171,19 @@ class _Snapshot:
         return None
 
 
+def _nodes(graph: Graph) -> list[Any]:
+    return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
+
+
+def _inputs(graph: Graph) -> list[Any]:
+    return [node.target for node in graph.find_nodes(op="placeholder")]
+
+
 def _outputs(graph: Graph) -> list[tuple[str, str | None]]:
-    """The name of each output, and its dtype and shape if they are known."""
+    """Return the name of each output, and its dtype and shape if they are known."""
     outputs = []
     for value in tree_leaves([node.args for node in graph.find_nodes(op="output")]):
         tensor = value.meta.get("val") if isinstance(value, Node) else None
-        kind = (
-            f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            if isinstance(tensor, torch.Tensor)
-            else None
-        )
-        outputs.append((str(value), kind))
+        kind = f"{tensor.dtype}{list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else None
+        outputs.append((str(value), kind and kind.removeprefix("torch.")))
     return outputs
-
-
-def pass_options(
-    passes: Sequence[Any],
-    phase: Phase,
-    on_run: Callable[[PassRun], None] = lambda run: None,
-    *,
-    skipped: Collection[Any] = (),
-) -> dict[str, PassManager]:
-    """The Inductor options that run these passes in one phase.
-
-    Args:
-        passes: The passes.
-        phase: The phase.
-        on_run: Called after each pass.
-        skipped: Passes to leave out.
-    """
-    options = {}
-    for hook, option in HOOK_OPTIONS.items():
-        here = tuple(p for p in passes if pass_hook(p) == hook and not any(p is other for other in skipped))
-        if here:
-            options[option] = PassManager(here, hook, phase, on_run)
-    return options

@@ -1,12 +1,12 @@
-"""To find, count and replace the nodes of a graph of ATen operators, with their ``meta["val"]`` kept right.
+"""Helpers for passes: find, count, insert and replace the nodes of a graph of ATen operators.
 
-For passes at the hook points from ``"joint_pre"`` on. Inductor reads shapes, types and devices from ``meta["val"]``.
+New nodes get ``meta["val"]``, from which Inductor reads shapes, dtypes and devices. The helpers work at the hook points
+from ``"joint_pre"`` on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,83 +14,82 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.errors import with_code
 
 
 def find_nodes(graph: Graph, *targets: Any) -> list[Node]:
-    """The calls of some operators, in the graph's order.
+    """Return the calls of some operators, in the graph's order.
 
     Args:
         graph: The graph.
-        targets: Operators, ``torch.ops.aten.mul.Tensor``, or all overloads of one, ``torch.ops.aten.mul``.
+        targets: Operators, such as ``torch.ops.aten.mul.Tensor``, or ``torch.ops.aten.mul`` for all its overloads.
 
     Raises:
-        TypeError: A target that is no operator.
+        TypeError: A target is not an operator.
     """
     for target in targets:
         if not isinstance(target, _torch.graphs.OPERATOR_TYPES):
-            raise TypeError(f"target={target!r} must be an operator such as torch.ops.aten.mul.Tensor")
-    return [node for node in graph.nodes if node.op == "call_function" and _is_one_of(node.target, targets)]
+            text = f"target={target!r} must be an operator such as torch.ops.aten.mul.Tensor"
+            raise TypeError(with_code("CC202", text))
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and (node.target in targets or getattr(node.target, "overloadpacket", None) in targets)
+    ]
 
 
 def count_ops(graph: Graph) -> Counter[str]:
-    """How often each operator is called, by its name: ``"aten.mul.Tensor"``."""
+    """Return the number of calls of each operator, by its name: ``"aten.mul.Tensor"``."""
     return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
 
 
 def call_before(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new call in front of a node.
+    """Insert a call of an operator before a node, and return the new node.
 
     Args:
         node: The node.
         target: The operator.
-        args: Its arguments, nodes and numbers.
-        kwargs: Those by name.
+        args: The positional arguments, nodes and numbers.
+        kwargs: The keyword arguments.
 
     Raises:
-        ValueError: An argument is a node without ``meta["val"]``, as those of a graph at ``"pre_grad"`` are, or an
-            operator that Inductor writes out before its passes run, and has no code for after that.
+        ValueError: An argument is a node without ``meta["val"]``, as at ``"pre_grad"``; or Inductor decomposes the
+            operator before its passes run, and has no code for the operator afterwards.
     """
     if _torch.graphs.is_decomposed(target):
-        raise ValueError(f"Inductor has no code for {target} here: before its passes run it writes it out in others")
-    for source in _nodes((args, kwargs)):
-        if "val" not in source.meta:
-            raise ValueError(f"node {source.name!r} has no meta['val']; graphs at 'pre_grad' have none yet")
+        text = f"Inductor has no code for {target} at this hook point, because it decomposes the operator before"
+        raise ValueError(with_code("CC702", text))
+    for source in tree_leaves((args, kwargs)):
+        if isinstance(source, Node) and "val" not in source.meta:
+            text = f"node {source.name!r} has no meta['val']; nodes at 'pre_grad' have none yet"
+            raise ValueError(with_code("CC702", text))
     with node.graph.inserting_before(node):
         return _torch.graphs.add_node(node.graph, target, args, kwargs)
 
 
 def replace_node(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Put a call of another operator in a node's place.
+    """Replace a node by a call of another operator, and return the new node.
 
     Args:
         node: The node, which is erased.
         target: The operator.
-        args: Its arguments, nodes and numbers.
-        kwargs: Those by name.
-
-    Returns:
-        The new node.
+        args: The positional arguments, nodes and numbers.
+        kwargs: The keyword arguments.
 
     Raises:
-        ValueError: Its value is of another shape, type or device.
+        ValueError: The new value has another shape, dtype or device; or see `call_before`.
     """
     new = call_before(node, target, *args, **kwargs)
     before, after = _layout(node), _layout(new)
     if before != after:
         new.graph.erase_node(new)
-        raise ValueError(f"{target} gives {after} in place of {node.name!r}, which is {before}")
+        text = f"{target} returns {after}, and cannot replace {node.name!r}, which is {before}"
+        raise ValueError(with_code("CC702", text))
     new.meta = {**node.meta, "val": new.meta["val"]}
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
     return new
-
-
-def _is_one_of(target: Any, targets: Collection[Any]) -> bool:
-    return target in targets or getattr(target, "overloadpacket", None) in targets
-
-
-def _nodes(value: Any) -> list[Node]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
 
 
 def _layout(node: Node) -> Any:

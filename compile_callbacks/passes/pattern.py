@@ -1,4 +1,4 @@
-"""A pass as a pattern and what replaces it, on torch's own pattern matcher."""
+"""`pattern_pass`: a pass that replaces one function's operators by another's, with torch's own pattern matcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch.fx import Graph
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.messages import unknown
+from compile_callbacks._utils.errors import with_code
+from compile_callbacks._utils.messages import check_choice
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.passes.base import GraphPass
 from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS
@@ -21,13 +22,13 @@ _HOOKS = [hook for hook in HOOK_OPTIONS if hook != "pre_grad"]
 
 @dataclass(frozen=True, kw_only=True)
 class PatternMatch:
-    """A place in a graph where a pattern is found.
+    """A place in a graph that matches a pattern.
 
     Attributes:
         is_inference: Whether the graph has no autograd graph behind it.
         phase: The phase that is compiled; ``None`` outside this library.
         output: The pattern's result as a fake tensor: ``output.dtype``, ``output.device``, ``output.shape``.
-        inputs: What is there for each of the pattern's arguments, as a fake tensor or a number.
+        inputs: The value of each of the pattern's arguments, as a fake tensor or a number.
     """
 
     is_inference: bool
@@ -37,10 +38,10 @@ class PatternMatch:
 
 
 class PatternPass(GraphPass):
-    """Replaces what a function computes by what another computes; `pattern_pass` makes it.
+    """A pass that replaces a pattern; `pattern_pass` creates it.
 
     Attributes:
-        replaced: How often it found its pattern, in all graphs so far.
+        replaced: The number of replacements in all graphs so far.
     """
 
     def __init__(
@@ -51,22 +52,16 @@ class PatternPass(GraphPass):
         where: Callable[[PatternMatch], bool] | None = None,
         hook: str = DEFAULT_HOOK,
     ) -> None:
-        for name, value in (("pattern", pattern), ("replacement", replacement)):
-            if not callable(value):
-                raise TypeError(f"{name}={value!r} must be a function of tensors")
-            try:
-                inspect.signature(value)
-            except ValueError:
-                raise TypeError(
-                    f"{name}={value!r} is built in, and tells nothing of its arguments; give a function that calls it"
-                ) from None
         if where is not None and not callable(where):
-            raise TypeError(f"where={where!r} must be a function of a PatternMatch")
-        if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, (list, tuple)):
-            raise TypeError(f"example_inputs={example_inputs!r} must be a list of tensors, one for each argument")
-        if hook not in _HOOKS:
-            raise ValueError(unknown("hook", hook, _HOOKS))
-        _check_same(pattern, replacement, example_inputs)
+            raise TypeError(with_code("CC202", f"where={where!r} must be a function of a PatternMatch"))
+        if not isinstance(example_inputs, (list, tuple)):
+            text = f"example_inputs={example_inputs!r} must be a list of tensors, one for each argument"
+            raise TypeError(with_code("CC202", text))
+        check_choice("hook", hook, _HOOKS)
+        kinds = [_result_kind(*each, example_inputs) for each in (("pattern", pattern), ("replacement", replacement))]
+        if kinds[0] != kinds[1]:
+            text = f"pattern returns {kinds[0]} for example_inputs, and replacement returns {kinds[1]}"
+            raise ValueError(with_code("CC702", text))
         self.pattern = pattern
         self.replacement = replacement
         self.example_inputs = tuple(example_inputs)
@@ -77,20 +72,17 @@ class PatternPass(GraphPass):
         self._matcher: Any = None
 
     def __call__(self, graph: Graph, is_inference: bool) -> None:
-        """Replace the pattern wherever it is found and ``where`` agrees."""
+        """Replace each match for which ``where`` is true."""
         if self._matcher is None:
             self._matcher = _torch.passes.pattern_matcher(
-                self.pattern, self.replacement, self.example_inputs, self._admits, self.name
+                self.pattern, self.replacement, self.example_inputs, self._accepts, self.name
             )
         self._is_inference = is_inference
         self.replaced += self._matcher(graph)
 
-    def _admits(self, output: torch.Tensor, inputs: dict[str, Any]) -> bool:
-        if self.where is None:
-            return True
-        return bool(
-            self.where(PatternMatch(is_inference=self._is_inference, phase=self.phase, output=output, inputs=inputs))
-        )
+    def _accepts(self, output: torch.Tensor, inputs: dict[str, Any]) -> bool:
+        match = PatternMatch(is_inference=self._is_inference, phase=self.phase, output=output, inputs=inputs)
+        return self.where is None or bool(self.where(match))
 
     @property
     def name(self) -> str:
@@ -106,22 +98,22 @@ def pattern_pass(
     where: Callable[[PatternMatch], bool] | None = None,
     hook: str = DEFAULT_HOOK,
 ) -> PatternPass:
-    """A pass that replaces what one function computes by what another computes.
+    """Create a pass that replaces the operators of one function by those of another.
 
-    Both are traced to ATen operators. The pattern is found where the same operators stand, whatever the shapes, and
-    where nothing else reads what lies between its inputs and its output.
+    Both functions are traced to ATen operators. A place in a graph matches if it has the same operators, with any
+    shapes, and if no other node reads a value between the pattern's inputs and its output.
 
     Args:
-        pattern: What to look for: a function of tensors that returns one.
-        replacement: What to compute instead, with the same arguments.
-        example_inputs: A tensor for each argument, of the number of dimensions and the dtype that the pattern has; they
-            are small, as both functions are called with them.
-        where: Asked for each place where the pattern is found; see `PatternMatch`.
-        hook: Where the pass runs, ``"joint_pre"`` or later: before autograd there are no ATen operators.
+        pattern: The function to look for. It takes tensors and returns one.
+        replacement: The function to compute instead, with the same arguments.
+        example_inputs: A tensor for each argument, with the dtype and the number of dimensions of the pattern. Use
+            small tensors, because both functions are called with them.
+        where: A function that is called for each match, and returns whether to replace it; see `PatternMatch`.
+        hook: The hook point, ``"joint_pre"`` or later: before autograd there are no ATen operators.
 
     Raises:
-        TypeError: An argument of the wrong type, or a function that cannot be called with the example inputs.
-        ValueError: The two functions do not give tensors of the same shape and dtype, or an unknown hook point.
+        TypeError: An argument has the wrong type, or a function cannot be called with the example inputs.
+        ValueError: The results of the two functions differ in shape or dtype, or the hook point is unknown.
 
     Example::
 
@@ -132,16 +124,21 @@ def pattern_pass(
     return PatternPass(pattern, replacement, example_inputs, where, hook)
 
 
-def _check_same(pattern: Callable[..., Any], replacement: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
-    results = []
-    for name, function in (("pattern", pattern), ("replacement", replacement)):
-        try:
-            with torch.no_grad():
-                result = function(*inputs)
-        except Exception as error:
-            raise TypeError(f"{name} cannot be called with example_inputs: {type(error).__name__}: {error}") from error
-        if not isinstance(result, torch.Tensor):
-            raise TypeError(f"{name} must return a tensor, not {type(result).__name__}")
-        results.append(f"{result.dtype}{list(result.shape)}")
-    if results[0] != results[1]:
-        raise ValueError(f"pattern gives {results[0]} for example_inputs, and replacement {results[1]}")
+def _result_kind(argument: str, function: Any, inputs: Sequence[torch.Tensor]) -> str:
+    """Call a function with the example inputs, and return the dtype and the shape of its result."""
+    if not callable(function):
+        raise TypeError(with_code("CC202", f"{argument}={function!r} must be a function of tensors"))
+    try:
+        inspect.signature(function)
+    except ValueError:
+        text = f"{argument}={function!r} is built in and has no signature; give a function that calls it"
+        raise TypeError(with_code("CC202", text)) from None
+    try:
+        with torch.no_grad():
+            result = function(*inputs)
+    except Exception as error:
+        text = f"{argument} cannot be called with example_inputs: {type(error).__name__}: {error}"
+        raise TypeError(with_code("CC702", text)) from error
+    if not isinstance(result, torch.Tensor):
+        raise TypeError(with_code("CC702", f"{argument} must return a tensor, not {type(result).__name__}"))
+    return f"{result.dtype}{list(result.shape)}"

@@ -21,35 +21,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_choice
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.passes.base import as_passes, pass_hook
-from compile_callbacks.passes.hooks import GraphKind
-from compile_callbacks.passes.library.record_graphs import RecordGraphs
+from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes.manager import GraphPassError, pass_options
 
-__all__ = ["CheckedGraph", "PassCheck", "check_pass"]
-
-
-@dataclass(frozen=True)
-class CheckedGraph:
-    """One graph before and after the pass.
-
-    Attributes:
-        kind: The kind of graph: ``"module"``, ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
-        is_inference: The flag that the pass got.
-        before: The graph before the pass, as text.
-        after: The graph after the pass, as text.
-        ops_before: The number of calls of each operator before the pass, by name: ``"aten.mul.Tensor"``.
-        ops_after: The number of calls of each operator after the pass.
-    """
-
-    kind: GraphKind
-    is_inference: bool
-    before: str
-    after: str
-    ops_before: Counter[str]
-    ops_after: Counter[str]
+__all__ = ["PassCheck", "check_pass"]
 
 
 @dataclass(frozen=True)
@@ -57,29 +36,31 @@ class PassCheck:
     """The graphs and the results of a module that was compiled with a pass.
 
     Attributes:
-        graphs: The graphs that the pass got, in order.
+        before: The graphs before the pass, as text and as numbers of operators.
+        after: The same graphs after the pass.
         actual: The compiled outputs; in training also the gradients of inputs and parameters.
         expected: The same from the eager module.
     """
 
-    graphs: tuple[CheckedGraph, ...]
+    before: tuple[RecordedGraph, ...]
+    after: tuple[RecordedGraph, ...]
     actual: Any
     expected: Any
 
     @property
     def changed(self) -> bool:
         """Whether the pass changed a graph."""
-        return any(graph.before != graph.after for graph in self.graphs)
+        return [graph.text for graph in self.before] != [graph.text for graph in self.after]
 
     @property
     def ops_before(self) -> Counter[str]:
         """The number of calls of each operator in all graphs before the pass."""
-        return sum((graph.ops_before for graph in self.graphs), Counter())
+        return sum((graph.ops for graph in self.before), Counter())
 
     @property
     def ops_after(self) -> Counter[str]:
         """The number of calls of each operator in all graphs after the pass."""
-        return sum((graph.ops_after for graph in self.graphs), Counter())
+        return sum((graph.ops for graph in self.after), Counter())
 
     @property
     def max_abs_error(self) -> float:
@@ -121,7 +102,8 @@ def check_pass(
     """
     (graph_pass,) = as_passes((graph_pass,), "graph_pass")
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}")
+        text = f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}"
+        raise TypeError(with_code("CC202", text))
     check_choice("phase", phase, PHASES)
     before, after = RecordGraphs(hook=pass_hook(graph_pass)), RecordGraphs(hook=pass_hook(graph_pass))
     # A code object for each check, because torch's recompile limit counts the graphs of one code object.
@@ -134,11 +116,8 @@ def check_pass(
     except Exception as error:
         failure = next((cause for cause in _torch.dynamo.causes(error) if isinstance(cause, GraphPassError)), None)
         raise failure or error from None
-    graphs = tuple(
-        CheckedGraph(b.kind, b.is_inference, b.text, a.text, b.ops, a.ops)
-        for b, a in zip(before.graphs, after.graphs, strict=True)
-    )
-    return PassCheck(graphs, actual, _results(_call_module, module, inputs, phase))
+    expected = _results(_call_module, module, inputs, phase)
+    return PassCheck(tuple(before.graphs), tuple(after.graphs), actual, expected)
 
 
 def _call_module(module: nn.Module, *inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What one writes and tests passes with: patterns, nodes, recorded graphs, `check_pass`."""
+"""The helpers to write and test graph passes: patterns, nodes, `RecordGraphs` and `check_pass`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def clamped_sum(x, y):
     return torch.relu(x + y)
 
 
-def clamped_sum_by_hand(x, y):
+def where_positive(x, y):
     total = x + y
     return torch.where(total > 0, total, 0)
 
 
 def pattern(**kwargs):
-    return pattern_pass(clamped_sum, clamped_sum_by_hand, [torch.ones(2, 3)] * 2, **kwargs)
+    return pattern_pass(clamped_sum, where_positive, [torch.ones(2, 3)] * 2, **kwargs)
 
 
 def inputs(dtype=torch.float32, requires_grad=False):
@@ -62,8 +62,7 @@ def test_a_pattern_is_replaced_at_every_hook_point_with_operators(hook):
 def test_a_pattern_in_training_keeps_gradients():
     result = check_pass(pattern(), AddAndClamp(), *inputs(requires_grad=True), phase="train")
     result.assert_close()
-    assert [graph.kind for graph in result.graphs] == ["forward", "backward"]
-    assert not any(graph.is_inference for graph in result.graphs)
+    assert [(graph.kind, graph.is_inference) for graph in result.before] == [("forward", False), ("backward", False)]
 
 
 @pytest.mark.parametrize(
@@ -78,20 +77,20 @@ def test_a_pattern_in_training_keeps_gradients():
         (lambda match: match.inputs["x"].shape == (5, 7), "infer", torch.float32, 1),
     ],
 )
-def test_where_says_which_places_count(where, phase, dtype, replaced):
+def test_where_chooses_the_matches_that_are_replaced(where, phase, dtype, replaced):
     replacing = pattern(where=where)
     check_pass(replacing, AddAndClamp(), *inputs(dtype), phase=phase).assert_close()
     assert replacing.replaced == replaced
 
 
-def test_two_conditions_are_two_passes_to_torchs_cache():
+def test_the_uuid_of_a_pattern_covers_its_condition_and_hook():
     assert pattern().uuid() == pattern().uuid()
     assert pattern(where=lambda match: True).uuid() != pattern(where=lambda match: False).uuid()
     assert pattern(hook="joint_pre").uuid() != pattern().uuid()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "said"),
+    ("arguments", "error", "text"),
     [
         ((3, clamped_sum, [torch.ones(1)] * 2), TypeError, "pattern=3"),
         ((clamped_sum, None, [torch.ones(1)] * 2), TypeError, "replacement=None"),
@@ -102,15 +101,15 @@ def test_two_conditions_are_two_passes_to_torchs_cache():
         ((clamped_sum, lambda x, y: x.sum(), [torch.ones(2)] * 2), ValueError, r"float32\[2\].*float32\[\]"),
     ],
 )
-def test_patterns_that_cannot_be_are_refused(arguments, error, said):
-    with pytest.raises(error, match=said):
+def test_wrong_patterns_are_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
         pattern_pass(*arguments)
 
 
 # ------------------------------------------------------------------------------------------ nodes
 
 
-def test_nodes_are_found_counted_and_replaced():
+def test_nodes_are_found_counted_inserted_and_replaced():
     @graph_pass
     def smooth(graph, is_inference):
         (relu,) = find_nodes(graph, aten.relu)
@@ -132,7 +131,7 @@ def test_nodes_are_found_counted_and_replaced():
 
 
 @pytest.mark.parametrize(
-    ("does", "said"),
+    ("does", "text"),
     [
         (lambda node: replace_node(node, aten.sum.default, node.args[0]), r"float32\[\].*relu.*float32\[4, 16\]"),
         (lambda node: find_nodes(node.graph, torch.relu), "target="),
@@ -140,19 +139,19 @@ def test_nodes_are_found_counted_and_replaced():
         (lambda node: (node.args[0].meta.clear(), call_before(node, aten.neg.default, node.args[0])), "no meta"),
     ],
 )
-def test_helpers_refuse_what_would_go_wrong(does, said):
+def test_helpers_refuse_nodes_that_inductor_cannot_compile(does, text):
     @graph_pass
     def wrong(graph, is_inference):
         does(next(node for node in graph.nodes if node.target is aten.relu.default))
 
-    with pytest.raises(GraphPassError, match=f"'wrong'.*{said}"):
+    with pytest.raises(GraphPassError, match=f"'wrong'.*{text}"):
         check_pass(wrong, nn.Sequential(nn.Linear(8, 16), nn.ReLU()), torch.randn(4, 8))
 
 
 # ------------------------------------------------------------------------------------------ checking and recording
 
 
-def test_a_checked_module_is_left_as_it_was():
+def test_check_pass_does_not_change_the_module():
     module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).eval()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     result = check_pass(RecordGraphs(), module, torch.randn(4, 8), phase="train")
@@ -163,7 +162,7 @@ def test_a_checked_module_is_left_as_it_was():
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_graphs_are_written_to_files_and_to_tensorboard(tmp_path):
+def test_record_graphs_writes_files_and_to_tensorboard(tmp_path):
     from lightning.pytorch.loggers import TensorBoardLogger
 
     record = RecordGraphs(tmp_path / "graphs", hook="post_grad_pre")

@@ -1,4 +1,4 @@
-"""Passes at every hook point of a real run: the flag and phase they are told, and what is reported of them."""
+"""Graph passes at every hook point of a run: their flag and phase, their report, the compile cache, and failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile, graph_pass
+from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile, InductorConfig, graph_pass
 from compile_callbacks.passes.hooks import HOOK_OPTIONS, graph_kind
 from compile_callbacks.passes.manager import pass_options
 from compile_callbacks.report.table import to_markdown
@@ -17,9 +17,9 @@ from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, tra
 from tests.support.processes import run_in_new_process
 from tests.support.uncached import Uncached
 
-pytestmark = pytest.mark.usefixtures("no_codegen")
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
-TRAINED = {
+TRAIN_KINDS = {
     "pre_grad": {"module"},
     "joint_pre": {"joint"},
     "joint_post": {"joint"},
@@ -29,9 +29,9 @@ TRAINED = {
 
 
 class Watch(Uncached):
-    """Keeps the phase, what the graph holds, and the flag."""
+    """Records the phase, the kind of graph, and the flag."""
 
-    def __init__(self, hook):
+    def __init__(self, hook="post_grad_post"):
         self.hook = hook
         self.seen = []
 
@@ -39,33 +39,27 @@ class Watch(Uncached):
         self.seen.append((self.phase, graph_kind(self.hook, graph), is_inference))
 
 
-def ours(*passes, **kwargs):
+def callback_with(*passes, **kwargs):
     return InductorCompile(passes=list(passes), **{"targets": ["net"], "baseline_steps": 0, "verify": "off", **kwargs})
 
 
 def watches():
-    """One pass at each hook point: they share a run, since compiling takes seconds."""
+    """One pass at each hook point: they share a run, because compiling takes seconds."""
     return [Watch(hook) for hook in HOOK_OPTIONS]
 
 
-@pytest.mark.all_versions
-def test_one_pass_in_both_phases_of_a_fit_is_told_right():
-    trainer(ours(*(passes := watches()))).fit(Classifier(), loader(2), loader(1))
+def test_passes_get_the_flag_and_the_phase_in_a_fit_and_in_predict():
+    trainer(callback_with(*(passes := watches()))).fit(Classifier(), loader(2), loader(1))
     for watch in passes:
         inferred = "module" if watch.hook == "pre_grad" else "inference"
-        trained = {("train", kind, False) for kind in TRAINED[watch.hook]}
+        trained = {("train", kind, False) for kind in TRAIN_KINDS[watch.hook]}
         assert set(watch.seen) == trained | {("infer", inferred, True)}
-
-
-@pytest.mark.all_versions
-def test_predict_is_inference():
-    passes = watches()
-    trainer(ours(*passes)).predict(Classifier(), loader(1))
+    trainer(callback_with(*(passes := watches()))).predict(Classifier(), loader(1))
     assert [{(phase, flag) for phase, _, flag in watch.seen} for watch in passes] == [{("infer", True)}] * len(passes)
 
 
 class FrozenPart(Classifier):
-    """A part of which nothing is trained: an inference graph in the train phase, by torch's definition."""
+    """A target without trainable weights: its graph in the train phase is an inference graph for torch."""
 
     def __init__(self):
         super().__init__(nn.Linear(FEATURES, FEATURES).requires_grad_(False))
@@ -75,14 +69,12 @@ class FrozenPart(Classifier):
         return nn.functional.cross_entropy(self.head(self.net(batch[0])), batch[1])
 
 
-@pytest.mark.all_versions
-def test_a_frozen_module_in_training_is_inference_in_the_train_phase():
-    trainer(ours(*(passes := watches()))).fit(FrozenPart(), loader(2))
+def test_a_frozen_module_in_training_has_an_inference_graph_in_the_train_phase():
+    trainer(callback_with(*(passes := watches()))).fit(FrozenPart(), loader(2))
     assert [{(phase, flag) for phase, _, flag in watch.seen} for watch in passes] == [{("train", True)}] * len(passes)
 
 
-@pytest.mark.all_versions
-def test_handed_straight_to_torch_it_is_told_too():
+def test_passes_in_the_options_of_torch_compile_get_the_flag():
     passes = watches()
     options = {HOOK_OPTIONS[watch.hook]: watch for watch in passes}
     function = torch.compile(lambda x: (x * 2).sin(), options=options)
@@ -94,10 +86,81 @@ def test_handed_straight_to_torch_it_is_told_too():
     function(torch.ones(3, requires_grad=True)).sum().backward()
     for watch in passes:
         assert {(phase, flag) for phase, _, flag in watch.seen} == {(None, False)}
-        assert {kind for _, kind, _ in watch.seen} == TRAINED[watch.hook]
+        assert {kind for _, kind, _ in watch.seen} == TRAIN_KINDS[watch.hook]
 
 
-# ------------------------------------------------------------------------------------------ what is reported
+watch_by_path = Watch()
+
+
+@pytest.mark.parametrize("separator", [":", "."])
+def test_a_pass_in_options_runs_by_its_import_path(separator):
+    """torch itself accepts a string there, and compiles nothing."""
+    config = InductorConfig(options={"post_grad_custom_post_pass": f"{__name__}{separator}watch_by_path"})
+    assert config.options["post_grad_custom_post_pass"] is watch_by_path
+    watch_by_path.seen.clear()
+    callback = callback_with(train_mode=None, infer_mode=config, on_error="raise")
+    trainer(callback).predict(Classifier(), loader(2))
+    assert callback.report.infer.graphs == 1
+    assert [flag for _, _, flag in watch_by_path.seen] == [True]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        ("module_that_is_missing:see", ValueError, "'module_that_is_missing:see'"),
+        (f"{__name__}:missing", ValueError, f"'{__name__}:missing'"),
+        ("see", ValueError, "'see'"),
+        (3, TypeError, "contains 3, which is not a graph pass"),
+        (f"{__name__}:TRAIN_KINDS", TypeError, "which is not a graph pass"),
+    ],
+)
+def test_a_wrong_pass_in_options_is_refused(value, error, text):
+    with pytest.raises(error, match=rf"options\['post_grad_custom_post_pass'\].*{text}"):
+        InductorConfig(options={"post_grad_custom_post_pass": value})
+
+
+@pytest.mark.parametrize("function", [3, lambda graph: None, lambda a, b, c: None])
+def test_a_function_that_does_not_take_graph_and_flag_is_refused(function):
+    with pytest.raises(TypeError, match="function="):
+        graph_pass(function)
+
+
+def test_an_unknown_hook_point_is_refused():
+    with pytest.raises(ValueError, match="did you mean 'post_grad_pre'"):
+        graph_pass(hook="post_grad_per")(lambda graph, is_inference: None)
+    with pytest.raises(ValueError, match=r"Wrong\.hook='never'"):
+        type("Wrong", (GraphPass,), {"hook": "never"})
+
+
+class OfTorch(torch._inductor.custom_graph_pass.CustomGraphPass):
+    """A pass of torch's own class, which cannot be copied."""
+
+    calls = 0
+
+    def __call__(self, graph):
+        OfTorch.calls += 1
+
+    def uuid(self):
+        return None
+
+    def __deepcopy__(self, memo):
+        raise TypeError("not me")
+
+
+def test_passes_of_torchs_own_classes_run_by_reference():
+    trainer(callback_with(OfTorch(), train_mode=None)).predict(Classifier(), loader(1))
+    assert OfTorch.calls == 1
+    base = getattr(torch._inductor.custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    if base is None:  # torch 2.11
+        return
+    seen = []
+    body = {"__call__": lambda self, graph, is_inference: seen.append(is_inference), "uuid": lambda self: None}
+    with torch.no_grad():
+        torch.compile(lambda x: x * 5, options=pass_options((type("Aware", (base,), body)(),), "infer"))(torch.ones(3))
+    assert seen == [True]
+
+
+# ------------------------------------------------------------------------------------------ report and cache
 
 
 class Doubles(GraphPass):
@@ -111,14 +174,9 @@ class Halves(nn.Module):
         return x * 2
 
 
-@pytest.mark.all_versions
-def test_order_time_and_node_counts_are_in_the_report():
-    class Halved(Classifier):
-        def __init__(self):
-            super().__init__(nn.Sequential(mlp(), nn.Softplus(), Halves()))
-
-    callback = ours(Watch("post_grad_post"), Doubles(), train_mode=None)
-    trainer(callback).predict(Halved(), loader(1))
+def test_the_report_has_each_pass_with_its_node_counts():
+    callback = callback_with(Watch(), Doubles(), train_mode=None)
+    trainer(callback).predict(Classifier(nn.Sequential(mlp(), nn.Softplus(), Halves())), loader(1))
     watch, doubles = callback.report.infer.diagnostics.passes
     assert (watch["name"], watch["changed"], watch["target"]) == ("Watch", False, "net")
     assert (doubles["name"], doubles["changed"], doubles["graph"]) == ("Doubles", True, "inference")
@@ -130,12 +188,11 @@ def test_order_time_and_node_counts_are_in_the_report():
     assert "changed nothing" in text
 
 
-@pytest.mark.all_versions
-def test_a_graph_of_torchs_cache_is_told_from_one_without_a_match():
+def test_the_report_distinguishes_a_graph_from_torchs_cache():
     runs = []
     for _ in range(2):
         torch._dynamo.reset()
-        callback = ours(Doubles(), train_mode=None)
+        callback = callback_with(Doubles(), train_mode=None)
         trainer(callback).predict(Classifier(nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.Tanh())), loader(1))
         (run,) = callback.report.infer.diagnostics.passes
         runs.append(run)
@@ -152,9 +209,8 @@ class Named(GraphPass):
         pass
 
 
-@pytest.mark.all_versions
 @pytest.mark.parametrize("hook", HOOK_OPTIONS)
-def test_the_same_setup_hits_torchs_cache_and_another_argument_misses(hook):
+def test_equal_passes_hit_torchs_cache_and_another_argument_misses(hook):
     def hits(factor):
         torch._dynamo.reset()
         counters.clear()
@@ -182,11 +238,12 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 """
 
 
-def test_another_process_hits_torchs_cache():
-    assert [int(run_in_new_process(SCRIPT).split()[-1]) for _ in range(2)] == [0, 1]
+def test_another_process_hits_torchs_cache(tmp_path):
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    assert [int(run_in_new_process(SCRIPT, environment=environment).split()[-1]) for _ in range(2)] == [0, 1]
 
 
-# ------------------------------------------------------------------------------------------ passes that are wrong
+# ------------------------------------------------------------------------------------------ failures
 
 
 def returns(graph, is_inference):
@@ -206,7 +263,7 @@ def changes_an_output(graph, is_inference):
     output.args = ((other,),)
 
 
-def leaves_a_node_dangling(graph, is_inference):
+def uses_a_node_of_another_graph(graph, is_inference):
     first, *_ = [node for node in graph.nodes if node.op == "call_function"]
     stranger = torch.fx.Graph().placeholder("stranger")
     first.args = (stranger, *first.args[1:])
@@ -225,46 +282,27 @@ WRONG = {
     returns: "returned Graph: a pass changes the graph in place",
     removes_an_output: "number of the graph's outputs from 1 to 0",
     changes_an_output: r"output 0 from float32\[4, 3\]",
-    leaves_a_node_dangling: "not well formed: .*stranger",
+    uses_a_node_of_another_graph: "not well formed: .*stranger",
     adds_an_input: "changed the graph's inputs",
     raises: "raised KeyError",
 }
 
 
-@pytest.mark.all_versions
 @pytest.mark.parametrize("function", WRONG, ids=lambda f: f.__name__)
-def test_a_pass_that_is_wrong_is_left_out_or_named(function):
-    class Never(type(graph_pass(function))):
+def test_a_graph_is_compiled_without_a_pass_that_fails(function):
+    class NotCached(type(graph_pass(function))):
         def uuid(self):
             return None
 
     module = Classifier()
     expected = trainer().predict(module, loader(1))
-    callback = ours(Never(function), train_mode=None)
-    name = function.__name__
-    said = f"graph pass '{name}' at post_grad_post in the infer phase .*{WRONG[function]}"
-    with pytest.warns(CompileWarning, match=said):
+    callback = callback_with(NotCached(function), train_mode=None)
+    text = f"graph pass '{function.__name__}' at post_grad_post in the infer phase .*{WRONG[function]}"
+    with pytest.warns(CompileWarning, match=text):
         predicted = trainer(callback).predict(module, loader(1))
     torch.testing.assert_close(predicted, expected)
     infer = callback.report.infer
     assert (infer.diagnostics.skipped_passes, infer.fallbacks, infer.graphs) == (1, 0, 1)
-    with pytest.raises(CompileError, match=said):
-        trainer(ours(Never(function), train_mode=None, on_error="raise")).predict(module, loader(1))
-
-
-@pytest.mark.all_versions
-def test_a_pass_that_cannot_be_copied_is_taken_by_reference():
-    class Uncopyable(torch._inductor.custom_graph_pass.CustomGraphPass):
-        calls = 0
-
-        def __call__(self, graph):
-            Uncopyable.calls += 1
-
-        def uuid(self):
-            return None
-
-        def __deepcopy__(self, memo):
-            raise TypeError("not me")
-
-    trainer(ours(Uncopyable(), train_mode=None)).predict(Classifier(), loader(1))
-    assert Uncopyable.calls == 1
+    if function is raises:
+        with pytest.raises(CompileError, match=text):
+            trainer(callback_with(NotCached(function), train_mode=None, on_error="raise")).predict(module, loader(1))

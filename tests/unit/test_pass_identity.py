@@ -1,16 +1,77 @@
-"""The identity of a graph pass in torch's compile cache."""
+"""The identity of a graph pass in torch's compile cache: its code, its arguments, its hook point and the phase."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import types
 
 import pytest
+import torch
 
-from compile_callbacks import graph_pass
+from compile_callbacks import GraphPass, graph_pass
+from compile_callbacks.passes.manager import PassManager
 from tests.support.processes import run_in_new_process
 
 pytestmark = pytest.mark.all_versions
+
+
+class Scale(GraphPass):
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, graph, is_inference):
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+            node.args = (node.args[0], self.factor)
+
+
+# ------------------------------------------------------------------------------------------ arguments
+
+
+def test_a_uuid_covers_arguments_source_and_hook():
+    def body(graph, is_inference):
+        pass
+
+    lambdas = [graph_pass(f) for f in (lambda graph, is_inference: graph.lint(), lambda graph, is_inference: None)]
+    passes = [Scale(2), Scale(3), Scale(2.0), graph_pass(body), graph_pass(hook="post_grad_pre")(body), *lambdas]
+    passes += [Scale(x) for x in (torch.ones(3), torch.zeros(3), torch.ones(3, 1), torch.tensor(1.0))]
+    uuids = [each.uuid() for each in passes]
+    assert None not in uuids
+    assert len(set(uuids)) == len(passes)
+    assert Scale(2).uuid() == Scale(2).uuid()
+    assert graph_pass(body).uuid() == graph_pass(body).uuid()
+    assert Scale(torch.ones(3)).uuid() == Scale(torch.ones(3)).uuid()
+    assert Scale(torch.ones(2**20)).uuid() is None
+
+
+def test_a_uuid_covers_arguments_as_they_were_at_construction():
+    factors = [2]
+    scale = Scale(factors)
+    before = scale.uuid()
+    factors.append(3)
+    assert scale.uuid() == before != Scale(factors).uuid()
+
+
+def test_a_managers_uuid_covers_order_hook_and_phase():
+    a, b = Scale(2), Scale(3)
+    arguments = [
+        ((a, b), "post_grad_post", "train"),
+        ((b, a), "post_grad_post", "train"),
+        ((a, b), "post_grad_post", "infer"),
+        ((a, b), "post_grad_pre", "train"),
+    ]
+    assert len({PassManager(*each).uuid() for each in arguments}) == 4
+    assert PassManager((a, Scale(object())), "post_grad_post", "train").uuid() is None
+
+
+def test_a_copy_is_the_same_pass_and_a_pickle_has_the_same_uuid():
+    scale = Scale(3)
+    assert copy.deepcopy(scale) is scale
+    assert pickle.loads(pickle.dumps(scale)).uuid() == scale.uuid()
+
+
+# ------------------------------------------------------------------------------------------ code
 
 USER_MODULE = """
 import functools
@@ -49,7 +110,7 @@ class Scale(Mixin, GraphPass):
     def __call__(self, graph, is_inference):
         logger.info("runs")
         factors = [x for x in (self.factor, by_function(), by_cached_function(), Helper.factor, below(), FACTOR)]
-        print(factors, TABLE, [later for later in (below,)])
+        print(factors, by_decorated_function(), TABLE, [later for later in (below,)])
 
 def below():
     print("recursive")
@@ -58,7 +119,7 @@ def below():
 
 
 def uuid_of(source: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """The uuid of ``Scale()`` in a module of this source."""
+    """Return the uuid of ``Scale()`` in a module with this source."""
     module = types.ModuleType("user_module")
     monkeypatch.setitem(sys.modules, "user_module", module)
     exec(compile(source, "user_module.py", "exec"), vars(module))
@@ -66,41 +127,35 @@ def uuid_of(source: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
     return identity
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
+def test_a_uuid_covers_mixins_and_what_the_pass_calls_in_its_module(monkeypatch):
+    changes = [
         ("return 10", "return 11"),
         ("return 20", "return 21"),
         ("return 30", "return 31"),
+        ("return 40", "return 41"),
         ("factor = 50", "factor = 51"),
         ('re.compile("mul")', 're.compile("add")'),
         ('print("recursive")', 'print("changed")'),
         ("FACTOR = 10", "FACTOR = 11"),
         ("aten.mul.Tensor: 2", "aten.mul.Tensor: 3"),
         ("[later for", "[(later, 1) for"),
-    ],
+    ]
+    sources = [USER_MODULE, *(USER_MODULE.replace(*change) for change in changes)]
+    uuids = [uuid_of(source, monkeypatch) for source in sources]
+    assert None not in uuids
+    assert len(set(uuids)) == len(set(sources)) == len(changes) + 1
+    assert uuid_of(USER_MODULE, monkeypatch) == uuids[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("FACTOR = 10", "FACTOR = object()"), ("factor = 50", "factor = object()"), ("return below", "return missing")],
 )
-def test_uuid_covers_mixins_and_what_the_pass_calls_in_its_module(before, after, monkeypatch):
-    identity = uuid_of(USER_MODULE, monkeypatch)
-    assert identity is not None
-    assert uuid_of(USER_MODULE, monkeypatch) == identity
-    assert before in USER_MODULE
-    assert uuid_of(USER_MODULE.replace(before, after), monkeypatch) != identity
+def test_a_uuid_is_none_if_the_module_contains_what_cannot_be_described(monkeypatch, change):
+    assert uuid_of(USER_MODULE.replace(*change), monkeypatch) is None
 
 
-def test_uuid_covers_a_function_that_torch_decorates(monkeypatch):
-    source = USER_MODULE.replace("below(), FACTOR", "by_decorated_function(), FACTOR")
-    assert uuid_of(source, monkeypatch) is not None
-    assert uuid_of(source, monkeypatch) != uuid_of(source.replace("return 40", "return 41"), monkeypatch)
-
-
-def test_uuid_is_none_if_the_module_holds_what_cannot_be_described(monkeypatch):
-    assert uuid_of(USER_MODULE.replace("FACTOR = 10", "FACTOR = object()"), monkeypatch) is None
-    assert uuid_of(USER_MODULE.replace("factor = 50", "factor = object()"), monkeypatch) is None
-    assert uuid_of(USER_MODULE.replace("return below", "return missing"), monkeypatch) is None
-
-
-def test_uuid_of_a_recursive_nested_function():
+def test_a_recursive_nested_function_has_a_uuid():
     def make(factor):
         def visit(node):
             return [visit(other) for other in node.users] * factor
@@ -116,7 +171,7 @@ def test_uuid_of_a_recursive_nested_function():
     assert make(2).uuid() == make(2).uuid() != make(3).uuid()
 
 
-def test_uuid_is_none_while_a_closure_cell_is_empty():
+def test_a_uuid_is_none_while_a_closure_cell_is_empty():
     def make():
         def nested(graph, is_inference):
             print(later)
@@ -128,11 +183,11 @@ def test_uuid_is_none_while_a_closure_cell_is_empty():
 
     first, second, complete = make()
     assert first is None
-    assert second is None  # it is taken once
+    assert second is None  # a uuid is computed once
     assert complete is not None
 
 
-def test_uuid_of_two_passes_that_refer_to_each_other_is_none():
+def test_a_uuid_is_none_for_two_passes_that_refer_to_each_other():
     @graph_pass
     def first(graph, is_inference):
         second(graph, is_inference)
@@ -173,7 +228,7 @@ class Scale(Mixin, GraphPass):
 
 
 @pytest.mark.slow
-def test_an_edited_mixin_is_compiled_again_in_the_next_process(tmp_path):
+def test_a_graph_is_compiled_again_in_the_next_process_after_its_mixin_was_edited(tmp_path):
     printed = []
     for factor in (10, 100):
         (tmp_path / "user_pass.py").write_text(USER_PASS.replace("factor = 10", f"factor = {factor}"))

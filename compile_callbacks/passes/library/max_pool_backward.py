@@ -1,4 +1,4 @@
-"""Training only: the gradient of a max pooling in a Triton kernel that reads less memory than Inductor's."""
+"""`TritonMaxPoolBackward`: in training, a kernel for the gradient of max pooling that reads less memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from compile_callbacks import _torch
 from compile_callbacks.passes.base import GraphPass
-from compile_callbacks.passes.library.operators import define, is_channels_last
+from compile_callbacks.passes.library.operators import define
 from compile_callbacks.passes.nodes import call_before, find_nodes
 
 _aten = torch.ops.aten
@@ -57,24 +57,24 @@ class TritonMaxPoolBackward(GraphPass):
             if any(step != 1 for step in dilation):  # type: ignore[union-attr]
                 continue
             pooling = _one_operator(indices) or _scattered(indices)
-            if pooling is not None and self._takes(*pooling, offsets):
+            if pooling is not None and self._supports(*pooling, offsets):
                 gradient, grad_output = pooling
                 args = (grad_output, offsets, size, kernel, stride, padding)
                 gradient.replace_all_uses_with(call_before(gradient, max_pool2d_backward, *args))
         graph.eliminate_dead_code()
 
-    def _takes(self, gradient: Node, grad_output: Node, offsets: Any) -> bool:
+    def _supports(self, gradient: Node, grad_output: Node, offsets: Any) -> bool:
         value = grad_output.meta["val"]
         return (
             value.device.type in self.devices
-            and is_channels_last(value)
-            and is_channels_last(offsets.meta["val"])
+            and _is_channels_last(value)
+            and _is_channels_last(offsets.meta["val"])
             and gradient.meta["val"].dtype == value.dtype
         )
 
 
 def _one_operator(indices: Node) -> tuple[Node, Node] | None:
-    """The gradients of input and output, if one operator computes the gradient, as in torch 2.11."""
+    """Return the gradients of input and output if one operator computes the gradient, as in torch 2.11."""
     for user in indices.users:
         if user.target is _aten.max_pool2d_with_indices_backward.default:
             return user, user.args[0]  # type: ignore[return-value]
@@ -82,7 +82,7 @@ def _one_operator(indices: Node) -> tuple[Node, Node] | None:
 
 
 def _scattered(indices: Node) -> tuple[Node, Node] | None:
-    """The same if torch scatters the gradients into zeros, ``[N * C, H * W]``, as in torch 2.15."""
+    """Return the gradients of input and output if torch scatters into zeros, [N * C, H * W], as in torch 2.15."""
     *_, places = _readers(indices)
     scatter = next(iter(places.users))
     if scatter.target is not _aten.scatter_add.default or scatter.args[2] is not places:
@@ -92,7 +92,7 @@ def _scattered(indices: Node) -> tuple[Node, Node] | None:
         return None
     shape, size = indices.meta["val"].shape, indices.args[2]
     for grad_output in _sources(source):
-        if grad_output.meta["val"].shape == shape and is_channels_last(grad_output.meta["val"]):
+        if grad_output.meta["val"].shape == shape and _is_channels_last(grad_output.meta["val"]):
             for gradient in _readers(scatter):
                 value = gradient.meta["val"]
                 if value.shape == (*shape[:2], *size) and value.dtype == grad_output.meta["val"].dtype:  # type: ignore[misc]
@@ -101,20 +101,23 @@ def _scattered(indices: Node) -> tuple[Node, Node] | None:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """A value, and its copies and casts, while each has a single user."""
+    """Yield a value, and its copies and casts, while each has a single user."""
     yield node
     while len(node.users) == 1 and (reader := next(iter(node.users))).target in _SAME:
         yield (node := reader)
 
 
 def _sources(node: Any) -> Iterator[Node]:
-    """A value, and the values that it is a copy or cast of."""
+    """Yield a value, and the values that it is a copy or cast of."""
     yield node
     while node.target in _SAME:
         yield (node := node.args[0])
 
 
-# ------------------------------------------------------------------------------------------ the operator
+def _is_channels_last(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def _reference(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: Any, padding: Any) -> Any:
@@ -123,14 +126,6 @@ def _reference(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: A
     grad.scatter_add_(2, indices.flatten(2), grad_output.float().flatten(2))
     grad = grad.reshape(*grad_output.shape[:2], *size).to(grad_output.dtype)
     return grad.contiguous(memory_format=torch.channels_last)
-
-
-def _triton(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: Any, padding: Any) -> Any:
-    from compile_callbacks.passes.library.max_pool_backward_kernel import launch
-
-    grad = _fake(grad_output, offsets, size, kernel, stride, padding)
-    launch(grad_output, offsets, grad, kernel, stride, padding)
-    return grad
 
 
 def _fake(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: Any, padding: Any) -> Any:
@@ -146,6 +141,5 @@ max_pool2d_backward = define(
     "max_pool2d_backward(Tensor grad_output, Tensor offsets, SymInt[] size, SymInt[] kernel, SymInt[] stride, "
     "SymInt[] padding) -> Tensor",
     reference=_reference,
-    cuda=_triton,
     fake=_fake,
 )

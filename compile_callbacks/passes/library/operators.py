@@ -1,4 +1,4 @@
-"""Custom operators of the Triton passes, with one definition for CPU, GPU and fake tensors."""
+"""`define`: custom operators for the passes in this folder, with one definition for CPU, GPU and fake tensors."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ import torch
 _library = torch.library.Library("compile_callbacks", "FRAGMENT")
 
 
-def define(schema: str, *, reference: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define ``torch.ops.compile_callbacks.NAME``. It has no gradient, because passes run after autograd.
+def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define ``torch.ops.compile_callbacks.NAME``, and return the operator.
+
+    The operator has no gradient, because passes run after autograd. On a GPU it is the function of this name in
+    ``triton_kernels``, which writes to its last argument.
 
     Args:
         schema: The schema, ``"name(Tensor x) -> Tensor"``.
         reference: The operator in terms of torch's operators; used on a CPU.
-        cuda: The operator on a GPU.
-        fake: The operator on fake tensors: shape, dtype and strides of the result.
-
-    Returns:
-        The operator.
+        fake: Returns an uninitialized result with the right shape, dtype and strides.
     """
     name = schema.partition("(")[0]
+
+    def cuda(*args: Any) -> Any:
+        from compile_callbacks.passes.library import triton_kernels  # imports Triton
+
+        out = fake(*args)
+        getattr(triton_kernels, name)(*args, out)
+        return out
+
     # The kernels rely on the strides that inputs have in the graph.
     _library.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
     _library.impl(name, reference, "CPU")
@@ -30,10 +37,3 @@ def define(schema: str, *, reference: Callable[..., Any], cuda: Callable[..., An
     # A meta kernel, because torch.library.register_fake searches all modules for its caller's source: 40 ms each.
     _library.impl(name, fake, "Meta")
     return getattr(torch.ops.compile_callbacks, name).default
-
-
-def is_channels_last(value: Any) -> bool:
-    """Whether a graph's value is an image batch, ``[N, C, H, W]``, dense and channels last."""
-    return (
-        isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
-    )

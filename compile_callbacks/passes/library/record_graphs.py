@@ -1,4 +1,4 @@
-"""A pass that writes down each graph it sees, to read and to compare."""
+"""`RecordGraphs`: a pass that writes each graph to a file and to TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch.fx import Graph
 
-from compile_callbacks._utils.messages import unknown
+from compile_callbacks._utils.errors import with_code
+from compile_callbacks._utils.messages import check_choice
 from compile_callbacks.passes.base import GraphPass
 from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS, GraphKind, graph_kind
 from compile_callbacks.passes.nodes import count_ops
@@ -19,9 +20,9 @@ class RecordedGraph:
     """A graph as text.
 
     Attributes:
-        title: Number, phase, what the graph holds, and hook point: ``"000_infer_inference_post_grad_post"``.
-        kind: What the graph holds.
-        is_inference: Whether no autograd graph is behind it.
+        title: Number, phase, kind of graph, and hook point: ``"000_infer_inference_post_grad_post"``.
+        kind: The kind of graph.
+        is_inference: Whether the graph has no autograd graph behind it.
         text: A line for each node.
         ops: The number of calls of each operator, by name: ``"aten.mul.Tensor"``.
     """
@@ -34,22 +35,22 @@ class RecordedGraph:
 
 
 class RecordGraphs(GraphPass):
-    """Writes each graph to a file of its own, and to TensorBoard's text tab at the end of a run.
+    """Writes each graph to a file, and to TensorBoard's text tab at the end of a run.
 
-    It changes nothing, in training and in inference. Torch's compile cache is left alone, so that it sees every
-    graph. A line of a graph looks like this::
+    The pass changes no graph, in training or in inference. With this pass, torch does not use its compile cache, so
+    that the pass gets every graph. A graph looks like this, before and after::
 
         mul: "f32[4, 16]" = torch.ops.aten.mul.Tensor(linear, 0.5)
 
     Args:
-        folder: Where the files go, named as `RecordedGraph.title`; ``None`` writes none.
-        hook: The hook point at which it looks; see `GraphPass`. Give one for each point of interest: those of one hook
-            point run in the order of ``passes``, so that one before and one after a pass show what it did.
+        folder: The folder for the files, which are named by `RecordedGraph.title`; ``None`` writes no files.
+        hook: The hook point; see `GraphPass`. Passes at one hook point run in the order of ``passes``: a `RecordGraphs`
+            before and one after another pass show the changes of that pass.
 
     Raises:
-        TypeError: A folder that is no path.
-        ValueError: An unknown hook point.
-        OSError: The folder cannot be made.
+        TypeError: The folder is not a path.
+        ValueError: The hook point is unknown.
+        OSError: The folder cannot be created.
 
     Example::
 
@@ -59,10 +60,10 @@ class RecordGraphs(GraphPass):
     """
 
     def __init__(self, folder: str | Path | None = None, *, hook: str = DEFAULT_HOOK) -> None:
-        if hook not in HOOK_OPTIONS:
-            raise ValueError(unknown("hook", hook, HOOK_OPTIONS))
+        check_choice("hook", hook, list(HOOK_OPTIONS))
         if folder is not None and not isinstance(folder, (str, Path)):
-            raise TypeError(f"folder={folder!r} must be a path or None, not {type(folder).__name__}")
+            text = f"folder={folder!r} must be a path or None, not {type(folder).__name__}"
+            raise TypeError(with_code("CC202", text))
         self.hook = hook  # type: ignore[misc]
         self.folder = None if folder is None else Path(folder)
         self.graphs: list[RecordedGraph] = []
@@ -70,19 +71,14 @@ class RecordGraphs(GraphPass):
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, graph: Graph, is_inference: bool) -> None:
-        """Write the graph down."""
+        """Record the graph."""
         kind = graph_kind(self.hook, graph)
         title = f"{len(self.graphs):03d}_{self.phase or 'no_phase'}_{kind}_{self.hook}"
-        recorded = RecordedGraph(title, kind, is_inference, graph_text(graph), count_ops(graph))
-        self.graphs.append(recorded)
+        text = graph.python_code("self", verbose=True).src
+        self.graphs.append(RecordedGraph(title, kind, is_inference, text, count_ops(graph)))
         if self.folder is not None:
-            (self.folder / f"{title}.txt").write_text(recorded.text)
+            (self.folder / f"{title}.txt").write_text(text)
 
     def uuid(self) -> None:
-        """None: torch's cache would have the graphs compiled without being seen."""
+        """``None``: a graph from torch's cache would not reach the pass."""
         return
-
-
-def graph_text(graph: Graph) -> str:
-    """A graph as text, as torch's own logs show graphs: a line of code for each node, with dtypes and shapes."""
-    return graph.python_code("self", verbose=True).src

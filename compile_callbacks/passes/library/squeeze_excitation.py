@@ -1,4 +1,4 @@
-"""Inference only: both layers of a squeeze-and-excitation block in one Triton kernel."""
+"""`TritonSqueezeExcitation`: in inference, one kernel for both layers of a squeeze-and-excitation block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 
 MAX_HIDDEN = 128
-"""Hidden channels that one program of the kernel keeps in registers; published networks have 4 to 128."""
+"""The hidden channels that fit in the registers of one program of the kernel; published networks have 4 to 128."""
 
 
 class TritonSqueezeExcitation(GraphPass):
@@ -142,22 +142,11 @@ def _x_of_x_times_sigmoid(value: Node) -> Any:
     return None
 
 
-# ------------------------------------------------------------------------------------------ the operator
-
-
 def _reference(x: Any, weight_1: Any, bias_1: Any, weight_2: Any, bias_2: Any, activation: str) -> Any:
     hidden = x.float().flatten(1) @ weight_1.float().flatten(1).t() + bias_1.float()
     active = torch.nn.functional.silu(hidden) if activation == "silu" else hidden.relu()
     out = active @ weight_2.float().flatten(1).t() + bias_2.float()
     return out.to(x.dtype)[:, :, None, None].contiguous(memory_format=torch.channels_last)
-
-
-def _triton(x: Any, weight_1: Any, bias_1: Any, weight_2: Any, bias_2: Any, activation: str) -> Any:
-    from compile_callbacks.passes.library.squeeze_excitation_kernel import launch
-
-    out = _fake(x, weight_1, bias_1, weight_2, bias_2, activation)
-    launch(x, weight_1, bias_1, weight_2, bias_2, out, activation)
-    return out
 
 
 def _fake(x: Any, weight_1: Any, bias_1: Any, weight_2: Any, bias_2: Any, activation: str) -> Any:
@@ -168,6 +157,5 @@ def _fake(x: Any, weight_1: Any, bias_1: Any, weight_2: Any, bias_2: Any, activa
 two_layers = define(
     "two_layers(Tensor x, Tensor weight_1, Tensor bias_1, Tensor weight_2, Tensor bias_2, str activation) -> Tensor",
     reference=_reference,
-    cuda=_triton,
     fake=_fake,
 )

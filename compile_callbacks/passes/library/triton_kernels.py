@@ -1,0 +1,152 @@
+"""The Triton kernels of the passes in this folder, which `operators.define` imports at the first call on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _two_layers_kernel(
+    x,
+    weight_1,
+    bias_1,
+    weight_2,
+    bias_2,
+    out,
+    C_IN: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    C_OUT: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # One program: one image, both layers. The hidden values never leave it.
+    image = tl.program_id(0).to(tl.int64)
+    r = tl.arange(0, BLOCK_HIDDEN)
+    total = tl.zeros((BLOCK_HIDDEN,), tl.float32)
+    for start in tl.static_range(0, C_IN, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        value = tl.load(x + image * C_IN + c, mask=c < C_IN, other=0.0).to(tl.float32)
+        mask = (r < HIDDEN)[:, None] & (c < C_IN)[None, :]
+        weight = tl.load(weight_1 + r[:, None] * C_IN + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(weight * value[None, :], axis=1)
+    hidden = total + tl.load(bias_1 + r, mask=r < HIDDEN, other=0.0).to(tl.float32)
+    hidden = hidden * tl.sigmoid(hidden) if SILU else tl.maximum(hidden, 0.0)
+    for start in tl.static_range(0, C_OUT, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        mask = (c < C_OUT)[:, None] & (r < HIDDEN)[None, :]
+        weight = tl.load(weight_2 + c[:, None] * HIDDEN + r[None, :], mask=mask, other=0.0).to(tl.float32)
+        value = tl.sum(weight * hidden[None, :], axis=1)
+        value += tl.load(bias_2 + c, mask=c < C_OUT, other=0.0).to(tl.float32)
+        tl.store(out + image * C_OUT + c, value.to(out.dtype.element_ty), mask=c < C_OUT)
+
+
+def two_layers(
+    x: torch.Tensor,
+    weight_1: torch.Tensor,
+    bias_1: torch.Tensor,
+    weight_2: torch.Tensor,
+    bias_2: torch.Tensor,
+    activation: str,
+    out: torch.Tensor,
+) -> None:
+    """Compute two layers on images of one pixel, with ``"relu"`` or ``"silu"`` between them.
+
+    Shapes: ``x`` [N, C_IN, 1, 1], ``weight_1`` [HIDDEN, C_IN, 1, 1], ``bias_1`` [HIDDEN], ``weight_2``
+    [C_OUT, HIDDEN, 1, 1], ``bias_2`` [C_OUT], ``out`` [N, C_OUT, 1, 1], dense.
+    """
+    hidden, c_in = weight_1.shape[:2]
+    c_out = weight_2.shape[0]
+    block_hidden = triton.next_power_of_2(hidden)
+    block = min(triton.next_power_of_2(max(c_in, c_out)), 32768 // block_hidden, 1024)
+    with torch.cuda.device(x.device):
+        _two_layers_kernel[(x.shape[0],)](
+            x.flatten(1).contiguous(),
+            weight_1.flatten(1).contiguous(),
+            bias_1,
+            weight_2.flatten(1).contiguous(),
+            bias_2,
+            out,
+            C_IN=c_in,
+            HIDDEN=hidden,
+            C_OUT=c_out,
+            SILU=activation == "silu",
+            BLOCK_HIDDEN=block_hidden,
+            BLOCK=block,
+            num_warps=8,
+        )
+
+
+@triton.jit
+def _max_pool2d_backward_kernel(
+    grad_output,
+    offsets,
+    grad,
+    C,
+    H,
+    W,
+    OH,
+    OW,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    SH: tl.constexpr,
+    SW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # One program: BLOCK_W pixels of one row of one image, BLOCK_C channels.
+    row = tl.program_id(0)
+    image = (row // H).to(tl.int64)
+    h = row % H
+    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (w < W)[:, None] & (c < C)[None, :]
+    total = tl.zeros((BLOCK_W, BLOCK_C), tl.float32)
+    source = image * OH * OW * C
+    # The windows that contain a pixel: along each axis the last one that begins before the pixel, and earlier ones.
+    for i in tl.static_range((KH + SH - 1) // SH):
+        oh = (h + PH) // SH - i
+        kh = h + PH - oh * SH
+        if (oh >= 0) & (oh < OH) & (kh < KH):
+            for j in tl.static_range((KW + SW - 1) // SW):
+                ow = (w + PW) // SW - j
+                kw = w + PW - ow * SW
+                reached = inside & ((ow >= 0) & (ow < OW) & (kw < KW))[:, None]
+                at = (oh * OW + ow)[:, None] * C + c[None, :]
+                chosen = tl.load(offsets + source + at, mask=reached, other=-1).to(tl.int32) == (kh * KW + kw)[:, None]
+                total += tl.load(grad_output + source + at, mask=reached & chosen, other=0.0).to(tl.float32)
+    at = (h * W + w)[:, None] * C + c[None, :]
+    tl.store(grad + image * H * W * C + at, total.to(grad.dtype.element_ty), mask=inside)
+
+
+def max_pool2d_backward(
+    grad_output: torch.Tensor,
+    offsets: torch.Tensor,
+    size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    grad: torch.Tensor,
+) -> None:
+    """Compute the gradient of a max pooling.
+
+    Shapes: ``grad_output`` and ``offsets`` [N, C, OH, OW], ``grad`` [N, C, H, W], all channels last. ``offsets`` are
+    int8: the position of each maximum in its window.
+    """
+    n, c, h, w = grad.shape
+    oh, ow = grad_output.shape[2:]
+    block_c = min(triton.next_power_of_2(c), 64)
+    block_w = min(triton.next_power_of_2(w), 2048 // block_c)
+    grid: Any = (n * h, triton.cdiv(w, block_w), triton.cdiv(c, block_c))
+    sizes = (c, h, w, oh, ow, *kernel, *stride, *padding)
+    with torch.cuda.device(grad.device):
+        _max_pool2d_backward_kernel[grid](
+            grad_output, offsets, grad, *sizes, BLOCK_W=block_w, BLOCK_C=block_c, num_warps=4
+        )
