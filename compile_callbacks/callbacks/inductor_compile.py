@@ -244,11 +244,14 @@ class InductorCompile(Callback):
             optimizer_steps = trainer.global_step - self._global_step_before
             part = f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated"
         self._end_step("train", batch, part)
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
+        if every and (batch_idx + 1) % every == 0:
+            self._log(trainer, details=False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_stage("train")
-        self._log(trainer, self.report)
+        self._log(trainer)
 
     # ------------------------------------------------------------------------------------------ infer phase
 
@@ -286,6 +289,8 @@ class InductorCompile(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_stage("infer")
+        if not trainer.sanity_checking:
+            self._log(trainer)
         if trainer.state.fn == "fit":
             self._begin_stage(trainer, pl_module, "train")
 
@@ -364,7 +369,7 @@ class InductorCompile(Callback):
             report = self._last.report = self.report
             peers = self._all_in(trainer)
             name, modes = several.name_in_logs(peers, self), several.modes_to_log(peers, self)
-            self._log(trainer, report)
+            loggers.log_scalars(trainer.loggers, report.scalars(name), trainer.global_step)
             graphs = self.arguments.recorded_graphs()
             loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs, modes, name)
             loggers.write_report(call.report_folder, trainer, report, exception, name)
@@ -375,9 +380,12 @@ class InductorCompile(Callback):
                 self._printed = True
                 print_report(report, name)
 
-    def _log(self, trainer: Trainer, report: CompileReport) -> None:
-        name = several.name_in_logs(self._all_in(trainer), self)
-        loggers.log_scalars(trainer.loggers, report.scalars(name), trainer.global_step)
+    def _log(self, trainer: Trainer, *, details: bool = True) -> None:
+        """Log the scalars of the report. With details, a GPU is synchronized, so only at the end of a stage."""
+        if self.session and trainer.loggers and trainer.is_global_zero:
+            name = several.name_in_logs(self._all_in(trainer), self)
+            scalars = self.session.report(details=details).scalars(name)
+            loggers.log_scalars(trainer.loggers, scalars, trainer.global_step)
 
     def _adopt_compiled(self, pl_module: LightningModule) -> None:
         """Undo what the user compiled, so that state_dict keys are clean and this callback's settings hold."""

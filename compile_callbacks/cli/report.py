@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.config.mode import EAGER, USER
-from compile_callbacks.report.console import make_table, print_report, print_table, print_texts
+from compile_callbacks.report.console import grouped_table, print_report, print_table, print_texts, report_parts
 from compile_callbacks.report.file import FILE_NAME, read_records, report_in
-from compile_callbacks.report.report import CompileReport
-from compile_callbacks.report.table import labels_and_cells, sections
+from compile_callbacks.report.report import CompileReport, PhaseReport
+from compile_callbacks.report.table import sections, zeros_line
 
 _DESCRIPTION = f"""\
 Print what compiling cost and gained, from the {FILE_NAME} files that InductorCompile writes into the log directory at
@@ -76,16 +76,11 @@ def _read_calls(path: Path, errors: list[str]) -> list[_Call]:
         for number, record in enumerate(records, 1):
             try:
                 call = _Call(file, record, report_in(record))
-                call.report.notes(), sections(call.report), _columns(call)  # raises if a part cannot be printed
+                report_parts(call.report), sections(call.report)  # raises if a part cannot be printed
                 calls.append(call)
             except Exception as error:
                 errors.append(f"{file}, record {number} is damaged: {type(error).__name__}: {error}")
     return calls
-
-
-def _columns(call: _Call) -> tuple[list[Phase], list[tuple[str, ...]]]:
-    phases = [phase for phase in PHASES if call.report.phase(phase).mode not in (EAGER, USER)]
-    return phases, labels_and_cells([call.report.phase(phase) for phase in phases])
 
 
 def _print_in_full(call: _Call) -> None:
@@ -104,8 +99,13 @@ def _print_in_full(call: _Call) -> None:
 
 def _print_side_by_side(calls: Sequence[_Call]) -> None:
     """Print a column for each compiled phase of each call, headed by the name of the log directory."""
-    columns = [(call, phase) for call in calls for phase in _columns(call)[0]]
+    columns = [(call, phase) for call in calls for phase in PHASES if _is_compiled(call.report.phase(phase))]
     names = [f"{call.path.parent.name} {call.record.get('name') or ''}".rstrip() for call, _ in columns]
     head = ["", *(f"{name}\n{phase}" for name, (_, phase) in zip(names, columns, strict=True))]
-    rows = labels_and_cells([call.report.phase(phase) for call, phase in columns])
-    print_table(make_table(head, rows, width=_COLUMN_WIDTH))
+    reports = [call.report.phase(phase) for call, phase in columns]
+    print_table(grouped_table(head, reports, verdicts=True, width=_COLUMN_WIDTH))
+    sys.stdout.write(f"{zeros_line(reports)}\n".lstrip())
+
+
+def _is_compiled(report: PhaseReport) -> bool:
+    return report.mode not in (EAGER, USER)

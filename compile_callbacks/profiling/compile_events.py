@@ -34,7 +34,7 @@ CompilePart = Literal["graph", "backward", "cudagraph"]
 
 
 class CompileKey(NamedTuple):
-    """What a compile is for.
+    """The target and the phase of a compile.
 
     Attributes:
         target: Name of the target.
@@ -63,7 +63,7 @@ class CompileEvent:
         fix: What avoids it.
         file: The user's file, if torch names one.
         line: The line in the file.
-        part: What was compiled (kind ``"compile"``): ``"graph"``, forward and backward; ``"backward"``, a backward
+        part: The compiled part (kind ``"compile"``): ``"graph"``, forward and backward; ``"backward"``, a backward
             graph that torch compiled later; ``"cudagraph"``, a recording.
         seconds: How long the compile took.
         backward_seconds: The part of it that compiled the backward graph.
@@ -144,7 +144,7 @@ class CompileRecorder:
         self.recompile_limits: dict[CompileKey, str] = {}
         """The targets that torch compiles for no further inputs, with the reason of the last recompile."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
-        """What each custom graph pass did to each graph, in order."""
+        """The runs of custom graph passes, in order."""
         self.weight_refreshes: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         """Number of times that folded weights were computed again."""
         self.compile_seconds: dict[CompileKey, list[float]] = {}
@@ -314,7 +314,7 @@ class CompileRecorder:
             self._backward_seconds += seconds
 
     def record_pass(self, key: CompileKey, run: dict[str, Any]) -> None:
-        """Record what a custom graph pass did to a graph."""
+        """Record the run of a custom graph pass on a graph."""
         self.pass_runs.append((key, run))
 
     def count_weight_refresh(self, key: CompileKey) -> None:

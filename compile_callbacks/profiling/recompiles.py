@@ -98,7 +98,7 @@ def explain_recompile(torchs_reason: str) -> Recompile:
 
 
 def _subject(expression: str) -> str:
-    """Return the name by which the user knows what the guard checks."""
+    """Return the user's name of the guarded value."""
     if argument := _ARGUMENT.match(expression):
         which = argument["position"] or repr(argument["keyword"])
         return f"argument {which}{argument['rest']}"

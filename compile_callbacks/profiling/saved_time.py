@@ -15,7 +15,7 @@ KEPT_STEPS = 500
 class StepSeries:
     """Step times in order. Of a long run, it keeps a random choice of steps, evenly over the run.
 
-    Every second or fourth step may be of its own kind, as with accumulated gradients, so the choice is random.
+    Every second or fourth step may differ from the others, as with accumulated gradients, so the choice is random.
 
     Args:
         limit: The maximum number of steps, an even number.
@@ -78,7 +78,7 @@ class _Bin:
         self.ms: defaultdict[_Key, float] = defaultdict(float)
 
     def saved_ms(self, eager_ms: Mapping[str, float]) -> float:
-        """Return what the steps saved. In a stage without eager steps, only what compiling took counts."""
+        """Return what the steps saved. In a stage without eager steps, only the time of compiling counts."""
         found = 0.0
         for key, steps in self.steps.items():
             if key.stage in eager_ms:
@@ -121,7 +121,7 @@ class SavedTime:
             self._add(key, steps, steps * self._total.ms[key] / timed)
 
     def savings(self, eager_ms: Mapping[str, float], other_seconds: float = 0.0) -> Savings | None:
-        """Compare with eager steps; ``None`` if there are none of the same stage.
+        """Compare with eager steps; ``None`` if no stage has any.
 
         Args:
             eager_ms: The mean time of an eager step, by stage.

@@ -101,7 +101,7 @@ class StepTimer:
         self._steady_steps = 0
         self._untimed: Counter[_Variant] = Counter()
         self._stages: dict[_Variant, str] = {}  # of the last timed step
-        self._random = random.Random(0)  # at random, because every second or fourth step may be of its own kind
+        self._random = random.Random(0)  # every second or fourth step may differ from the others
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -193,7 +193,7 @@ class StepTimer:
             seen.add(shapes)
         return True
 
-    # ------------------------------------------------------------------------------------------ what was measured
+    # ------------------------------------------------------------------------------------------ results
 
     def synchronize(self) -> None:
         """Read all steps so far; waits for the GPU. Without it, the figures lack the steps that the GPU still runs."""
@@ -243,7 +243,7 @@ class StepTimer:
         return StepTimes()
 
     def savings(self, phase: Phase, other_seconds: float = 0.0) -> Savings | None:
-        """Return what the steps of a phase saved; ``None`` if there are too few eager samples.
+        """Return the time that compiled steps saved; ``None`` if there are too few eager samples.
 
         Args:
             phase: The phase.

@@ -1,4 +1,4 @@
-"""`Workload`: what a step has to do. `StepTimer` compares only steps of equal workload."""
+"""`Workload`: the stage, batch shapes and conditions of a step. `StepTimer` compares only steps of equal workload."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compile_callbacks._utils.signatures import TensorSignature, signature
 
 
 class Workload(NamedTuple):
-    """What a step has to do.
+    """The conditions under which two steps can be compared.
 
     Attributes:
         stage: The stage and the number of its dataloader.
@@ -49,7 +49,7 @@ def workload_of(stage: str, batch: Any, part: str = "") -> Workload:
     Args:
         stage: The stage and the number of its dataloader.
         batch: The batch.
-        part: What else makes a difference.
+        part: Other conditions, such as accumulation.
     """
     return _workload_of_signature(stage, part, signature(batch))
 

@@ -1,4 +1,4 @@
-"""Terminal output: tables, rendered by rich, and lines that leave a progress bar intact."""
+"""Prints reports, tables and single lines to the terminal; rich renders the tables."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from compile_callbacks._utils.phases import PHASES
-from compile_callbacks.report.table import labels_and_cells
+from compile_callbacks.report.summary import next_step, notes, verdict_lines
+from compile_callbacks.report.table import main_table, zeros_line
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from rich.table import Table
 
-    from compile_callbacks.report.report import CompileReport
+    from compile_callbacks.report.report import CompileReport, PhaseReport
 
 _UNLIMITED = 10_000  # characters in a line
 _PLAIN_TEXT_WIDTH = 120
@@ -90,16 +91,37 @@ def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]], title: str =
     print_table(make_table(head, rows, title=title, numbers=False), width)
 
 
-def report_table(report: CompileReport, title: str = "") -> Table:
-    """The table of a report, with a row for each figure and a column for each phase."""
-    return make_table(("", *PHASES), labels_and_cells([report.phase(phase) for phase in PHASES]), title=title)
+def grouped_table(
+    head: Sequence[str], reports: Sequence[PhaseReport], *, verdicts: bool = False, width: int = _CELL_WIDTH
+) -> Table:
+    """Make the main table: a row for each figure, a column for each report, and a heading for each group of rows."""
+    rows: list[tuple[str, ...]] = [("verdict", *(report.verdict or "-" for report in reports))] if verdicts else []
+    for group in main_table(reports):
+        rows += [(group.title, *("" for _ in reports)), *((f"  {label}", *cells) for label, *cells in group.rows)]
+    return make_table(head, rows, width=width)
+
+
+def report_parts(report: CompileReport) -> tuple[list[str], Table, list[str]]:
+    """Return the parts of a printed report: the verdicts, the table, and the lines below the table."""
+    reports = [report.phase(phase) for phase in PHASES]
+    todo = next_step(report)
+    below = [zeros_line(reports), *notes(report), f"next: {todo}" if todo else ""]
+    return verdict_lines(report), grouped_table(("", *PHASES), reports), list(filter(None, below))
+
+
+def to_plain_text(report: CompileReport) -> str:
+    """Render a report as plain text."""
+    verdicts, table, below = report_parts(report)
+    return "\n".join([*verdicts, *([""] if verdicts else []), to_text(table), *below])
 
 
 def print_report(report: CompileReport, name: str = "") -> None:
-    """Print the table of a report and the notes below it, with the name of a callback that is not the first one."""
-    sys.stdout.write("\n")
-    print_table(report_table(report, title=f"torch.compile report {name}".rstrip()))
-    sys.stdout.write("".join(f"{note}\n" for note in report.notes()) + "\n")
+    """Print a report, with the name of the callback if it is not the first one of a trainer."""
+    verdicts, table, below = report_parts(report)
+    sys.stdout.write("\n" + f"torch.compile report {name}".rstrip() + "\n")
+    sys.stdout.write("".join(f"{line}\n" for line in verdicts) + "\n")
+    print_table(table)
+    sys.stdout.write("".join(f"{line}\n" for line in below) + "\n")
     sys.stdout.flush()
 
 

@@ -1,4 +1,4 @@
-"""The report of an export: `ExportReport`."""
+"""`ExportReport`: the report that `AOTInductorExport` makes of a package."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from compile_callbacks.report.console import make_table, to_text
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """A package and the time of its calls. A figure that was not measured is ``None``.
+    """A package and the times of its calls. A figure that was not measured is ``None``.
 
     Attributes:
-        path: The package; ``None`` if there is none.
-        weights: ``"best"`` or ``"last"``.
-        checkpoint: The checkpoint of the best weights.
+        path: Path of the package; ``None`` if the export failed.
+        weights: The exported weights, ``"best"`` or ``"last"``.
+        checkpoint: Path of the checkpoint with the best weights.
         size_mib: Size of the file, in MiB.
         export_seconds: Seconds for tracing, compiling and comparing.
         eager_ms: Median time of a call of the eager module, in milliseconds.
-        package_ms: The same of the package.
-        samples: Number of calls behind each median, the smaller of the two counts.
-        verified: ``"equal"`` or ``"differs"`` from eager, or ``"not compared"``; ``None`` if verification was off.
+        package_ms: Median time of a call of the package, in milliseconds.
+        samples: Number of calls for each median, the smaller one of the two.
+        verified: How the package compares with eager: ``"equal"``, ``"differs"`` or ``"not compared"``; ``None`` if
+            verification was off.
         max_abs_error: Largest absolute difference from eager in any output element.
-        error: Why there is no package.
+        error: The reason if there is no package.
     """
 
     path: str | None = None
@@ -39,26 +40,26 @@ class ExportReport:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready data."""
+        """Return the report as JSON-ready data."""
         return asdict(self)
 
     def scalars(self) -> dict[str, float]:
-        """The figures by the names that loggers get."""
+        """Return the figures by the names that loggers get."""
         names = ("size_mib", "eager_ms", "package_ms")
         values = {"export/seconds": self.export_seconds} | {f"export/{name}": getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def describe(self) -> str:
-        """The package in a line."""
+        """Describe the package in a line."""
         if self.path is None:
             return f"no package: {self.error or 'nothing was exported yet'}"
         return (
-            f"{self.path}: the {self.weights} weights, {self.size_mib:.1f} MB; "
+            f"{self.path}: the {self.weights} weights, {self.size_mib:.1f} MiB; "
             f"{self.package_ms:.2f} ms a call (eager {self.eager_ms:.2f} ms; medians of {self.samples})"
         )
 
     def __str__(self) -> str:
-        """A plain-text table with a row for each figure."""
+        """Return a plain-text table with a row for each figure."""
         values = {name.replace("_", " "): value for name, value in self.to_dict().items() if value is not None}
         rows = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in values.items()]
         return to_text(make_table(("", "export"), rows, width=1000))  # a path stays in one line

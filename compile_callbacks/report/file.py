@@ -1,10 +1,9 @@
-"""``compile_report.json`` in the log directory: a JSON list with one record for each callback and trainer call."""
+"""Write and read ``compile_report.json``: a JSON list with a record for each trainer call, in the log directory."""
 
 from __future__ import annotations
 
 import json
 import platform
-import warnings
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -12,19 +11,28 @@ from typing import Any
 
 import torch
 
-from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.errors import warn_user
 from compile_callbacks._utils.fingerprints import installed_version
 from compile_callbacks.report.report import CompileReport
 
 FILE_NAME = "compile_report.json"
 VERSION = 1
-_MOST_RECORDS = 100  # each call rewrites the file, and a notebook may call validate a thousand times
+_MAX_RECORDS = 100  # each call rewrites the file, and a notebook may call validate a thousand times
+_PACKAGES = ("torch", "triton", "lightning", "compile-callbacks")
 
 
 def make_record(
     report: CompileReport, call: str, *, step: int, exception: BaseException | None, name: str = ""
 ) -> dict[str, Any]:
-    """The record of a trainer call, as JSON-ready data; ``name`` is that of a callback that is not the first one."""
+    """Return the record of a trainer call as JSON-ready data.
+
+    Args:
+        report: The report.
+        call: The call, such as ``"fit"``.
+        step: The trainer's global step.
+        exception: The exception that ended the call.
+        name: The name of the callback, for all but the first one of the trainer.
+    """
     return {
         "version": VERSION,
         "call": call,
@@ -52,15 +60,15 @@ def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> No
     except FileNotFoundError:
         pass
     except ValueError as error:
-        warnings.warn(f"{path} is damaged and will be replaced: {error}", CompileWarning, stacklevel=2)
+        warn_user("CC402", f"{path} is damaged and will be replaced: {error}. The reports of earlier runs are lost")
     filesystem.makedirs(folder, exist_ok=True)
     # A process that is killed while it writes must not leave half of a file.
-    filesystem.pipe_file(f"{path}.tmp", json.dumps([*records, record][-_MOST_RECORDS:]).encode())
+    filesystem.pipe_file(f"{path}.tmp", json.dumps([*records, record][-_MAX_RECORDS:]).encode())
     filesystem.mv(f"{path}.tmp", path)
 
 
 def read_records(path: Path) -> list[Any]:
-    """The records of a file, in order; each may be damaged.
+    """Return the records of a file, in order; each may be damaged.
 
     Raises:
         OSError: The file cannot be read.
@@ -80,7 +88,7 @@ def _parse(content: bytes) -> list[Any]:
 
 
 def report_in(record: object) -> CompileReport:
-    """The report in a record; a figure that is missing or has a wrong type gets its default.
+    """Return the report in a record; a figure that is missing or has a wrong type gets its default.
 
     Raises:
         ValueError: The record has another version, or contains no report.
@@ -92,22 +100,17 @@ def report_in(record: object) -> CompileReport:
     return CompileReport.from_dict(record["report"])
 
 
-_PACKAGES = ("torch", "triton", "lightning", "compile-callbacks")
-
-
 def environment() -> dict[str, str]:
-    """Versions and device by name, for a person to read; what is not installed is left out."""
+    """Return the versions of packages, and the device by name. Packages that are not installed are left out."""
     installed = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
     return {"python": platform.python_version(), **installed, "device": _device()}
 
 
 def _device() -> str:
-    # A GPU that nothing has touched did not run the steps.
+    # If nothing has initialized CUDA, no GPU ran the steps.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         count = torch.cuda.device_count()
         return torch.cuda.get_device_name() + (f" (1 of {count})" if count > 1 else "")
     threads = torch.get_num_threads()
-    return (
-        f"CPU: {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, "
-        f"{threads} thread{'s' if threads > 1 else ''}"
-    )
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"CPU: {platform.machine()}, {capability}, {threads} thread{'s' if threads > 1 else ''}"

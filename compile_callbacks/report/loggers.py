@@ -1,4 +1,4 @@
-"""What Lightning's loggers and the log directory get: settings, scalars and the report.
+"""What `InductorCompile` and `AOTInductorExport` write to Lightning's loggers and to the log directory.
 
 Call these functions on every rank; only rank zero writes. A logger or directory that fails costs a warning.
 """
@@ -6,7 +6,6 @@ Call these functions on every rank; only rank zero writes. A logger or directory
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.errors import warn_user
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.mode import EAGER
 from compile_callbacks.config.tune import Settings
@@ -26,7 +25,7 @@ from compile_callbacks.report import tensorboard
 from compile_callbacks.report.export_report import ExportReport
 from compile_callbacks.report.file import environment
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.report.table import labels_and_cells, to_markdown
+from compile_callbacks.report.table import main_table, to_markdown
 
 _done: WeakValueDictionary[tuple[str, int], Logger] = WeakValueDictionary()  # a logger need not be hashable
 
@@ -39,7 +38,10 @@ def _first_time(what: str, logger: Logger) -> bool:
 
 
 def report_folder(trainer: Trainer) -> str | None:
-    """The folder that `write_report` writes to; ``None`` in a ``fast_dev_run``. A collective, as ``log_dir`` is."""
+    """Return the folder for `write_report`; ``None`` in a ``fast_dev_run``.
+
+    Call it on every rank and only in ``setup``, because ``trainer.log_dir`` is a collective.
+    """
     if getattr(trainer, "fast_dev_run", False):
         return None
     return trainer.log_dir or trainer.default_root_dir
@@ -49,7 +51,7 @@ def report_folder(trainer: Trainer) -> str | None:
 def write_report(
     folder: str | None, trainer: Trainer, report: CompileReport, exception: BaseException | None, name: str = ""
 ) -> None:
-    """Append a record of the trainer call that ends to ``compile_report.json``, if anything was compiled.
+    """Append a record of the trainer call to ``compile_report.json``, if anything was compiled.
 
     Args:
         folder: What `report_folder` returned.
@@ -65,17 +67,17 @@ def write_report(
         record = report_file.make_record(report, call, step=trainer.global_step, exception=exception, name=name)
         report_file.append_record(get_filesystem(folder), folder, record)
     except Exception as error:
-        message = f"the compile report was not written to {folder}: {type(error).__name__}: {error}"
-        warnings.warn(message, CompileWarning, stacklevel=3)
+        reason = f"{type(error).__name__}: {error}"
+        warn_user("CC403", f"the compile report was not written to {folder}: {reason}. The run continues without it")
 
 
 def settings_to_log(
     configs: Mapping[Phase, Settings], targets: Sequence[str] | str | None, name: str = ""
 ) -> dict[str, str]:
-    """Modes and targets as hyperparameters; none if no phase is compiled.
+    """Return modes and targets as hyperparameters; none if no phase is compiled.
 
     Args:
-        configs: The settings by phase.
+        configs: The config or `Tune` of each phase.
         targets: The names of the targets.
         name: The name of the callback, for all but the first one of a trainer.
     """
@@ -88,11 +90,11 @@ def settings_to_log(
 
 @rank_zero_only
 def log_settings(trainer: Trainer, module: LightningModule, settings: Mapping[str, str]) -> None:
-    """Log `settings_to_log` as hyperparameters, once for each logger; to be called in ``setup``.
+    """Log `settings_to_log` as hyperparameters, once for each logger, in ``setup``.
 
     TensorBoard shows only the first hyperparameters of a run. Lightning logs those of the module and the datamodule
-    after ``setup``, so for TensorBoard they are logged here together with ours. If they have none, the user may
-    still log some by hand, so ours wait for `log_summary`.
+    after ``setup``, so this function logs them together with ours. If they have none, the user may still log some
+    by hand, so ours wait for `log_summary`.
     """
     logs_users = getattr(trainer, "enable_autolog_hparams", True)  # an argument of the Trainer since Lightning 2.6
     candidates: list[Any] = [module, getattr(trainer, "datamodule", None)] if logs_users else []
@@ -128,7 +130,7 @@ def log_summary(
     settings: Mapping[str, str] | None = None,
     name: str = "",
 ) -> None:
-    """Log the whole report: text and images with TensorBoard, a table, file or text with other loggers that take one.
+    """Log the whole report: text and images with TensorBoard; a table, file or text with other loggers that take one.
 
     Args:
         loggers: The trainer's loggers.
@@ -150,8 +152,10 @@ def log_summary(
                     figures = {name: value for name, value in report.scalars().items() if name.startswith("step/")}
                     logger.log_hyperparams(dict(settings), figures, step)
             elif callable(log_table := getattr(logger, "log_table", None)):  # WandbLogger
-                rows = labels_and_cells([report.phase(phase) for phase in PHASES])
-                log_table(tag, columns=["figure", *PHASES], data=[list(row) for row in rows], step=step)
+                reports = [report.phase(phase) for phase in PHASES]
+                rows = [["verdict", *(phase.verdict or "" for phase in reports)]]
+                rows += [list(row) for group in main_table(reports) for row in group.rows]
+                log_table(tag, columns=["figure", *PHASES], data=rows, step=step)
             elif callable(log_text := getattr(experiment, "log_text", None)):
                 text = to_markdown(report, environment())
                 if hasattr(logger, "run_id"):  # MLFlowLogger
@@ -174,10 +178,12 @@ def log_export(loggers: Sequence[Logger], report: ExportReport, step: int) -> No
 
 @contextlib.contextmanager
 def _warn_if_it_fails(logger: Logger) -> Iterator[None]:
-    """Turn the exceptions of a logger into one warning."""
+    """Issue one warning for each logger, in place of its exceptions."""
     try:
         yield
     except Exception as error:
         if _first_time("failed", logger):
-            message = f"{type(logger).__name__} did not take the compile report: {type(error).__name__}: {error}"
-            warnings.warn(message, CompileWarning, stacklevel=4)
+            reason = f"{type(error).__name__}: {error}"
+            warn_user(
+                "CC404", f"{type(logger).__name__} did not accept the compile report: {reason}. The run continues"
+            )

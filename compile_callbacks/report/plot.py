@@ -1,4 +1,4 @@
-"""Step times over the steps of a run, as a matplotlib figure."""
+"""Draw a report as a matplotlib figure: net seconds saved, and step times, over the steps; see `CompileReport.plot`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.report.summary import describe_verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
 
     from compile_callbacks.report.report import CompileReport, PhaseReport
 
-_EAGER, _COMPILED, _COMPILING, _BREAK_EVEN = "#8c8c8c", "#2b6cb0", "#dd6b20", "#2f855a"
+_EAGER, _COMPILED, _COMPILING, _SAVED, _LOST = "#8c8c8c", "#2b6cb0", "#dd6b20", "#2f855a", "#c53030"
 _ORDER = ("eager", "compiled", "compiling")
-_TRIED = ("#b794f4", "#81c784", "#e6b800", "#f48fb1", "#4dd0e1", "#a1887f")
+_CANDIDATES = ("#b794f4", "#81c784", "#e6b800", "#f48fb1", "#4dd0e1", "#a1887f")
 
 
 def plot_report(report: CompileReport) -> Figure:
-    """Draw a report; see `CompileReport.plot`."""
+    """Draw a report with a row for each phase: net seconds saved on the left, step times on the right."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -32,62 +33,95 @@ def plot_report(report: CompileReport) -> Figure:
     if not phases:
         message = "no step was timed yet, so there is nothing to plot: plot after a trainer has run"
         raise ValueError(message)
-    figure = Figure(figsize=(10, 3.2 * len(phases)), dpi=110, layout="constrained")
+    figure = Figure(figsize=(12, 3.9 * len(phases)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # pyplot would choose a backend for the whole process, and keep the figure
-    for phase, axes in zip(phases, figure.subplots(len(phases), 1, squeeze=False)[:, 0], strict=True):
-        _draw(axes, phase, report.phase(phase))
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
-        axes.xaxis.set_major_formatter("{x:,.0f}")
+    for phase, row in zip(phases, figure.subfigures(len(phases), 1, squeeze=False)[:, 0], strict=True):
+        found = report.phase(phase)
+        row.suptitle(f"{phase}: {_title(phase, found)}", x=0.01, ha="left", fontsize=11)
+        saved, times = row.subplots(1, 2, width_ratios=(3, 2))
+        last = max(max(part["steps"]) for part in found.diagnostics.series)
+        edge = max(0.02 * last, 0.3)
+        _draw_saved(saved, found)
+        _draw_times(times, found, last)
+        for axes in (saved, times):
+            _mark_compiles(axes, found)
+            axes.set_xlim(1 - edge, last + edge)
+            axes.set_xlabel(f"{phase} step", fontsize=9)
+            axes.tick_params(labelsize=8)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False, fontsize=8, ncols=2)
     return figure
 
 
-def _draw(axes: Axes, phase: Phase, report: PhaseReport) -> None:
-    last = max(max(part["steps"]) for part in report.diagnostics.series)
-    tried = iter(_TRIED * len(report.diagnostics.series))
-    for part in sorted(report.diagnostics.series, key=lambda part: _ORDER.index(part["kind"])):
-        steps = part["steps"]
+def _draw_saved(axes: Axes, report: PhaseReport) -> None:
+    """Draw the net seconds saved over the steps, below zero until the compile time is repaid."""
+    axes.set_title("net seconds saved", loc="left", fontsize=9)
+    found = report.diagnostics.net_series
+    if not found.get("steps"):
+        why = "no eager steps to compare with"
+        axes.text(0.5, 0.5, why, ha="center", va="center", color=_EAGER, transform=axes.transAxes)
+        axes.set_yticks([])
+        return
+    steps, seconds = [found["steps"][0] - 1, *found["steps"]], [0.0, *found["seconds"]]
+    axes.axhline(0, color="black", lw=0.8)
+    axes.plot(steps, seconds, color=_COMPILED, lw=1.8)
+    shades: Any = {"alpha": 0.15, "lw": 0, "interpolate": True}
+    axes.fill_between(steps, seconds, 0, where=[value >= 0 for value in seconds], color=_SAVED, **shades)
+    axes.fill_between(steps, seconds, 0, where=[value <= 0 for value in seconds], color=_LOST, **shades)
+    end = f"{seconds[-1]:+.3g} s"
+    axes.annotate(end, (steps[-1], seconds[-1]), (-4, 6), textcoords="offset points", ha="right", fontsize=9)
+    crossing = next((step for step, value in zip(steps, seconds, strict=True) if step >= steps[1] and value > 0), None)
+    if crossing is not None and min(seconds) < 0:
+        axes.axvline(crossing, color=_SAVED, lw=1.4, ls=":", label=f"compile time repaid at step {crossing:,}")
+    elif report.break_even_steps is not None:
+        never = math.isinf(report.break_even_steps)
+        when = "never" if never else f"after {report.break_even_steps:,.0f} compiled steps"
+        axes.plot([], [], color=_SAVED, ls=":", label=f"break-even: {when}")
+
+
+def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
+    """Draw the times of eager and compiled steps, from zero."""
+    axes.set_title("step time in ms", loc="left", fontsize=9)
+    series = report.diagnostics.series
+    candidates = iter(_CANDIDATES * len(series))
+    for part in sorted(series, key=lambda part: _ORDER.index(part["kind"])):
         if part["kind"] == "compiling":
-            label = f"{len(steps)} {'step that compiles' if len(steps) == 1 else 'steps that compile'}"
-            lines: Any = {"transform": axes.get_xaxis_transform(), "lw": 1.1, "alpha": 0.8, "zorder": 1}
-            axes.vlines(steps, 0, 1, color=_COMPILING, label=label, **lines)
             continue
+        steps = part["steps"]
         eager, ours = part["kind"] == "eager", part["candidate"] in (None, report.mode)
-        color = _EAGER if eager else _COMPILED if ours else next(tried)
+        color = _EAGER if eager else _COMPILED if ours else next(candidates)
         label = _shortened("eager" if eager else part["candidate"] or "compiled") + ("" if ours else ", tried")
         known = report.eager_step_ms if eager else report.compiled_step_ms
         median = known if ours and known is not None else statistics.median(part["ms"])
         axes.scatter(steps, part["ms"], s=18 if len(steps) <= 60 else 6, color=color, alpha=0.55, lw=0, zorder=2)
         # The eager median is the baseline of the whole run.
         ends, style = ((1, last), "--") if eager else ((min(steps), max(steps)), "-")
-        label += f",{chr(10) if len(label) > 18 else ' '}median {median:.3g} ms"
-        axes.plot(ends, (median, median), color=color, lw=1.6, ls=style, zorder=4, label=label)
-    if report.eager_step_ms is not None and not any(part["kind"] == "eager" for part in report.diagnostics.series):
-        label = f"eager, median {report.eager_step_ms:.3g} ms,\nof the run before this one"
+        axes.plot(ends, (median, median), color=color, lw=1.6, ls=style, zorder=4, label=f"{label}: {median:.3g} ms")
+    if report.eager_step_ms is not None and not any(part["kind"] == "eager" for part in series):
+        label = f"eager, in the run before: {report.eager_step_ms:.3g} ms"
         axes.axhline(report.eager_step_ms, color=_EAGER, lw=1.4, ls="--", label=label)
-    _mark_break_even(axes, report)
-    edge = max(0.02 * last, 0.3)
-    axes.set(xlim=(1 - edge, last + edge), ylim=(0, _top(report)))
-    axes.set_title(_title(phase, report), loc="left", fontsize=10)
-    axes.set_xlabel(f"{phase} step", fontsize=9)
-    axes.set_ylabel("ms a step", fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+    axes.set_ylim(0, _top(report))
 
 
-def _mark_break_even(axes: Axes, report: PhaseReport) -> None:
-    if report.break_even_steps is None:
-        return
-    if math.isinf(report.break_even_steps):
-        axes.plot([], [], color=_BREAK_EVEN, ls=":", label="break-even: never")
-        return
-    first = min((min(part["steps"]) for part in report.diagnostics.series if part["kind"] != "eager"), default=1)
-    at = first + report.break_even_steps  # may be to the right of the panel
-    axes.axvline(at, color=_BREAK_EVEN, lw=1.6, ls=":", label=f"break-even at step {at:,.0f}")
+def _mark_compiles(axes: Axes, report: PhaseReport) -> None:
+    """Mark the steps that compiled. Compiles outside of timed steps are marked at the left edge."""
+    steps = [step for part in report.diagnostics.series if part["kind"] == "compiling" for step in part["steps"]]
+    compiles = [event for event in report.diagnostics.events if event["kind"] == "compile"]
+    outside = sum("step" not in event for event in compiles)
+    lines: Any = {"transform": axes.get_xaxis_transform(), "lw": 1.1, "alpha": 0.8, "zorder": 1}
+    if steps:
+        label = "step that compiles" if len(steps) == 1 else f"{len(steps)} steps that compile"
+        axes.vlines(steps, 0, 1, color=_COMPILING, label=label, **lines)
+    if outside:
+        label = f"{outside} compile{'s' if outside > 1 else ''} outside of these steps"
+        axes.vlines([0.7], 0, 1, color=_COMPILING, ls=":", label=label, **lines)
 
 
 def _top(report: PhaseReport) -> float:
-    """The upper end of the panel: above all medians and nearly all steps, because a few slow ones would flatten it."""
+    """Return the upper end of the axis: above all medians and nearly all steps. A few slow ones would flatten it."""
     times: list[list[float]] = [part["ms"] for part in report.diagnostics.series if part["kind"] != "compiling"]
     times = times or [part["ms"] for part in report.diagnostics.series]
     medians = [ms for ms in (report.eager_step_ms, report.compiled_step_ms) if ms is not None]
@@ -101,9 +135,8 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 def _title(phase: Phase, report: PhaseReport) -> str:
-    seconds = "" if report.compile_seconds is None else f", compiled in {report.compile_seconds:.3g} s"
-    speedup = "" if report.speedup is None else f", {report.speedup:.2f}x as fast as eager"
-    return f"{phase}: {_shortened(report.mode, 50)}{seconds}{speedup}"
+    verdict = describe_verdict(phase, report)
+    return f"{_shortened(report.mode, 40)}" + (f" — {_shortened(verdict, 110)}" if verdict else "")
 
 
 def _shortened(text: str, longest: int = 26) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.mode import EAGER
-from compile_callbacks.report.console import report_table, to_text
+from compile_callbacks.report.console import to_plain_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +41,7 @@ class _Data:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseDiagnostics(_Data):
-    """What stands behind the figures of a `PhaseReport`. A figure that was not measured is ``None``.
+    """The details of a `PhaseReport`. A figure that was not measured is ``None``.
 
     Attributes:
         cache_misses: Number of graphs that were not in torch's cache on disk.
@@ -117,7 +117,7 @@ class PhaseReport(_Data):
         net_seconds_saved: Seconds by which all steps so far were faster than as many eager steps, with the mean
             time of the eager samples of the same stage. The steps that compiled count, with everything that happened
             in them. ``None`` if there are fewer than 5 eager samples.
-        diagnostics: What stands behind these figures.
+        diagnostics: The details.
     """
 
     mode: str = EAGER
@@ -231,43 +231,14 @@ class CompileReport:
         return plot_report(self)
 
     def __str__(self) -> str:
-        """Return a plain-text table with a row for each figure and a column for each phase."""
-        return "\n".join([to_text(report_table(self)), *self.notes()])
-
-    def notes(self) -> list[str]:
-        """Return the lines for below the table."""
-        trials = {phase: self.phase(phase).diagnostics.trials for phase in PHASES}
-        notes = [
-            f"{phase}: {trial['candidate']} {_VERDICT_NOTES[trial['verdict']]}: {trial['reason']}"
-            for phase in PHASES
-            for trial in trials[phase]
-            if trial["reason"] and trial["verdict"] in _VERDICT_NOTES
-        ]
-        for phase in PHASES:
-            if trials[phase] and all(trial["verdict"] != "chosen" for trial in trials[phase]):
-                notes.append(
-                    f"{phase}: nothing is chosen yet: that takes more steps of the phase, in this run or a longer one"
-                )
-            if self.phase(phase).diagnostics.restored:
-                notes.append(f"{phase}: eager steps were measured in the run before this one")
-            events = self.phase(phase).diagnostics.events
-            notes += [f"{phase}: {event['reason']}" for event in events if event["kind"] == "budget"]
-        return notes
+        """Return the verdict of each phase, a table of the figures, and what to do next, as plain text."""
+        return to_plain_text(self)
 
     @property
     def has_figures(self) -> bool:
         """Whether anything was compiled, or a `Tune` has a verdict on any candidate."""
         trials = [trial for phase in PHASES for trial in self.phase(phase).diagnostics.trials]
         return bool(self.scalars()) or any(trial["verdict"] != "undecided" for trial in trials)
-
-
-_VERDICT_NOTES = {
-    "failed": "failed",
-    "wrong": "is wrong",
-    "not compared": "could not be compared",
-    "not tried": "was not tried",
-    "chosen": "is chosen",
-}
 
 
 def _fits(value: object, annotation: str) -> bool:

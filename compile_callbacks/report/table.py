@@ -1,4 +1,4 @@
-"""The rows of a report's tables as text, for the terminal and loggers, and the report as Markdown."""
+"""The rows of a report's tables as text, and the report as Markdown, for the terminal, loggers and the command line."""
 
 from __future__ import annotations
 
@@ -9,22 +9,53 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.report.summary import next_step, notes, verdict_lines
 
 if TYPE_CHECKING:
     from compile_callbacks.report.report import CompileReport, PhaseDiagnostics, PhaseReport
 
 _NOTHING = "-"
+_SPECIAL = re.compile(r"([\\`*_\[\]|#])")
 
 
-def labels_and_cells(reports: Sequence[PhaseReport]) -> list[tuple[str, ...]]:
-    """The main table: a row for each figure, with its label and a cell for each report.
+class Group(NamedTuple):
+    """Rows of the main table that belong together.
 
-    Rows without a figure in any report are left out, except those that a reader looks for.
+    Attributes:
+        title: ``"speed"``, ``"compile"`` or ``"correctness"``.
+        rows: The label of each row, and a cell for each report.
     """
-    rows = [(label, *(show(report) for report in reports)) for label, show in _ROWS]
-    shown = [row for row in rows if row[0] in _ALWAYS or any(cell != _NOTHING for cell in row[1:])]
-    candidates = dict.fromkeys(trial["candidate"] for report in reports for trial in report.diagnostics.trials)
-    return shown + [(f"candidate {name}", *(_trial(report, name) for report in reports)) for name in candidates]
+
+    title: str
+    rows: list[tuple[str, ...]]
+
+
+def main_table(reports: Sequence[PhaseReport]) -> list[Group]:
+    """Return the groups of the main table. A row without a figure in any report is left out."""
+    groups = [
+        Group("speed", [*_rows(_SPEED, reports), *_candidates(reports)]),
+        Group("compile", _rows(_COMPILE, reports)),
+        Group("correctness", _rows(_CORRECTNESS, reports)),
+    ]
+    return [group for group in groups if group.rows]
+
+
+def zeros_line(reports: Sequence[PhaseReport]) -> str:
+    """Name the counts that are zero in all reports in a line: ``no graph breaks, recompiles or fallbacks``."""
+    names = ("graph_breaks", "recompiles", "fallbacks")
+    zeros = [name.replace("_", " ") for name in names if not any(getattr(report, name) for report in reports)]
+    compiled = any(report.compile_seconds is not None for report in reports)
+    return f"no {' or '.join(', '.join(zeros).rsplit(', ', 1))}" if zeros and compiled else ""
+
+
+def _rows(rows: Sequence[_Row], reports: Sequence[PhaseReport]) -> list[tuple[str, ...]]:
+    cells = [(label, *(show(report) for report in reports)) for label, show in rows]
+    return [row for row in cells if any(cell != _NOTHING for cell in row[1:])]
+
+
+def _candidates(reports: Sequence[PhaseReport]) -> list[tuple[str, ...]]:
+    names = dict.fromkeys(trial["candidate"] for report in reports for trial in report.diagnostics.trials)
+    return [(f"candidate {name}", *(_trial(report, name) for report in reports)) for name in names]
 
 
 class Section(NamedTuple):
@@ -36,14 +67,14 @@ class Section(NamedTuple):
 
 
 def sections(report: CompileReport) -> list[Section]:
-    """Tables of the reasons behind the counts, of graph passes and of candidates; those without rows are left out."""
+    """Return tables of the reasons behind the counts, of graph passes and of candidates; no table without rows."""
     reasons: dict[str, Counter[tuple[str, ...]]] = {kind: Counter() for kind in _TITLES}
     for phase in PHASES:
         for event in report.phase(phase).diagnostics.events:
             if reason := event.get("reason"):
                 where = f"{event['file']}:{event.get('line', '?')}" if event.get("file") else _NOTHING
-                kind = event["kind"]
-                reasons.setdefault(kind, Counter())[phase, event["target"], where, reason] += 1
+                row = phase, event["target"], where, f"{reason}; {event['fix']}" if event.get("fix") else reason
+                reasons.setdefault(event["kind"], Counter())[row] += 1
     found = [
         Section(
             _TITLES.get(kind, kind.replace("_", " ").capitalize()),
@@ -88,7 +119,7 @@ def _trial_row(phase: Phase, trial: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names in a line; consecutive numbers are joined: ``layers.0..23``."""
+    """Return names in a line; consecutive numbers are joined: ``layers.0..23``."""
     runs: list[tuple[str, int, int]] = []
     for name in names:
         stem, _, number = name.rpartition(".")
@@ -127,55 +158,67 @@ def _break_even(report: PhaseReport) -> str:
     return "never" if report.break_even_steps == math.inf else _number(report.break_even_steps, ".0f")
 
 
+def _cache(report: PhaseReport) -> str:
+    hits, misses = report.cache_hits, report.diagnostics.cache_misses
+    return f"{hits} / {misses}" if hits or misses else _NOTHING
+
+
 def _trial(report: PhaseReport, candidate: str) -> str:
-    """The median and the verdict of a candidate: ``4.77 ms, chosen``."""
+    """Return the median and the verdict of a candidate: ``4.77 ms, chosen``."""
     found = next((trial for trial in report.diagnostics.trials if trial["candidate"] == candidate), None)
     if found is None:
         return _NOTHING
     return ("" if found["median_ms"] is None else f"{found['median_ms']:.2f} ms, ") + str(found["verdict"])
 
 
-_ROWS: tuple[tuple[str, Callable[[PhaseReport], str]], ...] = (
-    ("mode", lambda p: p.mode),
-    ("targets", lambda p: _listed(p.targets) or _NOTHING),
-    ("verdict", lambda p: p.verdict or _NOTHING),
-    ("compile seconds", lambda p: _number(p.compile_seconds, ".1f")),
-    ("graphs", lambda p: str(p.graphs)),
-    ("graph breaks", lambda p: str(p.graph_breaks)),
-    ("recompiles", lambda p: str(p.recompiles)),
-    ("cache hits / misses", lambda p: f"{p.cache_hits} / {p.diagnostics.cache_misses}"),
+_Row = tuple[str, Callable[["PhaseReport"], str]]
+
+_SPEED: tuple[_Row, ...] = (
     ("eager step ms", lambda p: _step(p.eager_step_ms, p.diagnostics.eager_spread_ms)),
     ("compiled step ms", lambda p: _step(p.compiled_step_ms, p.diagnostics.compiled_spread_ms)),
-    ("speedup", _speedup),
     ("samples", lambda p: _number(p.samples, "d")),
-    ("break-even steps", _break_even),
+    ("speedup", _speedup),
     ("net seconds saved", lambda p: _number(p.net_seconds_saved, ".1f")),
+    ("break-even steps", _break_even),
     ("eager peak memory MiB", lambda p: _peak(p.diagnostics, "eager_")),
     ("compiled peak memory MiB", lambda p: _peak(p.diagnostics, "")),
+)
+_COMPILE: tuple[_Row, ...] = (
+    ("mode", lambda p: p.mode),
+    ("targets", lambda p: _listed(p.targets) or _NOTHING),
+    ("compile seconds", lambda p: _number(p.compile_seconds, ".1f")),
+    ("graphs", lambda p: str(p.graphs or _NOTHING)),
+    ("graph breaks", lambda p: str(p.graph_breaks or _NOTHING)),
+    ("recompiles", lambda p: str(p.recompiles or _NOTHING)),
+    ("fallbacks", lambda p: str(p.fallbacks or _NOTHING)),
+    ("cache hits / misses", _cache),
     ("folded weights MiB", lambda p: _number(p.diagnostics.folded_mib, ".1f")),
     ("weight refreshes", lambda p: _number(p.diagnostics.weight_refreshes, "d")),
-    ("equal to eager", lambda p: p.verified or _NOTHING),
-    ("max abs error", lambda p: _number(p.diagnostics.max_abs_error, ".1e")),
-    ("fallbacks", lambda p: str(p.fallbacks)),
-    ("skipped passes", lambda p: str(p.diagnostics.skipped_passes) if p.diagnostics.skipped_passes else _NOTHING),
+    ("skipped passes", lambda p: str(p.diagnostics.skipped_passes or _NOTHING)),
 )
-
-_ALWAYS = {"mode", "targets", "verdict", "compile seconds", "eager step ms", "compiled step ms", "speedup", "samples"}
-
-_SPECIAL = re.compile(r"([\\`*_\[\]|#])")
+_CORRECTNESS: tuple[_Row, ...] = (
+    ("compared with eager", lambda p: p.verified or _NOTHING),
+    ("max abs error", lambda p: _number(p.diagnostics.max_abs_error, ".1e")),
+)
 
 
 def to_markdown(report: CompileReport, environment: Mapping[str, str]) -> str:
-    """Render a report as Markdown tables.
+    """Render a report as Markdown: the verdict, what to do next, the reasons behind the counts, and the figures.
 
     Args:
         report: The report.
         environment: Versions and device by name.
     """
+    reports, todo = [report.phase(phase) for phase in PHASES], next_step(report)
+    rows = [row for group in main_table(reports) for row in ((group.title.upper(), "", ""), *group.rows)]
     parts = [
         "## Compile report",
-        _markdown_table(("", *PHASES), labels_and_cells([report.phase(phase) for phase in PHASES])),
+        *(f"**{_escaped(line)}**" for line in verdict_lines(report)),
+        *([f"Next: {_escaped(todo)}"] if todo else []),
         *(f"### {section.title}\n\n{_markdown_table(section.head, section.rows)}" for section in sections(report)),
+        "### Figures",
+        _markdown_table(("", *PHASES), rows),
+        *map(_escaped, filter(None, [zeros_line(reports), *notes(report)])),
         "### Environment",
         _markdown_table(("", "version or name"), environment.items()),
     ]

@@ -1,4 +1,4 @@
-"""What only TensorBoard gets: a layout of charts, the report as text, a plot, and recorded graphs."""
+"""What only TensorBoard gets: one page of charts, the report as text, the plot, and recorded graphs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.passes.library.record_graphs import RecordedGraph
@@ -20,31 +22,35 @@ if TYPE_CHECKING:
 PLOT_TAG = "compile_report/steps"
 _LAYOUT_TAG = b"custom_scalars__config__"
 _CHARTS = {
-    "ms a step, eager and compiled": ("step/{phase}/eager_ms", "step/{phase}/compiled_ms"),
-    "speedup": ("step/{phase}/speedup",),
+    "step time in ms, eager and compiled": ("step/{phase}/eager_ms", "step/{phase}/compiled_ms"),
+    "net seconds saved": ("step/{phase}/net_seconds_saved",),
     "seconds spent compiling": ("compile/{phase}/seconds",),
+    "recompiles": ("compile/{phase}/recompiles",),
+    "peak memory of a compiled step in MiB": ("step/{phase}/peak_memory_mib",),
 }
-_LAYOUT = {
-    f"compile: {phase}": {
-        # Tags are regular expressions that match from the start. A logger's prefix may precede the tag.
-        title: ["Multiline", [rf"(.*-)?{tag.format(phase=phase)}$" for tag in tags]]
-        for title, tags in _CHARTS.items()
+
+
+def layout() -> dict[str, dict[str, list[Any]]]:
+    """Return the charts of the custom-scalars tab, by phase; the one of the peak memory only if there is a GPU."""
+    charts = {title: tags for title, tags in _CHARTS.items() if torch.cuda.is_available() or "memory" not in title}
+    return {
+        f"torch.compile, {phase} phase": {
+            # Tags are regular expressions that match from the start. A logger's prefix may precede the tag.
+            title: ["Multiline", [rf"(.*-)?{tag.format(phase=phase)}$" for tag in tags]]
+            for title, tags in charts.items()
+        }
+        for phase in PHASES
     }
-    for phase in PHASES
-}
 
 
 def add_layout_if_none(writer: SummaryWriter) -> None:
-    """Show eager and compiled step times in one chart of the custom-scalars tab, unless the run has a layout.
-
-    TensorBoard uses the last layout of a run, and an earlier one may be the user's.
-    """
+    """Add the charts, unless the run has a layout. It may be the user's, and TensorBoard uses the last one of a run."""
     folder = Path(writer.log_dir)
     if not folder.is_dir():
         return  # a URL: looking for a layout could mean a large download
     writer.flush()
     if not any(_contains(path, _LAYOUT_TAG) for path in folder.glob("*tfevents*") if path.stat().st_size):
-        writer.add_custom_scalars(_LAYOUT)
+        writer.add_custom_scalars(layout())
 
 
 def _contains(path: Path, text: bytes) -> bool:
@@ -58,7 +64,7 @@ def add_report(writer: SummaryWriter, report: CompileReport, step: int, tag: str
 
 
 def add_plot(writer: SummaryWriter, report: CompileReport, step: int) -> None:
-    """Add the plot of step times to the images tab, if matplotlib is installed."""
+    """Add the plot to the images tab, if matplotlib is installed."""
     has_steps = any(report.phase(phase).diagnostics.series for phase in PHASES)
     if not has_steps or importlib.util.find_spec("matplotlib") is None:
         return

@@ -70,13 +70,15 @@ class SessionWarnings:
         mode = f"{phase}_mode={config.describe()!r}"
         if phase == "infer" and config.freezes and (sharded or self._switch.shares_graphs):
             why = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph, and each has its own weights"
-            self._warn_of_no_effect("fold", phase, f"{mode} asks for freezing, which has no effect: {why}")
+            message = f"{mode} asks for freezing, which has no effect: {why}"
+            self._warn_of_no_effect("fold", phase, message, message)
         if config.uses_cudagraphs and device.type != "cuda":
             message = (
                 f"{mode} asks for CUDA graphs, and the module is not on a GPU: they have no effect. The steps run "
                 "compiled without them"
             )
-            self._warn_of_no_effect("cudagraph_skip", phase, message)
+            reason = f"{config.describe()!r} asks for CUDA graphs, which have no effect on a {device.type.upper()}"
+            self._warn_of_no_effect("cudagraph_skip", phase, message, reason)
 
     def check_stage(self, phase: Phase, active: ActiveConfig) -> None:
         """Warn about targets that ran in a stage without a compiled graph, and about weights that were not folded."""
@@ -156,10 +158,10 @@ class SessionWarnings:
             return False  # a warning says why each of the named targets is not compiled
         return not self._switch.called_targets(phase) and bool(self._timer.compiled_steps(phase, active.candidate))
 
-    def _warn_of_no_effect(self, kind: EventKind, phase: Phase, message: str) -> None:
+    def _warn_of_no_effect(self, kind: EventKind, phase: Phase, message: str, reason: str) -> None:
         if self._warn.warn("CC204", message, about=(phase, kind)):
             for target in self._switch.targets:
-                self._recorder.record(kind, CompileKey(target.name, phase), reason=message)
+                self._recorder.record(kind, CompileKey(target.name, phase), reason=reason, show=False)
 
     def _warn_of_limit(self, key: CompileKey, reason: str) -> None:
         message = (

@@ -1,0 +1,172 @@
+"""The sentences of a report, for all views: the verdict of each phase, notes, and what to do next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compile_callbacks._utils.messages import in_one_line
+from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.config.mode import EAGER
+from compile_callbacks.profiling.step_stats import MIN_SAMPLES
+
+if TYPE_CHECKING:
+    from compile_callbacks.report.report import CompileReport, PhaseReport
+
+_TRIALS = {
+    "failed": "failed",
+    "wrong": "is wrong",
+    "not compared": "could not be compared",
+    "not tried": "was not tried",
+    "chosen": "is chosen",
+}
+
+
+def verdict_lines(report: CompileReport) -> list[str]:
+    """Return one line for each phase that ran: whether compiling it was worth the compile time."""
+    return [f"{phase:<7} {text}" for phase in PHASES if (text := describe_verdict(phase, report.phase(phase)))]
+
+
+def describe_verdict(phase: Phase, report: PhaseReport) -> str:
+    """Return the verdict of a phase in a sentence; empty if no step was to run compiled."""
+    found = report.diagnostics
+    eager_ms, compiled_ms, net = report.eager_step_ms, report.compiled_step_ms, report.net_seconds_saved
+    times = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms" if eager_ms and compiled_ms else f"{_ms(compiled_ms)} ms a step"
+    compiling = _duration(report.compile_seconds or 0)
+    speedup = report.speedup or 1.0
+    match report.verdict:
+        case "faster":
+            return f"{_times(speedup)} faster ({times}), saved {_duration(net or 0)} net of {compiling} compiling"
+        case "compile time not repaid":
+            steps = report.break_even_steps
+            when = "never" if steps is None or math.isinf(steps) else f"after {steps:,.0f} compiled steps"
+            return (
+                f"{_times(speedup)} faster ({times}), but {compiling} compiling are not repaid: "
+                f"lost {_duration(-(net or 0))} so far, break-even {when}"
+            )
+        case "slower":
+            return f"slower by {1 / speedup - 1:.0%} ({times}): {_why_slower(report)}; try {phase}_mode={EAGER!r}"
+        case "no difference":
+            spread = max(found.eager_spread_ms or 0, found.compiled_spread_ms or 0)
+            both = f"{_ms(eager_ms)} vs {_ms(compiled_ms)} ms, spread {_ms(spread)}"
+            return f"no difference ({both}), {compiling} spent compiling"
+        case "too few samples" if eager_ms is None:
+            return f"too few samples: no eager steps of the same workload to compare with ({times})"
+        case "too few samples":
+            return f"too few samples: {report.samples} of each, {MIN_SAMPLES} are needed ({times})"
+        case "not compiled":
+            why, code = _why_uncompiled(report)
+            return f"not compiled: {why}" + (f", see {code}" if code else "")
+    return ""
+
+
+def notes(report: CompileReport) -> list[str]:
+    """Return the lines below the table: what became of the candidates of a `Tune`, and which figures are older."""
+    lines = []
+    for phase in PHASES:
+        diagnostics = report.phase(phase).diagnostics
+        lines += [
+            f"{phase}: {trial['candidate']} {_TRIALS[trial['verdict']]}: {trial['reason']}"
+            for trial in diagnostics.trials
+            if trial["reason"] and trial["verdict"] in _TRIALS
+        ]
+        if diagnostics.trials and all(trial["verdict"] != "chosen" for trial in diagnostics.trials):
+            lines.append(f"{phase}: nothing is chosen yet: that takes more steps of the phase")
+        lines += [f"{phase}: {event['reason']}" for event in diagnostics.events if event["kind"] == "budget"]
+        if diagnostics.restored:
+            lines.append(f"{phase}: eager steps were measured in the run before this one")
+    return lines
+
+
+def next_step(report: CompileReport) -> str | None:
+    """Return the most important thing to do, if there is any."""
+    phases = [(phase, report.phase(phase)) for phase in PHASES]
+    found = (step for steps in zip(*(_next_steps(*pair) for pair in phases), strict=True) for step in steps if step)
+    return next(found, None)
+
+
+def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
+    """Yield what to do about each problem, the most important problem first; ``None`` if the phase does not have it."""
+    verdict = report.verdict
+    differs = (report.verified or "").startswith("differs")
+    yield f"find out why {phase} differs from eager: compile-callbacks explain CC302" if differs else None
+    code = _why_uncompiled(report)[1] if verdict == "not compiled" else ""
+    yield f"read why {phase} is not compiled: compile-callbacks explain {code}" if code else None
+    failed = _last_event(report, "fallback")
+    yield f"read why a part of {phase} runs eagerly: compile-callbacks explain CC301" if failed else None
+    recompile = _last_event(report, "recompile")
+    fix = recompile.get("fix") if recompile else None
+    again = f"{phase} recompiled {'once' if report.recompiles == 1 else f'{report.recompiles} times'}"
+    yield f"{again} ({recompile['reason']}): {fix}" if recompile and fix else None
+    yield f"{phase}_mode={EAGER!r} leaves the phase eager" if verdict == "slower" else None
+    broken = _last_event(report, "graph_break")
+    where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken and broken.get("file") else ""
+    yield f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {_reason(broken)}" if broken else None
+    unpaid = verdict == "compile time not repaid"
+    cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
+    yield cached if unpaid and report.break_even_steps != math.inf else None
+    more = "baseline_steps=10 measures eager steps" if report.eager_step_ms is None else "run more steps"
+    yield f"{more}, to compare {phase} with eager" if verdict == "too few samples" else None
+    yield f"{phase}_mode='auto' tries other modes" if verdict == "no difference" else None
+
+
+def _why_slower(report: PhaseReport) -> str:
+    if skipped := _last_event(report, "cudagraph_skip"):
+        return _reason(skipped)
+    if failed := _last_event(report, "fallback"):
+        return f"a part runs eagerly, because {_reason(failed)}"
+    for kind, count in (("recompile", report.recompiles), ("graph_break", report.graph_breaks)):
+        if count:
+            return f"{_count(count, kind.replace('_', ' '))}, the last because of {_reason(_last_event(report, kind))}"
+    return "torch reports no cause"
+
+
+def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
+    """Return why a phase has no compiled graph, and the code of the message that explains it."""
+    if any(trial["candidate"] == EAGER and trial["verdict"] == "chosen" for trial in report.diagnostics.trials):
+        return "eager was the fastest candidate", ""
+    if failed := _last_event(report, "fallback"):
+        return f"{failed['target']!r} fell back to eager, because {_reason(failed)}", "CC301"
+    if broken := _last_event(report, "graph_break"):
+        return f"{broken['target']!r} has a graph break, because {_reason(broken)}", "CC101"
+    if report.compile_seconds is None:
+        names = ", ".join(map(repr, report.targets))
+        return f"the steps call no target ({names})" if names else "the steps call no target", "CC102"
+    return "torch gives no reason", "CC101"
+
+
+def _last_event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
+    events = [event for event in report.diagnostics.events if event.get("kind") == kind]
+    return events[-1] if events else None
+
+
+def _reason(event: Mapping[str, Any] | None) -> str:
+    return in_one_line(str((event or {}).get("reason") or "torch gives no reason"), 120)
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+def _times(speedup: float) -> str:
+    return f"{speedup:.2f}x" if speedup < 1.95 else f"{speedup:.1f}x"
+
+
+def _ms(value: float | None) -> str:
+    """Return milliseconds with three digits."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _duration(seconds: float) -> str:
+    """Return seconds as a reader says them: ``"3 min 12 s"``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
