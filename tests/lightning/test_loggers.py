@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
+from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.report.loggers import log_scalars, log_summary
 from tests.support.models import Classifier, loader, trainer
 
@@ -98,12 +99,24 @@ def test_a_run_without_figures_leaves_no_summary():
 
 def test_a_logger_that_raises_is_warned_about_once_and_costs_the_others_nothing():
     broken, kept = Broken(), Recorded()
-    with pytest.warns(CompileWarning, match="Broken did not take the compile report: OSError: disk full") as caught:
+    with pytest.warns(CompileWarning, match="Broken did not accept the compile report: OSError: disk full") as caught:
         trainer(InductorCompile(baseline_steps=0), logger=[broken, kept], max_epochs=3).fit(Classifier(), loader(2))
     assert len([w for w in caught if "disk full" in str(w.message)]) == 1
-    # Each epoch's end, and the end of the run.
+    # each epoch's end and the end of the run
     logged = [step for _, metrics, step in kept.calls if "compile/train/seconds" in metrics]
     assert logged == [2, 4, 6, 6]
+
+
+def test_scalars_are_logged_within_an_epoch_without_synchronizing(monkeypatch):
+    logger, waits = Recorded(), []
+    monkeypatch.setattr(StepTimer, "synchronize", lambda timer: waits.append(run.global_step))
+    callback = InductorCompile("default", None, baseline_steps=6, verify="off")
+    run = trainer(callback, logger=logger, log_every_n_steps=4)
+    run.fit(Classifier(), loader(18))
+    logged = {step: metrics for _, metrics, step in logger.calls if "compile/train/seconds" in metrics}
+    assert list(logged) == [12, 16, 18]
+    assert waits == [18, 18]
+    assert set(logged[16]) >= {"step/train/eager_ms", "step/train/compiled_ms", "step/train/net_seconds_saved"}
 
 
 def test_a_logger_without_a_working_experiment_keeps_its_scalars():
@@ -114,7 +127,7 @@ def test_a_logger_without_a_working_experiment_keeps_its_scalars():
 
     logger = Offline()
     log_scalars([logger], {"compile/train/seconds": 1.0}, step=1)
-    with pytest.warns(CompileWarning, match="Offline did not take the compile report: ConnectionError: no route"):
+    with pytest.warns(CompileWarning, match="Offline did not accept the compile report: ConnectionError: no route"):
         log_summary([logger], REPORT, step=1)
     log_summary([logger], REPORT, step=1)  # warns once
     assert logger.calls == [("log_metrics", {"compile/train/seconds": 1.0}, 1)]

@@ -155,5 +155,5 @@ def test_the_table_is_printed_once_after_a_fit(capsys):
     run.validate(module, loader(2), verbose=False)
     run.predict(module, loader(2))
     shown = capsys.readouterr().out
-    assert shown.count("compiled step ms") == 1
+    assert shown.count("cache hits / misses") == 1
     assert "net" in shown

@@ -1,9 +1,8 @@
-"""The picture of a run: what is in it, how much it keeps, and where it goes."""
+"""The plot of a run: what it shows, how much the report keeps for it, and where it goes."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 
 import pytest
@@ -20,62 +19,65 @@ pytest.importorskip("matplotlib")
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
+EAGER, COMPILING = {"compiled": False}, {"disturbed": True}
+RUN = [(12, 10.0, EAGER), (1, 100.0, COMPILING), (40, 4.0, {}), (1, 900.0, COMPILING), (20, 4.0, {})]
 
-def timed(*parts):
-    """A timer that has timed ``(steps, milliseconds, arguments of `TimedSteps.run`)``."""
+
+def report_of(*parts, **figures):
+    """The report of steps, each part as ``(steps, milliseconds, arguments of `TimedSteps.run`)``."""
     steps = TimedSteps()
     for number, milliseconds, ran in parts:
         steps.run([milliseconds] * number, **{"compiled": True, **ran})
-    return steps.timer
-
-
-EAGER, COMPILING = {"compiled": False}, {"disturbed": True}
-RUN = [(12, 10.0, EAGER), (1, 4000.0, COMPILING), (40, 4.0, {}), (1, 900.0, COMPILING), (20, 4.0, {})]
-
-
-def report_of(timer, **figures):
-    return CompileReport(
-        train=PhaseReport(mode="default", diagnostics=PhaseDiagnostics(series=timer.series("train")), **figures)
+    saved = steps.timer.savings("train")
+    diagnostics = PhaseDiagnostics(
+        series=steps.timer.series("train"),
+        net_series={"steps": saved.steps, "seconds": saved.seconds} if saved else {},
     )
+    return CompileReport(train=PhaseReport(mode="default", diagnostics=diagnostics, **figures))
 
 
-def texts(figure):
-    """Titles and legends, panel by panel."""
-    return [
-        (axes.get_title("left"), [entry.get_text().replace("\n", " ") for entry in axes.get_legend().get_texts()])
-        for axes in figure.axes
-    ]
+def legend(axes):
+    return [entry.get_text() for entry in axes.get_legend().get_texts()]
 
 
 def test_series_has_every_step_of_a_short_run_in_order():
-    series = {part["kind"]: part for part in timed(*RUN).series("train")}
+    series = {part["kind"]: part for part in report_of(*RUN).train.diagnostics.series}
     assert series["eager"]["steps"] == list(range(1, 13))
     assert series["eager"]["ms"] == pytest.approx([10.0] * 12)
-    assert series["compiling"]["steps"] == [13, 54]
-    assert series["compiling"]["ms"] == pytest.approx([4000.0, 900.0])
+    assert (series["compiling"]["steps"], series["compiling"]["ms"]) == ([13, 54], pytest.approx([100.0, 900.0]))
     assert series["compiled"]["steps"] == [*range(14, 54), *range(55, 75)]
-    assert timed(*RUN).series("infer") == ()
 
 
-def test_plot_has_medians_compiles_and_break_even():
-    timer = timed(*RUN)
-    figures = {"eager_step_ms": 10.0, "compiled_step_ms": 4.0, "speedup": 2.5, "compile_seconds": 4.9}
-    [axes] = report_of(timer, break_even_steps=30.0, **figures).plot().axes
-    lines = {line.get_label().split(" ")[0].strip(","): line.get_xdata() for line in axes.get_lines()}
-    assert list(lines["break-even"]) == [43, 43]
-    assert 10 < axes.get_ylim()[1] < 20  # the compiling step of 4 s does not flatten the others
-
-    [(_, legend)] = texts(report_of(timer, break_even_steps=5000.0, **figures).plot())
-    assert legend[-1] == "break-even at step 5,013"
-    [(_, legend)] = texts(report_of(timer, break_even_steps=math.inf, **figures).plot())
-    assert legend[-1] == "break-even: never"
+def test_plot_shows_net_seconds_saved_and_step_times_from_zero():
+    saved, times = report_of(*RUN, eager_step_ms=10.0, compiled_step_ms=4.0).plot().axes
+    curve = dict(saved.get_lines()[1].get_xydata().tolist())
+    assert (curve[12], curve[13]) == (0, pytest.approx(-0.09))
+    assert curve[53] == pytest.approx(0.15)
+    assert curve[74] == pytest.approx(0.15 - 0.89 + 0.12)
+    assert legend(saved) == ["compile time repaid at step 29", "2 steps that compile"]
+    assert set(legend(times)) == {"eager: 10 ms", "compiled: 4 ms", "2 steps that compile"}
+    assert times.get_ylim()[0] == 0
+    assert 10 < times.get_ylim()[1] < 20  # the compiling step of 900 ms does not flatten the others
 
 
-def test_series_survives_json():
-    report = report_of(timed(*RUN))
+@pytest.mark.parametrize(("break_even", "words"), [(5000.0, "after 5,000 compiled steps"), (float("inf"), "never")])
+def test_plot_says_when_the_compile_time_will_be_repaid(break_even, words):
+    saved, _ = report_of(*RUN[:2], (3, 9.0, {}), break_even_steps=break_even).plot().axes
+    assert legend(saved)[0] == f"break-even: {words}"
+
+
+def test_plot_without_eager_steps_says_so():
+    saved, _ = report_of((9, 4.0, {})).plot().axes
+    assert [text.get_text() for text in saved.texts] == ["no eager steps to compare with"]
+
+
+def test_series_of_a_long_run_is_short_and_survives_json():
+    report = report_of((5000, 4.7654321, EAGER), (1, 100.0, COMPILING), (5000, 4.1234567, {}))
     assert CompileReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
-    long = report_of(timed((5000, 4.1234567, {}), (5000, 4.7654321, EAGER)))
-    assert len(json.dumps(long.to_dict())) < 25_000
+    assert len(json.dumps(report.to_dict())) < 40_000
+    net = report.train.diagnostics.net_series
+    assert net["steps"][-1] == 10_001
+    assert net["seconds"][-1] == pytest.approx(5000 * (4.7654321 - 4.1234567) / 1000 - 0.095, rel=1e-2)
 
 
 def test_plot_says_what_is_missing(monkeypatch):
@@ -83,7 +85,7 @@ def test_plot_says_what_is_missing(monkeypatch):
         CompileReport().plot()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install matplotlib$"):
-        report_of(timed(*RUN)).plot()
+        report_of(*RUN).plot()
 
 
 def images(logger):
@@ -92,23 +94,19 @@ def images(logger):
     return {tag: events.Images(tag) for tag in events.Tags()["images"]}
 
 
-def test_a_run_leaves_its_picture_in_tensorboard(tmp_path, capsys):
+def test_a_run_leaves_its_plot_in_tensorboard(tmp_path, monkeypatch):
     callback = InductorCompile(baseline_steps=2)
     logger = TensorBoardLogger(tmp_path)
     trainer(callback, logger=logger, max_epochs=2).fit(Classifier(), loader(8), loader(8))
     [image] = images(logger)[PLOT_TAG]
     assert image.encoded_image_string.startswith(b"\x89PNG")
-    assert (image.width, image.height) == (1100, 704)
-    assert [title.split(":")[0] for title, _ in texts(callback.report.plot())] == ["train", "infer"]
+    assert len(callback.report.plot().axes) == 4
     kinds = {part["kind"]: part["steps"] for part in callback.report.train.diagnostics.series}
     assert sorted(step for steps in kinds.values() for step in steps) == list(range(1, 17))
     assert kinds["eager"] == [1, 2, 3, 4]
     assert 5 in kinds["compiling"]
 
-    # Without matplotlib a run has all but the picture.
-    logger = TensorBoardLogger(tmp_path, name="without")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("importlib.util.find_spec", lambda name: None)
-        trainer(InductorCompile(baseline_steps=2), logger=logger, max_epochs=1).fit(Classifier(), loader(8), loader(8))
+    logger = TensorBoardLogger(tmp_path, name="without matplotlib")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    trainer(InductorCompile(baseline_steps=2), logger=logger, max_epochs=1).fit(Classifier(), loader(8), loader(8))
     assert images(logger) == {}
-    capsys.readouterr()
