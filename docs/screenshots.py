@@ -31,7 +31,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.report.console import report_parts
 from compile_callbacks.report.file import FILE_NAME, read_records, report_in
 from compile_callbacks.report.tensorboard import PLOT_TAG
 
@@ -113,8 +112,10 @@ def keep_steps(logdir: Path) -> None:
 def show_terminal(logdir: Path) -> None:
     """Draw the table that a terminal shows at the end of a run."""
     report = report_in(read_records(logdir / MODES[0] / FILE_NAME)[-1])
-    console = Console(record=True, width=72, file=io.StringIO())
-    console.print(report_table(report, title="torch.compile report"))
+    console = Console(record=True, width=100, file=io.StringIO(), highlight=False)
+    verdicts, table, below = report_parts(report)
+    for part in ("torch.compile report", *verdicts, "", table, *below):
+        console.print(part)
     page = console.export_html(theme=MONOKAI, inline_styles=True)
     with tempfile.TemporaryDirectory() as folder, browser.chromium(900, 900) as driver:
         file = Path(folder, "terminal.html")
