@@ -31,6 +31,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
+from compile_callbacks.report.console import report_parts
 from compile_callbacks.report.file import FILE_NAME, read_records, report_in
 from compile_callbacks.report.tensorboard import PLOT_TAG
 
