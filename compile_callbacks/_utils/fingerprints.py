@@ -71,7 +71,7 @@ def _structure(part: nn.Module) -> list[Any]:
 
 
 def _or_none(describe: Callable[[Any], str], value: object) -> str | None:
-    """The text, or ``None`` if there is none: a lazy weight has no shape, and ``extra_repr`` is the user's code."""
+    """The text, or ``None`` if this fails: a lazy weight has no shape, and ``extra_repr`` is the user's code."""
     try:
         return describe(value)
     except Exception:

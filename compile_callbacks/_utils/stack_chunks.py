@@ -26,8 +26,8 @@ HAS_FAULT = sys.implementation.name == "cpython" and (
 _FRAME_WORDS = 2**16 - 500
 """CPython wants 1,000 free words behind a frame, so this frame just does not fit into a chunk of 2**16 words.
 
-It gets a chunk of 2**17 words, which is 1 MiB, and its calls use the second half: about a thousand frames. Pages that
-nobody writes to take no memory.
+It gets a chunk of 2**17 words (1 MiB). Its calls use the second half, which has room for about a thousand frames. Pages
+that are not written to take no memory.
 """
 
 

@@ -218,4 +218,4 @@ def _compile_fix(cause: str) -> str:
         return _cpp_compiler_fix()
     if "C compiler" in cause:  # Triton builds its launchers with it
         return f"{_install('gcc')}, or set CC to a compiler that is elsewhere"
-    return "fix the failures above; if there are none, TORCH_LOGS='+inductor' prints more"
+    return "fix the failures above; if nothing else failed, TORCH_LOGS='+inductor' prints more"

@@ -25,7 +25,7 @@ _USED_FOR = {
     "reduce-overhead": "CUDA graphs: a step is one launch, for CPU-bound models on a GPU",
     "max-autotune": "Kernels chosen by measuring, and CUDA graphs: the fastest steps, the longest compile",
     "max-autotune-no-cudagraphs": "Kernels chosen by measuring",
-    "lite": "Eager kernels, except where code asks for compiled ones: short to compile",
+    "lite": "Eager kernels, except for code that requires compiled ones: short to compile",
 }
 
 
