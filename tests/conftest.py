@@ -60,7 +60,7 @@ ENTRIES = read_entries()
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.path.parent.name == "distributed":  # several processes, each of which compiles
             item.add_marker(pytest.mark.slow)

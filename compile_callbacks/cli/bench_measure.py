@@ -50,17 +50,10 @@ class Subject:
 
 
 class Candidate:
-    """A copy of a module that runs in one mode.
+    """A copy of a module that runs in one mode: eager, or compiled with a config.
 
-    An ``infer`` step is a forward pass without gradients. A ``train`` step is forward, loss, backward and SGD. In the
-    first step torch compiles, and the library compares each graph with eager.
-
-    Args:
-        name: The name of the mode.
-        config: The config; ``None`` for eager.
-        subject: The module and its inputs.
-        phase: The phase to run.
-        dtype: The dtype of autocast; ``None`` for no autocast.
+    An ``infer`` step is a forward pass without gradients. A ``train`` step is forward, loss, backward and SGD. With a
+    ``dtype``, steps run under autocast. The library compares each compiled graph with eager.
     """
 
     def __init__(
@@ -145,21 +138,13 @@ def measure(
     dtype: torch.dtype | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Measure eager and every mode. A mode that fails is a row with the reason.
+    """Measure at least ``steps`` steps of eager and of every mode, in alternating blocks.
 
-    All copies of the module are in memory at the same time. Blocks of steps alternate between the modes, so that a
-    disturbance of the machine affects all of them.
-
-    Args:
-        subject: The module and its inputs.
-        modes: The configs by name, without eager.
-        phase: The phase to measure.
-        steps: Timed steps of each mode, rounded up to whole blocks.
-        dtype: The dtype of autocast; ``None`` for no autocast.
-        say: Called with lines of progress.
+    A disturbance of the machine then affects all modes alike. ``say`` takes lines of progress.
 
     Returns:
-        One JSON-ready row for each mode, eager first; docs/cli.md explains the fields.
+        One JSON-ready row for each mode, eager first; docs/cli.md explains the fields. A mode that fails is a row with
+        the reason.
 
     Raises:
         ValueError: The module fails in eager mode, so there is no baseline.

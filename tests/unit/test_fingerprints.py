@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks._utils import fingerprints
 from compile_callbacks._utils.fingerprints import (
     architecture_fingerprint,
     code_fingerprint,
-    device_fingerprint,
     digest,
     installed_version,
 )
@@ -47,19 +45,6 @@ def test_digest_ignores_the_order_of_keys_and_nothing_else():
 def test_installed_version_is_none_for_a_missing_package():
     assert installed_version("no-such-package") is None
     assert torch.__version__.startswith(str(installed_version("torch")).partition("+")[0])
-
-
-def test_device_fingerprint_depends_on_instructions_and_threads(monkeypatch):
-    before = device_fingerprint(torch.device("cpu"))
-    assert device_fingerprint(torch.device("cpu")) == before != device_fingerprint(torch.device("meta"))
-    for owner, name, value in (
-        (torch, "get_num_threads", lambda: 99),
-        (torch.backends.cpu, "get_cpu_capability", lambda: "OTHER"),
-        (fingerprints, "cpu_info", lambda *fields: "another CPU"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, value)
-            assert device_fingerprint(torch.device("cpu")) != before
 
 
 def test_architecture_fingerprint_depends_on_structure_and_not_on_values():

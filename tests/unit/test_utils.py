@@ -1,0 +1,107 @@
+"""Atomic files, import references, and texts of errors."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from compile_callbacks._utils.files import ABANDONED_SECONDS, atomic_write, read_json, write_json
+from compile_callbacks._utils.import_ref import resolve
+from compile_callbacks._utils.messages import describe_failure, unknown
+
+
+def test_atomic_write_deletes_files_of_killed_processes_and_no_others(tmp_path):
+    names = (".a[1].0123abcd.json", ".a[1].deadbeef.json", ".b.0123abcd.json", ".a[1].mine.json")
+    abandoned, in_use, of_another, of_user = (tmp_path / name for name in names)
+    for path in (abandoned, in_use, of_another, of_user):
+        path.touch()
+    for path in (abandoned, of_another, of_user):
+        os.utime(path, (0, time.time() - ABANDONED_SECONDS - 1))
+    with atomic_write(tmp_path / "a[1].json") as temporary:
+        temporary.write_text("complete")
+        assert not (tmp_path / "a[1].json").exists()
+    assert (tmp_path / "a[1].json").read_text() == "complete"
+    assert [path.exists() for path in (abandoned, in_use, of_another, of_user)] == [False, True, True, True]
+
+
+def test_write_json_keeps_the_old_file_if_json_has_no_form_for_the_data(tmp_path):
+    write_json(tmp_path / "a.json", {"name": "Zoë", "sizes": [1, 2]})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"sizes": {1, 2}})
+    with contextlib.suppress(OSError), atomic_write(tmp_path / "a.json") as temporary:
+        temporary.write_text("ha")
+        raise OSError("full")
+    assert read_json(tmp_path / "a.json") == {"name": "Zoë", "sizes": [1, 2]}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("reference", ["math:sqrt", "math.sqrt"])
+def test_resolve_imports_by_both_forms(reference):
+    assert resolve(reference) is math.sqrt
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        ("nowhere:fast", "No module named 'nowhere'"),
+        ("math:sqrtt", "has no attribute 'sqrtt'; did you mean 'sqrt'?"),
+        ("math:sqrt:sin", "invalid format"),
+        ("needs_more.Pass", "No module named 'no_such_dependency'"),
+    ],
+)
+def test_resolve_names_the_reference_and_the_reason(reference, reason, tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=f"'{reference}' cannot be imported") as caught:
+        resolve(reference)
+    assert reason in str(caught.value)
+
+
+def test_unknown_lists_only_near_matches_of_many_choices():
+    names = [f"option_{index}" for index in range(100)]
+    message = unknown("options", "option_7x", names)
+    assert message.startswith("options='option_7x' is unknown; did you mean 'option_7' or ")
+    assert message.count("option_") == 4
+    assert unknown("options", "nothing", names).endswith("and 88 more.")
+
+
+def with_causes(first, *wrappers):
+    error = first
+    for wrapper in wrappers:
+        wrapper.__cause__ = error
+        error = wrapper
+    return error
+
+
+def test_describe_failure_names_the_root_cause():
+    error = with_causes(KeyError("weight"), RuntimeError("lowering failed"), ValueError("backend failed"))
+    assert describe_failure(error) == "KeyError: 'weight'"
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_describe_failure_ends_if_the_causes_are_a_ring(others):
+    error = RuntimeError("first")
+    error.__cause__ = with_causes(error, *(ValueError(str(number)) for number in range(others)))
+    assert describe_failure(error) == "RuntimeError: first"
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("print('no space left'); raise SystemExit(3)", "ended with exit status 3: no space left"),
+        ("import sys; print('a'); print('b', file=sys.stderr); raise SystemExit(1)", "exit status 1: a\nb"),
+        ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL: it printed nothing"),
+    ],
+)
+def test_describe_failure_shows_the_output_of_a_failed_process(code, text):
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    described = describe_failure(with_causes(caught.value, RuntimeError("C++ compile error")))
+    assert described.startswith("python")
+    assert described.endswith(text)
