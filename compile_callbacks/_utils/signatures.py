@@ -1,4 +1,4 @@
-"""What inputs and batches look like: shapes, dtypes and devices of the tensors in them."""
+"""Signatures of batches and of the inputs of a call: shapes, dtypes and devices of tensors, found in bounded time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 _CONTAINERS = (torch.Tensor, list, tuple, Mapping)
-_MOST_VALUES = 32  # a value takes about 1 µs, and a batch is looked at in every step
-_MOST_INPUTS = 1000  # the inputs of a call are looked at only if shapes that are new do not compile
-_MOST_DEPTH = 8
+_MAX_VALUES = 32  # a value takes about 1 µs, and every timed step asks for the signature of its batch
+_MAX_INPUTS = 1000  # a call needs the signature of its inputs only if new shapes do not recompile
+_MAX_DEPTH = 8
 
 
 class TensorSignature(NamedTuple):
-    """What a tensor looks like."""
+    """The properties of a tensor that decide which graph fits."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -25,19 +25,19 @@ class TensorSignature(NamedTuple):
 
 
 def signature(args: Any, kwargs: Any = None) -> Any:
-    """What inputs look like: shapes, dtypes and devices of tensors, types of all else; hashable.
+    """Return a hashable description of inputs: a `TensorSignature` for each tensor, the type of any other value.
 
     Tensors are found in sequences, mappings (`transformers.BatchEncoding` is one), dataclasses and among the attributes
-    of other objects (a batch of graphs). The walk is bounded: of large containers it looks at the first entries and the
-    length, and it ends in a batch that contains itself.
+    of other objects (a batch of graphs). The walk is bounded: it reads the first entries and the length of a large
+    container, and it ends in a batch that contains itself.
 
     Args:
         args: A batch, or the positional inputs of a call.
         kwargs: The inputs by name; ``None`` for a batch.
     """
-    left = [_MOST_VALUES if kwargs is None else _MOST_INPUTS]
-    looks = _signature_of(args, left, _MOST_DEPTH)
-    return (looks, _signature_of(kwargs, left, _MOST_DEPTH)) if kwargs else looks
+    left = [_MAX_VALUES if kwargs is None else _MAX_INPUTS]
+    found = _signature_of(args, left, _MAX_DEPTH)
+    return (found, _signature_of(kwargs, left, _MAX_DEPTH)) if kwargs else found
 
 
 def _signature_of(value: Any, left: list[int], depth: int) -> Any:
@@ -46,14 +46,14 @@ def _signature_of(value: Any, left: list[int], depth: int) -> Any:
         return TensorSignature(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
     if depth and left[0] > 0:
         if isinstance(value, (list, tuple)):
-            found = tuple(_signature_of(item, left, depth - 1) for item in _while_some_left(value, left))
+            found = tuple(_signature_of(item, left, depth - 1) for item in _while_left(value, left))
             return found if len(found) == len(value) else (*found, len(value))
         if (entries := _entries(value)) is not None:
-            return tuple((key, _signature_of(item, left, depth - 1)) for key, item in _while_some_left(entries, left))
+            return tuple((key, _signature_of(item, left, depth - 1)) for key, item in _while_left(entries, left))
     return type(value)
 
 
-def _while_some_left(values: Iterable[Any], left: list[int]) -> Iterator[Any]:
+def _while_left(values: Iterable[Any], left: list[int]) -> Iterator[Any]:
     for value in values:
         if left[0] <= 0:
             return
@@ -63,21 +63,21 @@ def _while_some_left(values: Iterable[Any], left: list[int]) -> Iterator[Any]:
 def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor | int]]:
     """The tensors in a call's inputs, and the integers that are inputs themselves, by expressions such as ``args[0]``.
 
-    Parameters and what is in modules are left out, because they are weights.
+    Parameters, and tensors in modules, are left out: they are weights.
 
     Example::
 
         >>> [name for name, _ in inputs_of([torch.ones(2), 3], {"state": {"h": torch.ones(2)}})]
         ['args[0]', 'args[1]', "kwargs['state']['h']"]
     """
-    left = [_MOST_INPUTS]
+    left = [_MAX_INPUTS]
     named = [(f"args[{i}]", value) for i, value in enumerate(args)]
     named += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
     for name, value in named:
         if type(value) is int:
             yield name, value
         else:
-            yield from _tensors(name, value, left, _MOST_DEPTH)
+            yield from _tensors(name, value, left, _MAX_DEPTH)
 
 
 def _tensors(name: str, value: Any, left: list[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,35 +87,35 @@ def _tensors(name: str, value: Any, left: list[int], depth: int) -> Iterator[tup
             yield name, value
     elif depth and left[0] > 0:
         if isinstance(value, (list, tuple)):
-            for i, item in enumerate(_while_some_left(value, left)):
+            for i, item in enumerate(_while_left(value, left)):
                 yield from _tensors(f"{name}[{i}]", item, left, depth - 1)
         elif (entries := _entries(value)) is not None:
-            for key, item in _while_some_left(entries, left):
+            for key, item in _while_left(entries, left):
                 yield from _tensors(f"{name}[{key!r}]", item, left, depth - 1)
 
 
 def shapes(value: Any) -> str:
-    """The tensor shapes in a call's inputs, for messages."""
-    return _shapes(value, _MOST_DEPTH)
+    """Return the tensor shapes in the inputs of a call, for messages."""
+    return _shapes(value, _MAX_DEPTH)
 
 
 def _shapes(value: Any, depth: int) -> str:
     if isinstance(value, torch.Tensor):
         return str(tuple(value.shape))
     if depth and isinstance(value, (list, tuple)):
-        return ", ".join(_shapes(item, depth - 1) for item in islice(value, _MOST_VALUES))
+        return ", ".join(_shapes(item, depth - 1) for item in islice(value, _MAX_VALUES))
     if depth and (entries := _entries(value)) is not None:
-        return ", ".join(f"{key}={_shapes(item, depth - 1)}" for key, item in islice(entries, _MOST_VALUES))
+        return ", ".join(f"{key}={_shapes(item, depth - 1)}" for key, item in islice(entries, _MAX_VALUES))
     return type(value).__name__
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What is in a container, by name; ``None`` for what is none. Objects within objects are not looked into."""
+    """The entries of a container by name; ``None`` for any other value. Objects within objects are not searched."""
     if isinstance(value, Mapping):
         return value.items()
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict) or isinstance(value, (type, torch.nn.Module)) or callable(value):
         return None
-    first = islice(attributes.items(), _MOST_VALUES)
+    first = islice(attributes.items(), _MAX_VALUES)
     found = [(name, held) for name, held in first if isinstance(held, _CONTAINERS) or is_dataclass(held)]
     return found or None
