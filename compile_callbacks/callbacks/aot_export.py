@@ -67,8 +67,8 @@ class AOTInductorExport(Callback):
         inputs: A function of a batch that returns the inputs of the exported module: a tuple of positional inputs, a
             mapping of inputs by name, or a single input.
         mode: The settings of the package, as `export` takes them.
-        verify: What a package does that differs from eager by more than rounding explains (docs/correctness.md). In
-            each case it does not replace an older package. ``"warn"`` warns; ``"raise"`` raises an `ExportError` at the
+        verify: The reaction to a package that differs from eager by more than rounding explains. Such a package does
+            not replace an older one. ``"warn"`` warns; ``"raise"`` raises an `ExportError` at the
             end of the fit; ``"off"``: the package is not compared.
         dynamic_batch: Whether the batch size may change from call to call, as `export` takes it.
 

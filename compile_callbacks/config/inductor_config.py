@@ -91,7 +91,7 @@ class InductorConfig:
         self.check_beside(self.passes)
 
     def _check_mode_is_alone(self) -> None:
-        """Refuse a mode together with options or a template, each of which sets the mode's options."""
+        """Refuse a mode together with options or a template, because both would set the same options."""
         if self.mode == "default":
             return
         if self.options:
@@ -160,7 +160,7 @@ class InductorConfig:
         """Every Inductor option that these settings set, including those of mode and template, by name.
 
         Args:
-            device: The module's device, which may lack what the template needs; ``None``: nothing is missing.
+            device: The module's device; options that it does not support are left out. ``None`` leaves out nothing.
         """
         options = _torch.inductor.resolve_options(self.mode, {}, self.dynamic)
         if self.template is not None:
@@ -170,7 +170,7 @@ class InductorConfig:
         return options | _torch.inductor.resolve_options(None, self.options, self.dynamic)
 
     def template_falls_back(self, device: torch.device) -> str | None:
-        """What the template lacks on a device and what is used instead; ``None`` if nothing is missing."""
+        """Return the reason why the template falls back on a device, and its fallback; ``None`` if it does not."""
         return None if self.template is None else templates.get(self.template).falls_back(device)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The mode arguments, such as ``train_mode``: what they accept, and the `InductorConfig` that a value stands for."""
+"""`as_config`: converts the value of a mode argument, such as ``train_mode``, to an `InductorConfig`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Template:
         description: The purpose, in a sentence.
         mode: The mode of ``torch.compile`` that the template includes.
         options: Inductor options on top of the mode, by name.
-        missing: A function that returns what a device lacks for this template, or ``None`` if it lacks nothing.
+        missing: A function that returns the requirement that a device lacks; ``None`` if it lacks nothing.
         fallback: In a few words, what remains without ``options`` if the device lacks something: the mode.
         left_out: The options, with values, that the installed torch does not accept.
     """
@@ -64,7 +64,7 @@ class Template:
         return {**_torch.inductor.resolve_options(self.mode, {}, None), **({} if lacks else self.options)}
 
     def falls_back(self, device: torch.device) -> str | None:
-        """What is missing on a device and what is used instead, in a sentence; ``None`` if nothing is missing."""
+        """Return the reason for a fallback on a device, and the fallback, in a sentence; ``None`` if there is none."""
         needs, fallback = self.missing(device), self.fallback
         if needs is None and self.left_out:
             needs = f"Inductor's {' and '.join(self.left_out)}, which torch {torch.__version__} does not accept"

@@ -203,7 +203,7 @@ class ExampleCall(NamedTuple):
         """Take a module's inputs from a batch.
 
         A tensor is the input. Of a tuple or list, the first element is the input. Of a mapping, the entries that are
-        parameters of ``forward`` are the inputs, by name; if none is, the mapping itself is the input.
+        parameters of ``forward`` are the inputs, by name; without such entries, the mapping itself is the input.
         """
         if isinstance(batch, Mapping):
             parameters = inspect.signature(module.forward).parameters

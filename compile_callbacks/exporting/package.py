@@ -50,7 +50,7 @@ def export(
     dynamic_batch: bool = True,
     format: Format = "aoti",  # noqa: A002
 ) -> Path:
-    """Write a module to a ``.pt2`` package that runs where neither this library nor the module's code is installed.
+    """Write a module to a ``.pt2`` package that runs without this library and without the module's code.
 
     The module is exported in ``eval()`` mode under ``torch.no_grad()`` and the active autocast, on its own device, and
     is not changed. If a module is compiled in place, by this library or by torch, the original is exported. The file is
@@ -63,12 +63,11 @@ def export(
         path: The file, ending in ``.pt2``. Missing folders are created.
         kwargs: The inputs of the call by name.
         mode: The settings that ``"aoti"`` compiles with: a mode of ``torch.compile``, a template's name, an
-            `InductorConfig`, or a mapping of its fields. A warning names the settings that AOTInductor does not support
-            (docs/export.md).
-        verify: What a compiled package does that differs from eager by more than rounding explains
-            (docs/correctness.md): ``"raise"`` raises an `ExportError`, and nothing is written; ``"warn"`` warns;
-            ``"off"``: the package is not compared. On a GPU, another process runs the package first, because a crash
-            would end this one.
+            `InductorConfig`, or a mapping of its fields. A warning names the settings that AOTInductor does not
+            support.
+        verify: The reaction to a compiled package that differs from eager by more than rounding explains: ``"raise"``
+            raises an `ExportError`, and nothing is written; ``"warn"`` warns; ``"off"``: the package is not compared.
+            On a GPU, another process runs the package first, because a crash would end this one.
         dynamic_batch: Whether the batch size may change from call to call: dimension 0 of the first tensor, and of each
             other tensor whose dimension 0 has the same size.
         format: ``"aoti"``: compiled by AOTInductor, for devices of this kind. ``"export"``: the program that

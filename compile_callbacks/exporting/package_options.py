@@ -27,8 +27,8 @@ _NO_FALLBACKS = "torch 2.11 calls operators that are not compiled with wrong arg
 _NOT_ACCEPTED = {
     "fallback_by_default": _NO_FALLBACKS,
     "selective_decompose": _NO_FALLBACKS,
-    "aot_inductor.output_path": "export decides where the package is written",
-    "aot_inductor.package": "export decides where the package is written",
+    "aot_inductor.output_path": "export has the argument path",
+    "aot_inductor.package": "export always writes a package",
     HOOK_OPTIONS["pre_grad"]: _NO_TORCH_CALLS,
 }
 

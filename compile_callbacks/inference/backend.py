@@ -61,12 +61,12 @@ class InductorBackend:
     Args:
         mode: The settings: a mode of ``torch.compile``, a template's name, an `InductorConfig`, or a mapping of its
             fields. ``freezing`` freezes the weights into the code.
-        verify: What a difference from eager does. Each graph is compared at its first execution, as `InductorCompile`
-            does: ``"warn"`` warns; ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises a `CompileError`;
-            ``"off"``: nothing is compared.
-        on_error: What a failure of the compiler does: ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises
-            a `CompileError`, and `build` leaves the backend as it was.
-        new_shapes: What an input does whose shape no sample has: ``"auto"`` recompiles within a budget, see
+        verify: The reaction to a difference from eager. Each graph is compared at its first execution, as under
+            `InductorCompile`: ``"warn"`` warns; ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises a
+            `CompileError`; ``"off"``: nothing is compared.
+        on_error: The reaction to a failure of the compiler: ``"eager"`` warns and runs the module eagerly; ``"raise"``
+            raises a `CompileError`, and `build` does not change the backend.
+        new_shapes: The reaction to an input whose shape no sample has: ``"auto"`` recompiles within a budget, see
             `InductorCompile`; ``"recompile"``; ``"eager"`` runs eagerly unless a compiled graph fits (a shape that
             recurs often is compiled); ``"raise"``.
         name: The backend's name in messages; ``None``: ``"InductorBackend"``.

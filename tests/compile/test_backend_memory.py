@@ -1,4 +1,4 @@
-"""What an `InductorBackend` gives back: compiled code, baked-in and folded weights, GPU memory; nobody else's."""
+"""`InductorBackend.deactivate` frees its compiled code, its frozen and folded weights and its GPU memory only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._inductor.output_code import OutputCode
 
-from compile_callbacks import InductorBackend, compile_phases
+from compile_callbacks import InductorBackend
 
 pytestmark = pytest.mark.usefixtures("dropped_backends_go")
 
@@ -18,7 +18,7 @@ FEATURES, HIDDEN = 8, 13  # no other test has tensors of this size
 
 
 class Model(nn.Module):
-    """Has weights to fold, and where it is asked for a graph break, behind which compiled code is others' too."""
+    """Has weights to fold, and optionally a graph break, after which other owners compile the same code object."""
 
     def __init__(self, breaks=False):
         super().__init__()
@@ -70,7 +70,7 @@ def alive(references):
 
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("mode", ["default", "freezing"])
-def test_deactivating_drops_what_was_compiled(mode, breaks):
+def test_deactivate_frees_compiled_code_and_weights(mode, breaks):
     module = Model(breaks)
     watch = Watch()
     backend = InductorBackend(mode).build(module, samples(2, 3))
@@ -83,7 +83,7 @@ def test_deactivating_drops_what_was_compiled(mode, breaks):
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_a_backend_that_is_dropped_takes_everything_with_it(breaks):
+def test_a_backend_that_is_garbage_collected_frees_everything(breaks):
     watch = Watch()
     module = Model(breaks)
     backend = InductorBackend("freezing").build(module, samples(2))
@@ -98,7 +98,7 @@ def test_a_backend_that_is_dropped_takes_everything_with_it(breaks):
     assert gone() is None
 
 
-def test_what_others_compiled_stays_compiled():
+def test_compiled_code_of_other_owners_remains():
     compiled_by_others = []
 
     def backend_of_others(graph_module, example_inputs):
@@ -162,7 +162,7 @@ def in_use():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "freezing"])
-def test_deactivating_gives_gpu_memory_back(mode):
+def test_deactivate_frees_gpu_memory(mode):
     module, x = wide(), torch.randn(1024, WIDTH)
     expected = copy_on_gpu(module)(x.cuda()).cpu()
     backend = InductorBackend(mode).build(module, x, device="cuda")
@@ -210,7 +210,7 @@ def test_outputs_of_cuda_graphs_stay_valid_and_a_gpus_backend_runs_where_it_is_l
     torch.testing.assert_close(loaded.infer(x), expected[0], rtol=1e-3, atol=1e-3)
 
 
-def test_weights_that_are_baked_in_anew_replace_the_old_ones():
+def test_weights_that_are_frozen_again_replace_the_old_ones():
     module = Model()
     backend = InductorBackend("freezing").build(module, samples(2))
     watch = Watch()
@@ -220,12 +220,4 @@ def test_weights_that_are_baked_in_anew_replace_the_old_ones():
         backend.infer(torch.ones(2, FEATURES))
     gc.collect()
     assert alive(watch.code()) <= 1
-    assert alive(watch.weights()) <= 2  # the baked-in one, and what it was packed from
-
-
-def test_a_part_that_a_backend_compiled_is_refused():
-    root = nn.Sequential(Model())
-    backend = InductorBackend().build(root[0], samples(2))
-    with pytest.raises(ValueError, match="compiled by this library already"):
-        compile_phases(root, targets=["0"])
-    backend.deactivate()
+    assert alive(watch.weights()) <= 2  # the frozen one, and its unpacked form

@@ -1,4 +1,4 @@
-"""The passes that come with the library: what they replace, what they leave alone, and eager's results."""
+"""The Triton passes of the library replace their operators and no others, and equal eager."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_triton_kernel_of_two_layers_equals_its_reference(batch_size, channe
 
 
 class OtherLayers(nn.Module):
-    """What looks like a squeeze-and-excitation block, and has more to it."""
+    """Similar to a squeeze-and-excitation block, with a difference that the pass does not support."""
 
     def __init__(self, hidden=6, reads_hidden=False, size=1):
         super().__init__()
@@ -93,7 +93,7 @@ class OtherLayers(nn.Module):
 
 
 @pytest.mark.parametrize("settings", [{"hidden": 129}, {"reads_hidden": True}, {"size": 2}])
-def test_other_pairs_of_layers_stay(settings):
+def test_other_pairs_of_layers_are_not_replaced(settings):
     result = check(on("cpu", TritonSqueezeExcitation), OtherLayers(**settings), images())
     assert not result.changed
     result.assert_close(**CLOSE)
@@ -131,7 +131,7 @@ def test_the_triton_kernel_of_max_pooling_equals_its_reference(channels, size, c
     torch.testing.assert_close(actual, expected)
 
 
-def test_a_dilated_pooling_stays():
+def test_a_dilated_pooling_is_not_replaced():
     result = check(on("cpu", TritonMaxPoolBackward), pooled(2, dilation=2), images(), phase="train")
     assert not result.changed
 
@@ -147,12 +147,12 @@ def test_a_dilated_pooling_stays():
     ],
     ids=lambda value: value.name if hasattr(value, "name") else "",
 )
-def test_the_other_phase_is_left_alone(graph_pass, module, phase):
+def test_a_pass_changes_no_graph_of_the_other_phase(graph_pass, module, phase):
     assert not check(graph_pass, module, images(), phase=phase).changed
 
 
 @pytest.mark.parametrize("make", PASSES)
-def test_a_cpu_is_left_alone(make):
+def test_a_pass_changes_no_graph_on_a_cpu(make):
     module = nn.Sequential(nn.Conv2d(16, 16, 1), SqueezeExcitation(16, 6), nn.MaxPool2d(2))
     phase = "train" if make is TritonMaxPoolBackward else "infer"
     assert not check(make(), module, images(), phase=phase).changed

@@ -121,7 +121,7 @@ def test_the_best_weights_are_exported_and_the_run_is_unchanged(tmp_path):
     assert (compiler.report.infer.graphs, compiler.report.infer.recompiles) == (1, 0)
 
 
-@pytest.mark.parametrize("verify", ["warn", "raise"])
+@pytest.mark.parametrize("verify", ["warn", pytest.param("raise", marks=pytest.mark.slow)])
 def test_a_package_that_differs_from_eager_does_not_replace_an_older_one(tmp_path, verify):
     path = tmp_path / "net.pt2"
     path.write_text("an older package")

@@ -38,7 +38,7 @@ class TritonMaxPoolBackward(GraphPass):
     The pass replaces two-dimensional poolings in channels last, without dilation.
 
     Attributes:
-        devices: Device types on which the pass acts. Tests add ``"cpu"``, where the operator is its reference.
+        devices: Device types on which the pass acts. Tests add ``"cpu"``, on which the operator is its reference.
 
     Example::
 

@@ -39,7 +39,7 @@ class TritonSqueezeExcitation(GraphPass):
     The pass replaces blocks of up to `MAX_HIDDEN` hidden channels.
 
     Attributes:
-        devices: Device types on which the pass acts. Tests add ``"cpu"``, where the operator is its reference.
+        devices: Device types on which the pass acts. Tests add ``"cpu"``, on which the operator is its reference.
 
     Example::
 
