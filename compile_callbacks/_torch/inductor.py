@@ -108,6 +108,7 @@ def compile_graph(
     example_inputs: Sequence[Any],
     *,
     options: Mapping[str, Any],
+    activation_memory_budget: float | None = None,
     inner_compile: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo, forward and backward, with ``compile_fx``, which ``backend="inductor"`` calls.
@@ -120,15 +121,31 @@ def compile_graph(
         graph_module: The graph, which Inductor changes.
         example_inputs: Its inputs.
         options: Inductor options.
+        activation_memory_budget: The setting of AOTAutograd's partitioner; ``None`` leaves it alone.
         inner_compile: Compiles the graphs that AOTAutograd makes of this one; see `compile_inner`.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    with functorch_config.patch(force_non_lazy_backward_lowering=True), tagged_cache(autocast_state()):
+    settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
+    if activation_memory_budget is not None:
+        settings["activation_memory_budget"] = activation_memory_budget
+    with functorch_config.patch(settings), tagged_cache(autocast_state()):
         return compile_fx(  # type: ignore[return-value]
             graph_module, example_inputs, inner_compile=inner_compile, config_patches=dict(options)
         )
+
+
+def saved_bytes(backward_graph: torch.fx.GraphModule) -> int:
+    """The memory of the activations that a backward graph of AOTAutograd takes, without the forward's own inputs."""
+    nodes = backward_graph.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in nodes if not node.name.startswith(("primals_", "tangents_"))]
+    total = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            count = value.numel()
+            total += value.element_size() * (count if isinstance(count, int) else count.node.hint or 0)
+    return total
 
 
 def draws_as_eager(options: Mapping[str, Any]) -> bool:

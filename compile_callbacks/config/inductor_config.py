@@ -41,6 +41,10 @@ class InductorConfig:
         fullgraph: Whether a graph break is a compiler failure.
         dynamic: ``True`` compiles for dynamic shapes from the start, ``False`` recompiles for each shape, ``None``
             compiles for dynamic shapes after the first change.
+        activation_memory_budget: How much of the memory of activations the backward pass may use, from 1.0, which keeps
+            what it needs, to 0.0, which recomputes as much as possible, as activation checkpointing does; in between,
+            torch recomputes what is cheapest. torch estimates the memory, and a smaller budget may have a higher peak:
+            measure the peak. ``None``: torch's own setting, which is 1.0.
         passes: Custom graph passes, in this order: `GraphPass` objects, or objects of torch's own pass classes, which
             run at ``"post_grad_post"``. As data: ``"module:name"``, or a mapping of ``class_path`` and ``init_args``.
         fold_weights: Whether inference graphs compute values that depend only on weights once for each version of the
@@ -51,7 +55,8 @@ class InductorConfig:
 
     Raises:
         ValueError: A mode, template or option is unknown; ``mode`` is given with ``options`` or ``template``;
-            ``options`` and ``passes`` both use one hook point; or ``fold_limit_mib`` is not positive.
+            ``options`` and ``passes`` both use one hook point; ``activation_memory_budget`` is not between 0 and 1; or
+            ``fold_limit_mib`` is not positive.
         TypeError: An argument or an option value has the wrong type.
 
     Example::
@@ -66,6 +71,7 @@ class InductorConfig:
     freezing: bool | None = None
     fullgraph: bool = False
     dynamic: bool | None = None
+    activation_memory_budget: float | None = None
     passes: tuple[Any, ...] = ()
     fold_weights: bool | None = None
     fold_limit_mib: float = 1024
@@ -81,6 +87,12 @@ class InductorConfig:
                 raise TypeError(with_code("CC202", f"{name}={value!r} must be True, False or None"))
         if not isinstance(self.fullgraph, bool):
             raise TypeError(with_code("CC202", f"fullgraph={self.fullgraph!r} must be True or False"))
+        budget = self.activation_memory_budget
+        if isinstance(budget, bool) or not isinstance(budget, (int, float, type(None))):
+            raise TypeError(with_code("CC202", f"activation_memory_budget={budget!r} must be a number from 0 to 1"))
+        if budget is not None and not 0 <= budget <= 1:
+            text = f"activation_memory_budget={budget!r} must be from 0 (recompute everything) to 1 (keep everything)"
+            raise ValueError(with_code("CC205", text))
         limit = self.fold_limit_mib
         if isinstance(limit, bool) or not isinstance(limit, (int, float)):
             raise TypeError(with_code("CC202", f"fold_limit_mib={limit!r} must be a number of MiB"))

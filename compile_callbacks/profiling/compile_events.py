@@ -67,6 +67,7 @@ class CompileEvent:
             graph that torch compiled later; ``"cudagraph"``, a recording.
         seconds: How long the compile took.
         backward_seconds: The part of it that compiled the backward graph.
+        saved_mib: Memory of the activations that the graphs save for backward, in MiB; ``None`` if it is not known.
         graphs: Number of compiled graphs.
         cache_hits: Number of graphs that were loaded from torch's cache (kind ``"cache"``).
         cache_misses: Number of graphs that were not in the cache.
@@ -87,6 +88,7 @@ class CompileEvent:
     part: CompilePart | None = None
     seconds: float | None = None
     backward_seconds: float | None = None
+    saved_mib: float | None = None
     graphs: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
@@ -155,6 +157,7 @@ class CompileRecorder:
         self._clock = clock
         self._progress = progress or CompileProgress()
         self._backward_seconds = 0.0
+        self._saved_bytes = 0
         self._keys: dict[str, CompileKey] = {}  # by torch's compile id
         self._running: tuple[CompileKey | None, float] | None = None
         self._listening = False
@@ -237,7 +240,7 @@ class CompileRecorder:
             self._keys.pop(args.compile_id, None)  # after torch.compiler.reset(), the id belongs to other code
         else:
             key = self._keys.get(args.compile_id)
-        self._graphs, self._backward_seconds = 0, 0.0
+        self._graphs, self._backward_seconds, self._saved_bytes = 0, 0.0, 0
         self._part = _PARTS.get(args.callback_trigger.name, "graph")
         self.traces_seen += self._part != "cudagraph"
         self._running = key, self._clock()
@@ -269,6 +272,7 @@ class CompileRecorder:
             part=self._part,
             seconds=seconds,
             backward_seconds=self._backward_seconds or None,
+            saved_mib=self._saved_bytes / 2**20 if self._backward_seconds else None,
             graphs=self._graphs,
         )
         if key in self._discarded:
@@ -308,10 +312,11 @@ class CompileRecorder:
         """Count a graph of the compile that is running. A target's backend calls it."""
         self._graphs += 1
 
-    def add_lowering_time(self, seconds: float, *, is_backward: bool) -> None:
-        """Add the time that Inductor took for the forward or the backward part of a graph."""
+    def add_lowering(self, seconds: float, *, is_backward: bool, saved_bytes: int = 0) -> None:
+        """Add the time that Inductor took for a part of a graph, and the memory of what is saved for backward."""
         if is_backward:
             self._backward_seconds += seconds
+            self._saved_bytes += saved_bytes
 
     def record_pass(self, key: CompileKey, run: dict[str, Any]) -> None:
         """Record the run of a custom graph pass on a graph."""

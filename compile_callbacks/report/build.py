@@ -77,6 +77,10 @@ def build_phase_report(
     if verdict is None and settings is not None and timer.compiled_steps(phase, candidate) and not graphs.total():
         verdict = "not compiled"
     folded_mib = [event.folded_mib for event in of("fold") if event.folded_mib is not None]
+    saved: dict[str, float] = {}
+    for event in of("compile"):
+        if event.saved_mib is not None:
+            saved[event.target] = max(saved.get(event.target, 0.0), event.saved_mib)
     counts = [len(side) for side in (times.eager_ms, times.compiled_ms) if side]
     eager_peak = memory.peak(phase, compiled=False)
     peak = memory.peak(phase, compiled=True, candidate=candidate)
@@ -106,6 +110,7 @@ def build_phase_report(
             eager_peak_memory_at_most_mib=eager_peak.at_most_mib,
             peak_memory_mib=peak.mib,
             peak_memory_at_most_mib=peak.at_most_mib,
+            saved_for_backward_mib=sum(saved.values()) if saved else None,
             folded_mib=sum(folded_mib) if folded_mib else None,
             weight_refreshes=recorder.weight_refreshes[phase] if folded_mib else None,
             max_abs_error=max(errors, default=None),

@@ -51,6 +51,8 @@ class PhaseDiagnostics(_Data):
         eager_peak_memory_at_most_mib: The same as an upper bound: eager steps did not raise the peak of the process.
         peak_memory_mib: Peak GPU memory of a compiled step, in MiB.
         peak_memory_at_most_mib: The same as an upper bound.
+        saved_for_backward_mib: Memory of the activations that graphs save for their backward pass, in MiB: of each
+            target, the graph with the most. Graphs from torch's cache do not count.
         folded_mib: Memory of the folded copies of weights (``fold_weights``), in MiB.
         weight_refreshes: Number of times that these copies were recomputed because the weights changed, or might have
             changed.
@@ -72,6 +74,7 @@ class PhaseDiagnostics(_Data):
     eager_peak_memory_at_most_mib: float | None = None
     peak_memory_mib: float | None = None
     peak_memory_at_most_mib: float | None = None
+    saved_for_backward_mib: float | None = None
     folded_mib: float | None = None
     weight_refreshes: int | None = None
     max_abs_error: float | None = None

@@ -182,6 +182,7 @@ _SPEED: tuple[_Row, ...] = (
     ("break-even steps", _break_even),
     ("eager peak memory MiB", lambda p: _peak(p.diagnostics, "eager_")),
     ("compiled peak memory MiB", lambda p: _peak(p.diagnostics, "")),
+    ("saved for backward MiB", lambda p: _number(p.diagnostics.saved_for_backward_mib, ".1f")),
 )
 _COMPILE: tuple[_Row, ...] = (
     ("mode", lambda p: p.mode),

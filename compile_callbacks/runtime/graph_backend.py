@@ -182,12 +182,20 @@ class GraphBackend:
             started = time.perf_counter()
             code = inner_compile(*args, **kwargs)
             seconds = time.perf_counter() - started
-            self._recorder.add_lowering_time(seconds, is_backward=bool(kwargs.get("is_backward")))
+            is_backward = bool(kwargs.get("is_backward"))
+            saved = _torch.inductor.saved_bytes(args[0]) if is_backward else 0
+            self._recorder.add_lowering(seconds, is_backward=is_backward, saved_bytes=saved)
             return code
 
         context = contextlib.nullcontext() if folding is None else folding.active()
         with context, _torch.inductor.generated_with_constants() as generated:
-            compiled = _torch.inductor.compile_graph(graph, inputs, options=options, inner_compile=timed)
+            compiled = _torch.inductor.compile_graph(
+                graph,
+                inputs,
+                options=options,
+                activation_memory_budget=self._config.activation_memory_budget,
+                inner_compile=timed,
+            )
         self._generated += generated
         if folding is not None:
             for failure in folding.failures:
