@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.profiling.progress import CompileProgress
-from compile_callbacks.profiling.recompiles import Recompile, explain_recompile
+from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, explain_recompile
 
 EventKind = Literal[
     "compile",
@@ -159,6 +159,7 @@ class CompileRecorder:
         self._backward_seconds = 0.0
         self._saved_bytes = 0
         self._keys: dict[str, CompileKey] = {}  # by torch's compile id
+        self._maybe_cached: dict[str, Recompile] = {}  # by torch's compile id
         self._running: tuple[CompileKey | None, float] | None = None
         self._listening = False
         self._graphs = 0
@@ -212,6 +213,10 @@ class CompileRecorder:
             if key is None:
                 self._look_for_limit(record)
                 continue
+            # Validation within and outside of fit compiles the same graph twice. A hit of the cache takes no time.
+            explained = self._maybe_cached.pop(record.compile_id, None)
+            if explained is not None and (record.cache_misses or not record.cache_hits):
+                self.record("recompile", key, **explained._asdict())
             if record.cache_hits or record.cache_misses:
                 self.record("cache", key, cache_hits=record.cache_hits, cache_misses=record.cache_misses)
             if record.cudagraph_skip_reason:
@@ -247,7 +252,11 @@ class CompileRecorder:
         if key is None:
             return
         if by_dynamo and (reason := _torch.events.recompile_reason()):
-            self.record("recompile", key, **_explain(reason)._asdict())
+            explained = _explain(reason)
+            if OTHER_GRAD_MODE in explained.reason:
+                self._maybe_cached[args.compile_id] = explained
+            else:
+                self.record("recompile", key, **explained._asdict())
         if self._part == "graph" and self.calling.current is not None:
             self.calling.current.on_trace()
         self._progress.compile_begins(key)

@@ -10,6 +10,9 @@ _ARGUMENT = re.compile(r"^(?:args\[(?P<position>\d+)\]|kwargs\['(?P<keyword>\w+)
 _MODULE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _ATTRIBUTE = re.compile(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
 
+OTHER_GRAD_MODE = "is used under inference_mode, was under no_grad"
+"""Part of the reason of a recompile: an inference graph is compiled in the other mode, too."""
+
 _DYNAMIC = "dynamic=True avoids it"
 _RAGGED = "drop_last=True or dynamic=True avoids it"
 
@@ -111,5 +114,5 @@ def _subject(expression: str) -> str:
 def _dispatch_keys(before: str, now: str, of: str) -> str:
     lost = {key.strip() for key in before.split(",")} - {key.strip() for key in now.split(",")}
     if lost and all(key.startswith(("Autograd", "ADInplaceOrView")) for key in lost):
-        return f"{of} is used under inference_mode, was under no_grad"
+        return f"{of} {OTHER_GRAD_MODE}"
     return f"kind of {of}: dispatch keys {now}, were {before}"

@@ -149,3 +149,13 @@ def test_a_resumed_run_remembers_the_shapes(tmp_path):
     again = InductorCompile(infer_mode=None, baseline_steps=2)
     trainer(again, max_epochs=2).fit(seeded(Words), batches, ckpt_path=tmp_path / "last.ckpt")
     assert (first.report.train.graphs, again.report.train.graphs) == (2, 1)
+
+
+def test_validation_outside_of_fit_takes_its_graph_from_the_cache_and_is_no_recompile():
+    callback = InductorCompile(None, {"dynamic": False}, baseline_steps=0, targets="net")
+    module = seeded(Words)
+    run = trainer(callback, num_sanity_val_steps=0)
+    run.fit(module, words((4, 5)), words((4, 5)))
+    run.validate(module, words((4, 5)), verbose=False)
+    infer = callback.report.infer
+    assert (infer.graphs, infer.recompiles, infer.cache_hits) == (2, 0, 2 - infer.diagnostics.cache_misses)
