@@ -98,16 +98,6 @@ def test_trainer_run_leaves_no_more_than_the_same_run_without_the_callback(entry
     assert states[1] == states[0]
 
 
-@pytest.mark.codegen
-def test_export_callback_leaves_no_trace(tmp_path):
-    module = seeded()
-    trainer().fit(module, loader(1))
-    before = state_of(module)
-    run([AOTInductorExport(tmp_path / "net.pt2", target="net", weights="last")], module, "fit")
-    assert (tmp_path / "net.pt2").exists()
-    assert state_of(module) == before
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_compile_phases_and_restore_leave_no_trace(fails, tmp_path):
     module = mlp()
@@ -134,13 +124,17 @@ def test_backend_leaves_no_trace():
 
 
 @pytest.mark.codegen
-@pytest.mark.parametrize("fails", [False, True])
-def test_export_leaves_no_trace(fails, tmp_path):
-    module = mlp()
+@pytest.mark.parametrize("entry", ["callback", "export", "export that fails"])
+def test_export_leaves_no_trace(entry, tmp_path):
+    module = seeded() if entry == "callback" else mlp()
+    if entry == "callback":
+        trainer().fit(module, loader(1))
     before = state_of(module)
-    if fails:
+    if entry == "callback":
+        run([AOTInductorExport(tmp_path / "net.pt2", target="net", weights="last")], module, "fit")
+    elif entry == "export":
+        export(module, (X,), tmp_path / "net.pt2")
+    else:
         with pytest.raises(ExportError, match="cannot be exported"):
             export(module, (X[:, :3],), tmp_path / "net.pt2")
-    else:
-        export(module, (X,), tmp_path / "net.pt2")
     assert state_of(module) == before

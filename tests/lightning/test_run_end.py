@@ -80,8 +80,7 @@ def test_garbage_is_collected_after_a_step_that_compiled_and_not_in_a_sample():
     collections = Collections()
     ours = InductorCompile("default", None, targets=["net"], baseline_steps=2, verify="off")
     trainer(collections, ours).fit(seeded(), loader(12))
-    assert collections.steps == [4]  # two steps to warm up, two of the baseline, then the step that compiles
-    assert ours.report.train.graphs == 1
+    assert collections.steps == [4]  # two warm-up steps, two of the baseline, then the step that compiles
 
 
 class Resets(Classifier):

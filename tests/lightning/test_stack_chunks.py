@@ -40,50 +40,41 @@ class Deep(Classifier):
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
         self.found: dict[str, list[int]] = {}
-        self.replaced: list[bool] = []
         self.fails = fails
 
     def on_train_batch_start(self, batch, batch_idx):
         self.found["train"] = slow_depths()
-        self.replaced.append("run" in vars(self.trainer.fit_loop))
+        assert ("run" in vars(self.trainer.fit_loop)) == (stack_chunks.HAS_FAULT and bool(self.trainer.callbacks))
         if self.fails:
             raise ValueError("a run that fails")
 
     def on_validation_batch_start(self, batch, batch_idx):
         self.found["infer"] = slow_depths()
 
-    on_predict_batch_start = on_validation_batch_start
-
 
 def loops(runner):
     return runner.fit_loop, runner.validate_loop, runner.test_loop, runner.predict_loop
 
 
-def test_trainer_run_has_no_slow_depth():
+@pytest.mark.parametrize("has_fault", [stack_chunks.HAS_FAULT, False])
+def test_a_run_has_no_slow_depth_with_the_callback(has_fault, monkeypatch):
+    monkeypatch.setattr(stack_chunks, "HAS_FAULT", has_fault)
     module = Deep()
-    runner = trainer(InductorCompile(None, None), max_epochs=1)
-    runner.fit(module, loader(2), loader(1))
-    assert module.found == {"train": [], "infer": []}
-    module.found.clear()
-    runner.predict(module, loader(1))
-    assert module.found == {"infer": []}
+    trainer(InductorCompile(None, None)).fit(module, loader(2), loader(1))
+    if has_fault:
+        assert module.found == {"train": [], "infer": []}
 
 
-def test_trainer_run_without_the_callback_has_a_slow_depth_if_python_has_the_fault():
+def test_a_run_without_the_callback_has_a_slow_depth_if_python_has_the_fault():
     module = Deep()
-    trainer(max_epochs=1).fit(module, loader(1))
+    trainer().fit(module, loader(1))
     assert bool(module.found["train"]) == stack_chunks.HAS_FAULT
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_trainer_loops_are_restored_after_a_run(fails):
-    module, runner = Deep(fails), trainer(InductorCompile(None, None), max_epochs=1)
-    if fails:
-        with pytest.raises(ValueError, match="a run that fails"):
-            runner.fit(module, loader(1))
-    else:
-        runner.fit(module, loader(1))
-    assert module.replaced == [stack_chunks.HAS_FAULT]
+def test_trainer_loops_are_restored_after_a_run_that_fails():
+    runner = trainer(InductorCompile(None, None))
+    with pytest.raises(ValueError, match="a run that fails"):
+        runner.fit(Deep(fails=True), loader(1))
     assert not any("run" in vars(loop) for loop in loops(runner))
 
 
@@ -96,10 +87,3 @@ def test_trainer_loops_keep_a_run_method_that_was_set_on_the_instance():
     stack_chunks.remove_from(runner)
     assert runner.fit_loop.run is users
     assert not any("run" in vars(loop) for loop in loops(runner)[1:])
-
-
-def test_trainer_loops_are_untouched_if_python_has_no_fault(monkeypatch):
-    monkeypatch.setattr(stack_chunks, "HAS_FAULT", False)
-    module = Deep()
-    trainer(InductorCompile(None, None), max_epochs=1).fit(module, loader(1))
-    assert module.replaced == [False]

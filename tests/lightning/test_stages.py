@@ -1,4 +1,4 @@
-"""How many steps a trainer has before it."""
+"""The remaining steps and time of a trainer, and what is planned by them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ pytestmark = pytest.mark.usefixtures("no_codegen")
 INF = math.inf
 
 
-class Told(pl.Callback):
-    """What is to come in the train and the infer phase, at the start of training and of each validation."""
+class Remaining(pl.Callback):
+    """The remaining train and infer steps at the start of training and of each validation, and the seconds."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, float]] = []
 
     def _ask(self, trainer, *_):
         if not trainer.sanity_checking:
-            told = remaining_steps(trainer)
-            self.steps.append((told["train"], told["infer"]))
+            remaining = remaining_steps(trainer)
+            self.steps.append((remaining["train"], remaining["infer"]))
+            self.seconds = remaining_seconds(trainer)
 
     on_train_start = on_validation_start = _ask
 
@@ -44,7 +45,7 @@ def stream() -> DataLoader:
 
 @pytest.mark.all_versions
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "steps"),
     [
         ({"max_epochs": 2}, [(16, 8), (8, 8), (0, 4)]),
         ({"max_epochs": 2, "check_val_every_n_epoch": 2}, [(16, 4), (0, 4)]),
@@ -52,50 +53,27 @@ def stream() -> DataLoader:
         ({"max_epochs": 3, "val_check_interval": 12, "check_val_every_n_epoch": None}, [(24, 8), (12, 8), (0, 4)]),
         ({"max_epochs": -1, "max_steps": 10}, [(10, 4), (2, 4)]),
         ({"max_epochs": 9, "max_steps": 5, "accumulate_grad_batches": 2}, [(10, 4), (2, 4)]),
-        ({"max_epochs": 1, "limit_train_batches": 2}, [(2, 4), (0, 4)]),
+        ({"max_epochs": 1, "limit_train_batches": 2, "max_time": {"seconds": 50}}, [(2, 4), (0, 4)]),
+        ({"max_epochs": 1, "stream": True}, [(INF, INF), (INF, INF)]),
+        ({"max_epochs": -1, "max_steps": 6, "stream": True}, [(6, INF)]),
     ],
 )
-def test_steps_of_a_fit(settings, told):
-    seen = Told()
-    trainer(seen, **settings).fit(Classifier(), loader(8), loader(4))
-    assert seen.steps == told
-
-
-@pytest.mark.all_versions
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [({"max_epochs": 1}, [(INF, INF), (INF, INF)]), ({"max_epochs": -1, "max_steps": 6}, [(6, INF)])],
-)
-def test_a_stream_is_of_unknown_length(settings, told):
-    seen = Told()
-    trainer(seen, **settings).fit(Classifier(), stream(), loader(4))
-    assert seen.steps == told
+def test_remaining_steps_and_seconds_of_a_fit(settings, steps):
+    seen = Remaining()
+    batches = stream() if settings.pop("stream", False) else loader(8)
+    trainer(seen, **settings).fit(Classifier(), batches, loader(4))
+    assert seen.steps == steps
+    assert seen.seconds == (pytest.approx(50, abs=10) if "max_time" in settings else INF)
 
 
 @pytest.mark.all_versions
 def test_steps_of_two_optimizers_are_one_batch():
-    seen = Told()
-    run = trainer(seen, max_epochs=-1, max_steps=8)
-    run.fit(Manual(), loader(8))
+    seen = Remaining()
+    trainer(seen, max_epochs=-1, max_steps=8).fit(Manual(), loader(8))
     assert seen.steps[0] == (4, 0)
-    assert run.fit_loop.epoch_loop.batch_progress.total.completed == 4
 
 
-@pytest.mark.all_versions
-@pytest.mark.parametrize(
-    ("settings", "seconds"), [({}, INF), ({"max_time": {"seconds": 50}}, 50), ({"max_time": None}, INF)]
-)
-def test_a_run_that_ends_by_the_clock_says_when(settings, seconds):
-    class Asked(pl.Callback):
-        def on_train_start(self, trainer, *_):
-            self.seconds = remaining_seconds(trainer)
-
-    asked = Asked()
-    trainer(asked, **settings).fit(Classifier(), loader(1))
-    assert asked.seconds == pytest.approx(seconds, abs=10)
-
-
-def test_auto_compiles_nothing_that_a_run_by_the_clock_cannot_repay():
+def test_auto_compiles_nothing_that_a_run_with_a_time_limit_cannot_amortize():
     ours = InductorCompile("auto", None)
     trainer(ours, max_epochs=-1, max_time={"seconds": 2}).fit(Classifier(), loader(50))
     assert ours.report.train.graphs == 0
@@ -105,11 +83,11 @@ def test_auto_compiles_nothing_that_a_run_by_the_clock_cannot_repay():
 
 
 @pytest.mark.all_versions
-def test_a_resumed_run_has_what_is_left(tmp_path):
+def test_a_resumed_run_knows_its_remaining_steps(tmp_path):
     first = trainer(max_epochs=2)
     first.fit(Classifier(), loader(8), loader(4))
     first.save_checkpoint(tmp_path / "two.ckpt")
-    seen = Told()
+    seen = Remaining()
     trainer(seen, max_epochs=3).fit(Classifier(), loader(8), loader(4), ckpt_path=tmp_path / "two.ckpt")
     assert seen.steps == [(8, 4), (0, 4)]
 
@@ -145,7 +123,7 @@ def test_a_few_validation_batches_run_compiled():
 
 
 @pytest.mark.all_versions
-def test_loaders_are_made_anew_while_a_step_is_compiled():
+def test_loaders_are_made_again_while_a_step_is_compiled():
     class Plain(Classifier):
         def training_step(self, batch, batch_idx):
             return self.net(batch[0]).square().mean()

@@ -1,8 +1,8 @@
-"""Run by each of two processes: cases of training together, one after another, and what each process saw of them.
+"""Cases of DDP training, which each of two processes runs one after the other, and the results of each process.
 
     LOCAL_RANK=0 python -m tests.support.rank_cases FOLDER CASE ... and the same with LOCAL_RANK=1, in a new folder
 
-Leaves ``FOLDER/CASE.RANK.json`` of what a case gave, and ``.err`` and ``.out`` of what it printed.
+Each process writes ``FOLDER/CASE.RANK.json`` with the result of a case, and ``.err`` and ``.out`` with its output.
 """
 
 from __future__ import annotations
@@ -26,70 +26,56 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from compile_callbacks import CompileWarning, GraphPass, InductorCompile, Tune, _torch
+from compile_callbacks import CompileWarning, InductorCompile, Tune, _torch
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 from tests.support.pairs import join
 from tests.support.uncached import Uncached
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 # CONTRIBUTING.md tells how to make both longer.
-PATIENCE = float(os.environ.get("RANK_CASES_TIMEOUT", "4"))  # the timeout of collectives where a rank is slow
-SLOW = float(os.environ.get("RANK_CASES_SLOW", "6"))  # and how much longer one rank compiles
+PATIENCE = float(os.environ.get("RANK_CASES_TIMEOUT", "4"))  # the timeout of collectives if a rank is slow
+SLOW = float(os.environ.get("RANK_CASES_SLOW", "6"))  # the seconds that one rank compiles longer
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 GROUPS = itertools.count()
 
 
-# ------------------------------------------------------------------------------------------ what the cases use
-
-
-def new_group(timeout: float) -> None:
-    """Create the process group with this timeout. Lightning uses a group that exists."""
+def fit(module: Classifier, *callbacks: pl.Callback, timeout: float = 300, ddp: Any = None, **settings: Any) -> Any:
+    """Train on both processes, in a process group with this timeout; Lightning uses a group that exists."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     join(FOLDER, f"{sys.argv[2]}.{next(GROUPS)}", timeout)
-
-
-def fit(module: Classifier, *callbacks: pl.Callback, timeout: float = 300, ddp: Any = None, **settings: Any) -> Any:
-    """Train on both processes, in a process group of its own."""
-    new_group(timeout)
     strategy = DDPStrategy(process_group_backend="gloo", **(ddp or {}))
-    train, validate = settings.pop("train", None) or loader(12), settings.pop("validate", None) or loader(8, seed=2)
+    train, validate = settings.pop("train", loader(12)), settings.pop("validate", loader(8, seed=2))
     path = settings.pop("ckpt_path", None)
-    ours = trainer(*callbacks, **({"strategy": strategy, "devices": 2, "num_sanity_val_steps": 0} | settings))
-    ours.fit(module, train, validate, ckpt_path=path)
-    return ours
+    run = trainer(*callbacks, **({"strategy": strategy, "devices": 2, "num_sanity_val_steps": 0} | settings))
+    run.fit(module, train, validate, ckpt_path=path)
+    return run
 
 
-def timeouts() -> list[float]:
-    """The timeouts of the rank's collectives, in seconds."""
-    return sorted(timeout.total_seconds() for _, timeout in _torch.distributed.collective_timeouts())
-
-
-class Timeouts(pl.Callback):
-    """The timeouts while the trainer runs."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.during = timeouts()
-
-
-def seen(module: Classifier) -> dict[str, Any]:
-    """What a module saw, and how it came out of it."""
+def result_of(module: Classifier) -> dict[str, Any]:
     state = {name: value.flatten()[:100].tolist() for name, value in module.state_dict().items()}
     return {"losses": module.losses, "outputs": [out.tolist() for out in module.validation_outputs], "state": state}
 
 
-def told(ours: InductorCompile) -> dict[str, Any]:
-    report = ours.report.to_dict()
-    return {phase: {name: report[phase][name] for name in report[phase]} for phase in ("train", "infer")}
+def report_of(ours: InductorCompile) -> dict[str, Any]:
+    return {phase: ours.report.to_dict()[phase] for phase in ("train", "infer")}
 
 
-def both(make: Any = Classifier, **settings: Any) -> dict[str, Any]:
-    """A run with the callback, and the same without."""
-    ours = InductorCompile(baseline_steps=settings.pop("baseline_steps", 0))
+def both(make: Any = Classifier, *others: pl.Callback, ours: Any = None, timeout: float = 300, **settings: Any) -> Any:
+    """A run without the callback, and the same with it."""
+    ours = ours or InductorCompile(baseline_steps=0)
     eager, compiled = seeded(make), seeded(make)
     fit(eager, **settings)
-    fit(compiled, ours, **settings)
-    return {"eager": seen(eager), "compiled": seen(compiled), "report": told(ours)}
+    fit(compiled, ours, *others, timeout=timeout, **settings)
+    return {"eager": result_of(eager), "compiled": result_of(compiled), "report": report_of(ours)}
+
+
+def timeouts() -> list[float]:
+    """The timeouts of the collectives of this process, in seconds."""
+    return sorted(timeout.total_seconds() for _, timeout in _torch.distributed.collective_timeouts())
+
+
+# ------------------------------------------------------------------------------------------ the same results
 
 
 class Branches(Classifier):
@@ -110,82 +96,22 @@ class Branches(Classifier):
 
 
 class Wide(Classifier):
-    """More weights than the first of DDP's buckets holds, which is of 1 MiB."""
+    """Has more weights than the first of DDP's buckets holds, which is 1 MiB."""
 
     def __init__(self) -> None:
-        width = 520
-        layers = [nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
-        super().__init__(nn.Sequential(*layers, nn.Linear(width, CLASSES)))
-
-
-class Synced(Classifier):
-    """Waits for the other process between forward and backward, as a loss that is logged for all does."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, sync_dist=True, on_step=True)
-        return loss
-
-
-class Sleeps(GraphPass):
-    """Takes its time, once; for other seconds it is another pass to torch's cache."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.slept = False
-
-    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
-        if not self.slept:
-            self.slept = True
-            time.sleep(self.seconds)
-
-
-class Growing(torch.utils.data.Dataset):
-    """Batches of 4 for the first process, and from the third on of 5 for the second."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Any:
-        size = 5 if RANK and index > 2 else 4
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(size, FEATURES, generator=generator), torch.zeros(size, dtype=torch.long)
-
-
-class Uneven(torch.utils.data.Dataset):
-    """A batch less for the second process."""
-
-    def __len__(self) -> int:
-        return 4 - RANK
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.ones(4, FEATURES) * index, torch.zeros(4, dtype=torch.long)
-
-
-def compiler_fails_on_second() -> Any:
-    run = torch._inductor.graph.GraphLowering.run
-
-    def fail_on_second(self: Any, *args: Any) -> Any:
-        if RANK:
-            raise RuntimeError("this lowering is not there")
-        return run(self, *args)
-
-    return mock.patch.object(torch._inductor.graph.GraphLowering, "run", fail_on_second)
-
-
-# ------------------------------------------------------------------------------------------ the cases
+        layers = [nn.Linear(FEATURES, 520), nn.ReLU(), nn.Linear(520, 520), nn.ReLU()]
+        super().__init__(nn.Sequential(*layers, nn.Linear(520, CLASSES)))
 
 
 def plain() -> dict[str, Any]:
-    path = str(FOLDER / "two.ckpt")
     ours = InductorCompile(baseline_steps=2)
     eager, compiled = seeded(), seeded()
     fit(eager, max_epochs=2)
-    done = fit(compiled, ours, max_epochs=2)
-    done.save_checkpoint(path)
-    calls = [record["call"] for record in json.loads(Path(done.log_dir, "compile_report.json").read_text())]
-    both = {"eager": seen(eager), "compiled": seen(compiled), "calls": calls}
-    return {**both, "report": told(ours), "scalars": ours.report.scalars()}
+    run = fit(compiled, ours, max_epochs=2)
+    run.save_checkpoint(str(FOLDER / "two.ckpt"))
+    calls = [record["call"] for record in json.loads(Path(run.log_dir, "compile_report.json").read_text())]
+    results = {"eager": result_of(eager), "compiled": result_of(compiled), "calls": calls}
+    return {**results, "report": report_of(ours), "scalars": ours.report.scalars()}
 
 
 def find_unused_parameters() -> dict[str, Any]:
@@ -205,70 +131,61 @@ def split() -> dict[str, Any]:
         return both(Wide, ddp={"bucket_cap_mb": 1})
 
 
+class ComparesValidation(Classifier):
+    """Keeps the difference of each validation output from eager code with the current weights."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_outputs.append((self.net(batch[0]) - self.net._call_impl(batch[0])).abs().max())
+
+
+def folding() -> dict[str, Any]:
+    ours, module = InductorCompile(None, targets=["net"], baseline_steps=0, verify="off"), seeded(ComparesValidation)
+    fit(module, ours, max_epochs=2)
+    return {"report": report_of(ours), "differences": [float(value) for value in module.validation_outputs]}
+
+
+def resumed_from_one() -> dict[str, Any]:
+    ours, module = InductorCompile(baseline_steps=2), seeded()
+    run = fit(module, ours, max_epochs=2, ckpt_path=str(FOLDER / "one.ckpt"))
+    return {"report": report_of(ours), "compiled": result_of(module), "epoch": run.current_epoch}
+
+
+# ------------------------------------------------------------------------------------------ one rank is different
+
+
 def failure() -> dict[str, Any]:
-    ours = InductorCompile(baseline_steps=0, verify="off", passes=[Uncached()])
-    eager, compiled = seeded(), seeded()
-    fit(eager)
-    with compiler_fails_on_second():
-        fit(compiled, ours)
-    return {"eager": seen(eager), "compiled": seen(compiled), "report": told(ours)}
+    """The compiler fails on the second process."""
+    run = torch._inductor.graph.GraphLowering.run
+
+    def fail_on_second(self: Any, *args: Any) -> Any:
+        if RANK:
+            raise RuntimeError("this lowering is not there")
+        return run(self, *args)
+
+    with mock.patch.object(torch._inductor.graph.GraphLowering, "run", fail_on_second):
+        return both(ours=InductorCompile(baseline_steps=0, verify="off", passes=[Uncached()]))
 
 
-def slow_compile() -> dict[str, Any]:
-    ours = InductorCompile(baseline_steps=0, verify="off", passes=[Sleeps(SLOW if RANK else 0)])
-    eager, compiled = seeded(Synced), seeded(Synced)
-    fit(eager)
-    observed, began = Timeouts(), time.monotonic()
-    fit(compiled, ours, observed, timeout=PATIENCE)
-    return {
-        "eager": seen(eager),
-        "compiled": seen(compiled),
-        "report": told(ours),
-        "seconds": time.monotonic() - began,
-        "during": observed.during,
-        "timeouts": timeouts(),
-    }
+class Sleeps(Uncached):
+    """Sleeps once on the second process, when a graph has inputs of this batch size."""
 
-
-class SleepsLater(Uncached):
-    """Takes its time, once, for the larger batches of `Growing`."""
-
-    slept = False
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size, self.slept = batch_size, not RANK
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
-        later = any(node.meta["val"].shape[:1] == (5,) for node in graph.nodes if node.op == "placeholder")
-        if later and not self.slept:
+        shapes = [node.meta["val"].shape for node in graph.nodes if node.op == "placeholder"]
+        if not self.slept and any(shape[:1] == (self.batch_size,) for shape in shapes):
             self.slept = True
             time.sleep(SLOW)
 
 
-def exception() -> dict[str, Any]:
-    """Both ranks raise in their third step."""
+class Synced(Classifier):
+    """Waits for the other process between forward and backward, and in validation."""
 
-    class Raises(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 2:
-                raise KeyError("batch 2")
-            return super().training_step(batch, batch_idx)
-
-    try:
-        fit(seeded(Raises), InductorCompile(baseline_steps=0, verify="off"), timeout=60)
-    except KeyError as error:
-        return {"error": str(error), "timeouts": timeouts()}
-    return {}
-
-
-def slow_recompile() -> dict[str, Any]:
-    ours = InductorCompile({"dynamic": False}, None, baseline_steps=0, verify="off", passes=[SleepsLater()])
-    eager, compiled = seeded(), seeded()
-    settings = {"train": DataLoader(Growing(), batch_size=None), "use_distributed_sampler": False}
-    fit(eager, **settings)
-    fit(compiled, ours, timeout=PATIENCE, **settings)
-    return {"eager": seen(eager), "compiled": seen(compiled), "report": told(ours)}
-
-
-class SyncedValidation(Classifier):
-    """Logs a loss for all processes; its batch norm has DDP send buffers to all of them before each step."""
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True, on_step=True)
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         out = self(batch[0])
@@ -276,89 +193,89 @@ class SyncedValidation(Classifier):
         self.log("val_loss", nn.functional.cross_entropy(out, batch[1]), sync_dist=True)
 
 
+class Growing(torch.utils.data.Dataset):
+    """Batches of 4 for the first process, and from the third on of 5 for the second."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        size = 5 if RANK and index > 2 else 4
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(size, FEATURES, generator=generator), torch.zeros(size, dtype=torch.long)
+
+
+class Timeouts(pl.Callback):
+    """Records the timeouts while the trainer runs."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.during = timeouts()
+
+
+def slow_compile() -> dict[str, Any]:
+    """The second process compiles its first training graph for longer than the timeout of collectives."""
+    ours = InductorCompile(baseline_steps=0, verify="off", passes=[Sleeps(4)])
+    observed = Timeouts()
+    results = both(Synced, observed, ours=ours, timeout=PATIENCE)
+    return {**results, "during": observed.during, "timeouts": timeouts()}
+
+
 def slow_validation() -> dict[str, Any]:
-    """One process compiles in the middle of a validation, and the other goes on to the next step's collective."""
-    ours = InductorCompile(None, {"dynamic": False}, baseline_steps=0, verify="off", passes=[SleepsLater()])
-    eager, compiled = seeded(SyncedValidation), seeded(SyncedValidation)
+    """The second process recompiles in the middle of a validation, while the first waits in the next collective."""
+    ours = InductorCompile(None, {"dynamic": False}, baseline_steps=0, verify="off", passes=[Sleeps(5)])
     validate = DataLoader(Growing(), batch_size=None)
     settings = {"train": loader(4), "validate": validate, "use_distributed_sampler": False}
-    fit(eager, **settings)
-    fit(compiled, ours, timeout=PATIENCE, **settings)
-    return {"eager": seen(eager), "compiled": seen(compiled), "report": told(ours)}
+    return both(Synced, ours=ours, timeout=PATIENCE, **settings)
 
 
-def uneven_validation() -> dict[str, Any]:
-    ours = InductorCompile(None, Tune(["default"], steps=5), verify="off")
-    module = seeded()
-    new_group(300)
-    strategy = DDPStrategy(process_group_backend="gloo")
-    both = trainer(ours, strategy=strategy, devices=2, use_distributed_sampler=False, max_epochs=24)
-    both.fit(module, loader(2), DataLoader(Uneven(), batch_size=None))
-    return {"report": told(ours), "validated": len(module.validation_outputs)}
+def exception() -> dict[str, Any]:
+    """Both processes raise in their third step."""
+
+    class Raises(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 2:
+                raise KeyError("batch 2")
+            return super().training_step(batch, batch_idx)
+
+    with contextlib.suppress(KeyError):
+        fit(seeded(Raises), InductorCompile(baseline_steps=0, verify="off"), timeout=60)
+    return {"timeouts": timeouts()}
 
 
-class LoggedValidation(Classifier):
-    """What it logs is reduced when a loader ends, of which processes have unequally many batches."""
+class Uneven(Classifier):
+    """Reduces the logged value at the end of each loader; the loaders of the processes have different lengths."""
 
     def val_dataloader(self) -> Any:
         rank = torch.distributed.get_rank()
-        return [loader(2 + 3 * rank), loader(5 - 3 * rank)]
+        return [loader(2 + 3 * rank), loader(6 - 3 * rank)]
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
 
 
-def uneven_logged() -> dict[str, Any]:
-    ours = InductorCompile(None, "default", baseline_steps=2, verify="off")
-    module = seeded(LoggedValidation)
-    patience = 15 * PATIENCE  # the compiles of a slow machine are well below it
-    new_group(patience)
-    strategy = DDPStrategy(process_group_backend="gloo")
+def uneven(infer_mode: Any, epochs: int) -> dict[str, Any]:
+    ours, patience = InductorCompile(None, infer_mode, baseline_steps=2, verify="off"), 15 * PATIENCE
     began = time.monotonic()
-    both = trainer(ours, strategy=strategy, devices=2, use_distributed_sampler=False, max_epochs=3)
-    both.fit(module, loader(2))
-    seconds = time.monotonic() - began
-    losses = {name: float(value) for name, value in both.callback_metrics.items()}
-    return {"report": told(ours), "losses": losses, "s": seconds, "patience": patience}
+    settings = {"validate": None, "max_epochs": epochs, "use_distributed_sampler": False}
+    run = fit(seeded(Uneven), ours, timeout=patience, train=loader(2), **settings)
+    losses = {name: float(value) for name, value in run.callback_metrics.items()}
+    waited = time.monotonic() - began > patience
+    return {"report": report_of(ours), "losses": losses, "waited": waited}
+
+
+def uneven_logged() -> dict[str, Any]:
+    return uneven("default", 3)
 
 
 def uneven_tuned() -> dict[str, Any]:
-    """Tunes validation, in which a loader's end is a collective that the ranks come to after unequal steps."""
-    ours = InductorCompile(None, Tune(["default"], steps=5), verify="off")
-    module = seeded(LoggedValidation)
-    new_group(60)
-    strategy = DDPStrategy(process_group_backend="gloo")
-    both = trainer(ours, strategy=strategy, devices=2, use_distributed_sampler=False, max_epochs=8)
-    both.fit(module, loader(2))
-    return {"report": told(ours), "losses": {name: float(value) for name, value in both.callback_metrics.items()}}
+    return uneven(Tune(["default"], steps=5), 8)
 
 
 def tuned() -> dict[str, Any]:
     ours = InductorCompile(Tune(["default", "aten"], steps=10), None, cache_dir=FOLDER / "cache", verify="off")
     module = seeded()
     fit(module, ours, train=loader(260))
-    return {"report": told(ours), "compiled": seen(module)}
-
-
-class ComparesValidation(Classifier):
-    """Keeps how far each validation output is from what eager code computes with the current weights."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validation_outputs.append((self.net(batch[0]) - self.net._call_impl(batch[0])).abs().max())
-
-
-def folding() -> dict[str, Any]:
-    ours = InductorCompile(None, "default", targets=["net"], baseline_steps=0, verify="off")
-    module = seeded(ComparesValidation)
-    fit(module, ours, max_epochs=2)
-    return {"report": told(ours), "apart": [float(apart) for apart in module.validation_outputs]}
-
-
-def resumed_from_one() -> dict[str, Any]:
-    ours = InductorCompile(baseline_steps=2)
-    module = seeded()
-    done = fit(module, ours, max_epochs=2, ckpt_path=str(FOLDER / "one.ckpt"))
-    return {"report": told(ours), "compiled": seen(module), "epoch": done.current_epoch}
+    return {"report": report_of(ours), "compiled": result_of(module)}
 
 
 def main() -> None:
@@ -373,14 +290,12 @@ def main() -> None:
             warnings.catch_warnings(record=True) as caught,
         ):
             warnings.simplefilter("always")
-            began = time.monotonic()
             try:
                 result = globals()[case]()
             except BaseException:
                 result = {"raised": traceback.format_exc()}
         result["warnings"] = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
         result["groups"] = len(torch.distributed.distributed_c10d._world.pg_map)
-        result["wall_seconds"], result["cpu_seconds"] = time.monotonic() - began, sum(os.times()[:4])
         (FOLDER / f"{case}.{RANK}.json").write_text(json.dumps(result))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
