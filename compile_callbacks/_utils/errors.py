@@ -74,14 +74,6 @@ class WarnOnce:
         warn_user(code, message)
         return True
 
-    def __call__(self, subject: Hashable, message: str) -> bool:
-        """Warn without a code. Goes away with its last caller."""
-        if subject in self._subjects:
-            return False
-        self._subjects.add(subject)
-        warnings.warn(message, CompileWarning, stacklevel=_stack_level_of_user())
-        return True
-
 
 def _stack_level_of_user() -> int:
     """The ``stacklevel`` for the caller of this function that names the user's line.

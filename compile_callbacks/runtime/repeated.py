@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from compile_callbacks._utils.errors import CompileWarning
+from compile_callbacks._utils.errors import warn_user
 from compile_callbacks.runtime.fsdp import strip_fsdp1_names
 from compile_callbacks.runtime.target import Target, call_targets
 
@@ -66,7 +65,7 @@ def group_targets(
     for key, target in list(once.items()):
         if (reason := target.uncompilable_reason()) is not None:
             del once[key]
-            _warn(f"target {target.name!r} is not compiled: {reason}")
+            _warn_on_rank_zero("CC104", f"target {target.name!r} is not compiled: {reason}")
     alike: dict[Any, list[Target]] = {}
     for key, target in once.items():
         alike.setdefault(_look(target) if shares(target) else key, []).append(target)
@@ -88,10 +87,9 @@ def _look(target: Target) -> Any:
     return target.method, target.own_function, structure_of(target.module)
 
 
-def _warn(message: str) -> None:
-    """Warn, in one of several processes."""
+def _warn_on_rank_zero(code: str, message: str) -> None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()):
-        warnings.warn(message, CompileWarning, stacklevel=3)
+        warn_user(code, message)
 
 
 def _sharing(root: nn.Module, targets: Sequence[Target]) -> RepeatedBlocks:
