@@ -1,6 +1,6 @@
 """Write the table of models of other packages: graphs, recompiles, compile seconds, step times and equality.
 
-    .venv-models/bin/python benchmarks/models_table.py benchmarks/results/models.json [--no-codegen] [NAME ...]
+    .venv-models/bin/python benchmarks/models_table.py build/models.json [--no-codegen] [NAME ...]
 
 With ``--no-codegen``, Inductor calls torch's own kernels: graphs and recompiles are the same, and compiling takes a
 fraction of the time. Compile seconds and step times then mean little.

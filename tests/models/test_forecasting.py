@@ -79,7 +79,6 @@ TRIALS = [
         train=lambda: batches("tft", train=True),
         validate=lambda: batches("tft", train=False),
         settings={"limit_train_batches": 10, "limit_val_batches": 4, "gradient_clip_val": 0.1},
-        graph_breaks=True,
     ),
     Trial(
         name="pytorch-forecasting N-BEATS",
@@ -93,7 +92,7 @@ TRIALS = [
 
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 def test_time_series_equal_eager(trial):
-    check(figures(trial), graph_breaks=trial.graph_breaks)
+    check(figures(trial))
 
 
 def neuralforecast_run(*callbacks: Any) -> Run:
@@ -144,3 +143,34 @@ def neuralforecast_figures(**arguments: Any) -> dict[str, Any]:
 
 def test_neuralforecast_equals_eager():
     check(neuralforecast_figures())
+
+
+def test_the_trainer_of_the_package_pytorch_lightning_runs_compiled():
+    import pytorch_lightning
+    from torch.utils.data import DataLoader
+
+    from compile_callbacks import InductorCompile
+
+    class Module(pytorch_lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(4, 2)
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).square().mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("mean", self.net(batch).mean())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    module, callback = Module(), InductorCompile(baseline_steps=0)
+    data = DataLoader([torch.randn(3, 4) for _ in range(6)], batch_size=None)
+    trainer = pytorch_lightning.Trainer(
+        callbacks=[callback], max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, data, data)
+    assert (callback.report.train.graphs, callback.report.infer.graphs) == (1, 1)
+    assert "_compiled_call_impl" not in vars(module.net)

