@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,43 +62,6 @@ def with_cloned_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class GradientCopies:
-    """Copies gradients out of CUDA-graph memory if they outlive the step that computed them.
-
-    The first backward pass of an accumulation leaves graph memory in ``.grad``, and the next step would overwrite it.
-    Later backward passes add to the copy in place, so there is one copy for each optimizer step.
-    """
-
-    def __init__(self) -> None:
-        self._copies: dict[int, int] = {}  # addresses, by the id of the parameter
-
-    def copy_new(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Copy each gradient that is not a copy yet."""
-        on_gpu = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.is_cuda]
-        new = [(p, gradient) for p, gradient in on_gpu if self._copies.get(id(p)) != gradient.data_ptr()]
-        if not new:
-            return
-        copies = [torch.empty_like(gradient) for _, gradient in new]
-        torch._foreach_copy_(copies, [gradient for _, gradient in new])
-        for (parameter, _), copy in zip(new, copies, strict=True):
-            parameter.grad = copy
-            self._copies[id(parameter)] = copy.data_ptr()
-
-
-def drop_overwritten_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Delete gradients that a later step has overwritten.
-
-    They remain if an exception ends a run within a step. When Lightning moves the module off the GPU, torch would then
-    raise another error, which hides the exception.
-    """
-    for parameter in parameters:
-        try:
-            _ = parameter.grad is not None and parameter.grad.data_ptr()
-        except RuntimeError as error:
-            if "CUDAGraphs" in str(error):  # other gradients have no address either, such as sparse ones
-                parameter.grad = None
-
-
 class BackwardInCallingThread:
     """Between `begin` and `end`, backward passes that this thread starts run in this thread.
 
@@ -123,7 +86,7 @@ class BackwardInCallingThread:
 
 
 class StepsOnGpu:
-    """The steps of a session: what they need if the module is on a GPU. On other devices, all methods do nothing.
+    """Prepares the steps of a session for CUDA graphs, if the module is on a GPU; otherwise all methods do nothing.
 
     Args:
         module: The root module.
@@ -134,7 +97,7 @@ class StepsOnGpu:
         """Whether the module is on a GPU."""
         self._module = module
         self._several_devices = False
-        self._gradients = GradientCopies()
+        self._copies: dict[int, int] = {}  # the addresses of copied gradients, by the id of the parameter
         self._backward_thread = BackwardInCallingThread()
 
     def begin(self, device: torch.device) -> None:
@@ -159,14 +122,34 @@ class StepsOnGpu:
             self._backward_thread.end()
 
     def keep_gradients(self) -> None:
-        """Copy the gradients that are in the memory of CUDA graphs."""
-        self._gradients.copy_new(self._module.parameters())
+        """Copy gradients out of the memory of CUDA graphs, because they outlive the step that computed them.
+
+        The first backward pass of an accumulation leaves graph memory in ``.grad``, and the next step would overwrite
+        it. Later backward passes add to the copy in place, so there is one copy for each optimizer step.
+        """
+        on_gpu = [(p, p.grad) for p in self._module.parameters() if p.grad is not None and p.grad.is_cuda]
+        new = [(p, gradient) for p, gradient in on_gpu if self._copies.get(id(p)) != gradient.data_ptr()]
+        if not new:
+            return
+        copies = [torch.empty_like(gradient) for _, gradient in new]
+        torch._foreach_copy_(copies, [gradient for _, gradient in new])
+        for (parameter, _), copy in zip(new, copies, strict=True):
+            parameter.grad = copy
+            self._copies[id(parameter)] = copy.data_ptr()
 
     def end(self) -> None:
         """End the run, also after an exception within a step."""
         self._backward_thread.end()
-        if self.active:
-            drop_overwritten_gradients(self._module.parameters())
+        if not self.active:
+            return
+        # After an exception within a step, gradients may be in memory that a later graph has overwritten. Lightning
+        # moves the module off the GPU, and torch would raise another error, which hides the exception.
+        for parameter in self._module.parameters():
+            try:
+                _ = parameter.grad is not None and parameter.grad.data_ptr()
+            except RuntimeError as error:
+                if "CUDAGraphs" in str(error):  # other gradients have no address either, such as sparse ones
+                    parameter.grad = None
 
 
 def _is_cuda(value: object) -> bool:
