@@ -52,12 +52,12 @@ def both():
 
 
 @pytest.mark.parametrize(
-    ("make_net", "sizes", "wrong_size"),
-    [(lambda: nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU()), (8, 5, 8), 5), (Broken, (8,), None)],
+    ("make_net", "sizes", "wrong_sizes"),
+    [(lambda: nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU()), (8, 5, 8), (5,)), (Broken, (8,), ())],
     ids=["of a later call", "behind a graph break"],
 )
-def test_a_graph_that_differs_does_not_change_what_a_checkpoint_recomputes(both, make_net, sizes, wrong_size):
-    wrong = WrongForward("train", batch_size=wrong_size)
+def test_a_graph_that_differs_does_not_change_what_a_checkpoint_recomputes(both, make_net, sizes, wrong_sizes):
+    wrong = WrongForward("train", *wrong_sizes)
     ours, eager = both(make_net(), passes=[wrong], verify="eager", train_mode={"dynamic": False})
     batches = [torch.randn(size, FEATURES) for size in sizes]
     with pytest.warns(CompileWarning, match="it runs eagerly from here on"):

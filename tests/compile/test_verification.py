@@ -28,7 +28,7 @@ def plain():
 
 @pytest.fixture
 def compiled():
-    """Compiles modules, and undoes it after the test."""
+    """Compiles modules, and restores them after the test."""
     modules = []
 
     def compile_module(module, **settings):
@@ -46,6 +46,10 @@ def train_step(module, *args):
     return output
 
 
+def inputs(batch=8):
+    return torch.randn(batch, FEATURES)
+
+
 def verified(module, phase="train"):
     return report_of(module).phase(phase).verified
 
@@ -56,8 +60,10 @@ def verified(module, phase="train"):
 def test_verification_finds_a_wrong_forward_graph_and_names_output_phase_and_tolerance(compiled):
     module = compiled(plain(), passes=[WrongForward("train")])
     message = r"target 'forward' differs from eager in the train phase: output 0 has a relative error of .* "
-    with pytest.warns(CompileWarning, match=message + r"\(tolerance 0.00035\)"):
-        train_step(module, torch.randn(8, FEATURES))
+    with pytest.warns(CompileWarning, match=message + r"\(tolerance 0.00035\)") as caught:
+        train_step(module, inputs())
+    offers_strict = "options={'numerics': 'strict'}" in str(caught[0].message)
+    assert offers_strict == ("numerics" in torch._inductor.list_options())
     report = report_of(module).train
     assert report.verified == "differs 1"
     assert report.diagnostics.max_abs_error > 0.01
@@ -66,18 +72,26 @@ def test_verification_finds_a_wrong_forward_graph_and_names_output_phase_and_tol
 def test_verification_finds_gradients_of_the_wrong_sign_and_names_the_parameter(compiled):
     module = compiled(plain(), passes=[WrongBackward()])
     with pytest.warns(CompileWarning, match=r"the gradient of parameter '\d\.\w+' has a relative error of 2 \(tol"):
-        train_step(module, torch.randn(8, FEATURES))
+        train_step(module, inputs())
     assert report_of(module).train.diagnostics.max_abs_error < 1e-5
 
 
-def test_verification_finds_a_wrong_graph_that_is_compiled_later(compiled):
-    module = compiled(plain(), passes=[WrongForward("train", batch_size=5)], train_mode={"dynamic": False})
-    train_step(module, torch.randn(8, FEATURES))
-    assert verified(module) == "equal 1"
-    with pytest.warns(CompileWarning, match="differs from eager"):
-        train_step(module, torch.randn(5, FEATURES))
-    assert verified(module) == "differs 1, equal 1"
-    assert report_of(module).train.recompiles == 1
+def test_gradients_are_compared_if_a_mode_with_cuda_graphs_runs_on_a_cpu(compiled):
+    with pytest.warns(CompileWarning, match="asks for CUDA graphs, and the module is not on a GPU"):
+        module = compiled(plain(), passes=[WrongBackward()], train_mode="reduce-overhead")
+    with pytest.warns(CompileWarning, match="the gradient of parameter"):
+        train_step(module, inputs())
+
+
+def test_each_recompiled_graph_is_compared_and_one_target_is_warned_about_once(compiled):
+    module = compiled(plain(), passes=[WrongForward("train", 5, 4)], train_mode={"dynamic": False})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (8, 5, 4):
+            train_step(module, inputs(size))
+    assert verified(module) == "differs 2, equal 1"
+    assert report_of(module).train.recompiles == 2
+    assert len([one for one in caught if issubclass(one.category, CompileWarning)]) == 1
 
 
 class Encoder(nn.Module):
@@ -89,10 +103,10 @@ class Encoder(nn.Module):
         return self.net(x)
 
 
-def test_verification_finds_a_wrong_graph_of_a_method(compiled):
+def test_verification_finds_a_wrong_graph_of_a_method_in_validation(compiled):
     module = compiled(Encoder(), targets=["encode"], passes=[WrongForward("infer")])
     with torch.no_grad(), pytest.warns(CompileWarning, match="target 'encode' differs from eager in the infer phase"):
-        module.encode(torch.randn(8, FEATURES))
+        module.encode(inputs())
 
 
 @dataclasses.dataclass
@@ -111,123 +125,6 @@ class ReturnsGenerator(Encoder):
         return (part for part in (y, y + 1))
 
 
-@pytest.mark.parametrize("make", [ReturnsDataclass, ReturnsGenerator])
-def test_verification_compares_whatever_the_module_returns(compiled, make):
-    with pytest.raises(CompileError, match="target 'forward' differs from eager in the train phase"):
-        compiled(make(), passes=[WrongForward("train")], verify="raise")(torch.randn(8, FEATURES))
-
-
-def test_one_target_is_warned_about_once(compiled):
-    module = compiled(plain(), passes=[WrongForward("train")], train_mode={"dynamic": False})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for size in (8, 5, 4):
-            train_step(module, torch.randn(size, FEATURES))
-    assert len([one for one in caught if issubclass(one.category, CompileWarning)]) == 1
-    assert verified(module) == "differs 3"
-
-
-def test_verify_off_compares_nothing(compiled):
-    module = compiled(plain(), passes=[WrongForward("train")], verify="off")
-    train_step(module, torch.randn(8, FEATURES))
-    report = report_of(module).train
-    assert (report.verified, report.diagnostics.max_abs_error) == (None, None)
-
-
-class WithStatistics(nn.Module):
-    """Runs `nn.BatchNorm1d`, and changes its input and a buffer of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        x.mul_(2)
-        self.calls += 1
-        return self.net(x)
-
-
-@pytest.mark.parametrize("phase", ["train", "infer"])
-def test_verify_eager_gives_the_results_of_eager_in_the_same_call_already(compiled, phase):
-    expected = WithStatistics()
-    module = compiled(copy.deepcopy(expected), passes=[WrongForward(phase)], verify="eager")
-    for number in range(3):
-        x = torch.randn(8, FEATURES)
-        own = x.clone()
-        with torch.set_grad_enabled(phase == "train"):
-            expected_output = expected(x)
-            if number == 0:
-                with pytest.warns(CompileWarning, match=r"it runs eagerly from here on \(verify='eager'\)"):
-                    output = module(own)
-            else:
-                output = module(own)
-        assert torch.equal(output, expected_output)
-        assert torch.equal(own, x)
-        if phase == "train":
-            output.sum().backward()
-            expected_output.sum().backward()
-            torch.testing.assert_close(
-                [p.grad for p in module.parameters()], [p.grad for p in expected.parameters()], rtol=0, atol=0
-            )
-    torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), rtol=0, atol=0)
-    assert report_of(module).phase(phase).fallbacks == 1
-
-
-# ---------------------------------------------------------------------------------------------- no false differences
-
-
-def normed():
-    """Both biases before batch norms have gradients that are nothing but rounding errors."""
-    layers = [nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(32, 3))
-
-
-@pytest.mark.parametrize(("batch", "center", "spread"), [(4096, 0, 1), (4096, 100, 1), (64, 0, 0), (64, 1, 0)], ids=str)
-def test_gradients_that_are_nothing_but_rounding_are_no_difference(compiled, batch, center, spread):
-    for seed in range(3):
-        torch.manual_seed(seed)
-        module = compiled(normed(), verify="raise")
-        train_step(module, center + spread * torch.randn(batch, FEATURES))
-        assert verified(module) == "equal 1"
-
-
-class Residual(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(layers)
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.mean((2, 3))
-
-
-class Transformer(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-
-    def forward(self, x):
-        return self.encoder(x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    [(lambda: Residual(6), (4, 8, 8, 8)), (lambda: Transformer(6), (2, 8, 32))],
-    ids=["residual", "transformer"],
-)
-def test_deep_networks_are_equal(compiled, make, shape, dtype):
-    module = compiled(make().to(dtype), verify="raise")
-    train_step(module, torch.randn(shape, dtype=dtype))
-    assert verified(module) == "equal 1"
-
-
 class Casts(nn.Module):
     """Casts between dtypes, as normalizations in float32 within a model in bfloat16 do."""
 
@@ -242,43 +139,148 @@ class Casts(nn.Module):
         return self.second(normed.to(torch.bfloat16)) + torch.zeros(3)
 
 
-def test_a_wrong_graph_with_casts_is_found_by_a_float64_run(compiled):
-    x = torch.randn(8, FEATURES)
-    train_step(compiled(Casts(), verify="raise"), x)
-    with pytest.raises(CompileError, match="output 0 has a relative error"):
-        compiled(Casts(), passes=[WrongForward("train")], verify="raise")(x)
+@pytest.mark.parametrize("make", [ReturnsDataclass, ReturnsGenerator, Casts])
+def test_verification_compares_the_graph_of_any_module(compiled, make):
+    compiled(make(), verify="raise")(inputs())
+    with pytest.raises(CompileError, match="target 'forward' differs from eager in the train phase: output 0"):
+        compiled(make(), passes=[WrongForward("train")], verify="raise")(inputs())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_results_that_are_not_finite_in_both_are_equal(compiled, value):
-    module = compiled(plain(), verify="raise")
-    module[0].weight.data[0, 0] = value
-    train_step(module, torch.randn(8, FEATURES))
-    assert verified(module) == "equal 1"
+def test_verify_off_compares_nothing(compiled):
+    module = compiled(plain(), passes=[WrongForward("train")], verify="off")
+    train_step(module, inputs())
+    report = report_of(module).train
+    assert (report.verified, report.diagnostics.max_abs_error) == (None, None)
 
 
-# ---------------------------------------------------------------------------------------------- what is not compared
+class WithStatistics(nn.Module):
+    """Runs `nn.BatchNorm1d`, and changes its input and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        x.mul_(2)
+        self.calls += 1
+        return self.net(x)
+
+
+@pytest.mark.parametrize("phase", ["train", "infer"])
+def test_verify_eager_returns_the_results_of_eager_in_the_same_call(compiled, phase):
+    expected = WithStatistics()
+    module = compiled(copy.deepcopy(expected), passes=[WrongForward(phase)], verify="eager")
+    exact = {"rtol": 0, "atol": 0}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            x = inputs()
+            own = x.clone()
+            with torch.set_grad_enabled(phase == "train"):
+                expected_output, output = expected(x), module(own)
+            torch.testing.assert_close((output, own), (expected_output, x), **exact)
+            if phase == "train":
+                output.sum().backward()
+                expected_output.sum().backward()
+    (warning,) = caught
+    assert "it runs eagerly from here on (verify='eager')" in str(warning.message)
+    gradients = [[parameter.grad for parameter in net.parameters()] for net in (module, expected)]
+    torch.testing.assert_close(*gradients, **exact)
+    torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), **exact)
+    assert report_of(module).phase(phase).fallbacks == 1
+
+
+# ---------------------------------------------------------------------------------------------- no false differences
+
+
+def normed():
+    """Both biases before batch norms have gradients that consist of rounding errors."""
+    layers = [nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(32, 3))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(6)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.mean((2, 3))
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
 
 
 def with_dropout():
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 3))
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
+def with_weight(value):
+    module = plain()
+    module[0].weight.data[0, 0] = value
+    return module
+
+
+SOUND = {
+    "residual": (Residual, lambda: torch.randn(4, 8, 8, 8)),
+    "residual in bfloat16": (lambda: Residual().bfloat16(), lambda: torch.randn(4, 8, 8, 8).bfloat16()),
+    "transformer": (transformer, lambda: torch.randn(2, 8, 32)),
+    "transformer in bfloat16": (lambda: transformer().bfloat16(), lambda: torch.randn(2, 8, 32).bfloat16()),
+    "rounding": (normed, lambda: inputs(4096)),
+    "rounding around a large mean": (normed, lambda: 100 + inputs(4096)),
+    "rounding of zeros": (normed, lambda: 0 * inputs(64)),
+    "rounding of ones": (normed, lambda: 1 + 0 * inputs(64)),
+    "nan": (lambda: with_weight(float("nan")), inputs),
+    "infinity": (lambda: with_weight(float("inf")), inputs),
+    "activation checkpoint": (lambda: Checkpointed(mlp()), inputs),
+    "dropout in an activation checkpoint": (lambda: Checkpointed(with_dropout()), inputs),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_modules_are_equal(compiled, name):
+    make, x = SOUND[name]
+    module = compiled(make(), train_mode=RANDOM, verify="raise")
+    train_step(module, x())
+    assert verified(module) == "equal 1"
+    assert all(buffer == 1 for name, buffer in module.named_buffers() if name.endswith("num_batches_tracked"))
+
+
+# ---------------------------------------------------------------------------------------------- what is not compared
+
+
 def test_dropout_is_not_compared_in_training_and_compared_in_inference(compiled):
     module = compiled(with_dropout())
-    x = torch.randn(8, FEATURES)
+    x = inputs()
     train_step(module, x)
     with torch.no_grad():
         module.eval()(x)
     report = report_of(module)
     assert report.train.verified == "not compared 1 (dropout)"
-    assert report.infer.verified == "equal 1"
+    assert verified(module) == "not compared 1 (dropout)"
+    assert verified(module, "infer") == "equal 1"
     assert "not compared 1 (dropout)" in str(report)
 
 
 def test_dropout_is_compared_if_compiled_code_draws_the_numbers_of_eager(compiled):
     module = compiled(with_dropout(), train_mode=RANDOM, verify="raise")
-    expected, x = copy.deepcopy(module), torch.randn(8, FEATURES)
+    expected, x = copy.deepcopy(module), inputs()
     torch.manual_seed(1)
     eager = [train_step(expected, x), train_step(expected, x)]
     torch.manual_seed(1)
@@ -296,15 +298,14 @@ class Noise(nn.Module):
 
 
 def test_comparing_draws_no_random_numbers(compiled):
-    """A run is followed by the same numbers as one by `torch.compile` itself."""
+    """The numbers after a run are the same as after a run with `torch.compile`."""
     after = []
     for module in (compiled(Noise()), Noise()):
-        if not after:
-            torch.compiler.reset()
-        else:
+        if after:
             module.compile()
+        torch.compiler.reset()
         torch.manual_seed(1)
-        train_step(module, torch.randn(8, FEATURES))
+        train_step(module, inputs())
         after.append(torch.get_rng_state())
     assert torch.equal(*after)
 
@@ -338,6 +339,7 @@ for _op in (scarce, fails_compiled):
 class Calls(nn.Module):
     def __init__(self, op):
         super().__init__()
+        calls.clear()
         self.net, self.op = plain(), op
         self.python_calls = 0
         self.register_buffer("calls", torch.zeros(()))
@@ -348,10 +350,9 @@ class Calls(nn.Module):
         return self.op(self.net(x))
 
 
-def test_a_graph_that_does_not_fit_a_second_time_is_not_compared(compiled):
-    calls.clear()
+def test_a_graph_is_not_compared_if_memory_is_short(compiled):
     module = compiled(Calls(scarce))
-    train_step(module, torch.randn(8, FEATURES))
+    train_step(module, inputs())
     assert verified(module) == "not compared 1 (no memory)"
     assert (module.calls, module.python_calls) == (1, 1)
     [event] = [event for event in report_of(module).train.diagnostics.events if event["kind"] == "verify"]
@@ -360,9 +361,8 @@ def test_a_graph_that_does_not_fit_a_second_time_is_not_compared(compiled):
 
 @pytest.mark.parametrize("phase", ["train", "infer"])
 def test_compiled_code_that_raises_falls_back_without_a_second_call_of_user_code(compiled, phase):
-    calls.clear()
     module = compiled(Calls(fails_compiled))
-    x = torch.randn(8, FEATURES)
+    x = inputs()
     reason = "because its compiled code raised what eager does not: ValueError: no such kernel"
     with torch.set_grad_enabled(phase == "train"):
         with pytest.warns(CompileWarning, match=f"target 'forward' runs eagerly in the {phase} phase, {reason}"):
@@ -374,26 +374,21 @@ def test_compiled_code_that_raises_falls_back_without_a_second_call_of_user_code
     assert report_of(module).phase(phase).fallbacks == 1
 
 
-def test_compiled_code_that_raises_ends_the_call_if_that_is_asked_for(compiled):
-    calls.clear()
+def test_compiled_code_that_raises_is_an_error_with_on_error_raise(compiled):
     with pytest.raises(CompileError, match="no such kernel"):
-        compiled(Calls(fails_compiled), on_error="raise")(torch.randn(8, FEATURES))
+        compiled(Calls(fails_compiled), on_error="raise")(inputs())
 
 
-def test_a_tensor_subclass_is_compared_by_outputs(compiled):
+def test_only_outputs_of_tensor_subclasses_are_compared(compiled):
     module = plain()
     weight = module[0].weight.detach()
     module[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
-    compiled(module)(torch.randn(8, FEATURES)).sum().backward()
+    compiled(module)(inputs()).sum().backward()
     assert verified(module) == "outputs only 1"
     assert report_of(module).train.fallbacks == 0
 
 
-class SumsOverProcesses(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = plain()
-
+class SumsOverProcesses(Encoder):
     def forward(self, x):
         output = self.net(x)
         return output + functional_collectives.all_reduce(output.detach(), "sum", torch.distributed.group.WORLD)
@@ -408,18 +403,10 @@ def process_group():
 
 @pytest.mark.parametrize("phase", ["train", "infer"])
 def test_a_graph_with_a_collective_is_not_compared(process_group, compiled, phase):
-    module, x = compiled(SumsOverProcesses(), verify="raise"), torch.randn(8, FEATURES)
+    module, x = compiled(SumsOverProcesses(), verify="raise"), inputs()
     with torch.set_grad_enabled(phase == "train"):
         torch.testing.assert_close(module(x), 2 * module.net(x))
     assert verified(module, phase) == "not compared 1 (collective)"
-
-
-def test_gradients_are_compared_if_a_mode_with_cuda_graphs_runs_on_a_cpu(compiled):
-    with pytest.warns(CompileWarning, match="asks for CUDA graphs, and the module is not on a GPU"):
-        module = compiled(plain(), passes=[WrongBackward()], train_mode="reduce-overhead")
-    with pytest.warns(CompileWarning, match="the gradient of parameter"):
-        train_step(module, torch.randn(8, FEATURES))
-    assert verified(module) == "differs 1"
 
 
 # ---------------------------------------------------------------------------------------------- contexts of the call
@@ -434,32 +421,10 @@ def test_a_graph_in_an_activation_checkpoint_is_compared(compiled):
     assert verified(block) == "equal 1"
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        return checkpoint(self.net, x, use_reentrant=False)
-
-
-def test_an_activation_checkpoint_in_a_graph_is_compared(compiled):
-    module = compiled(Checkpointed(mlp()), verify="raise")
-    train_step(module, torch.randn(8, FEATURES))
-    assert verified(module) == "equal 1"
-    assert module.net[1].num_batches_tracked == 1
-
-
-def test_dropout_in_an_activation_checkpoint_is_compared(compiled):
-    module = compiled(Checkpointed(with_dropout()), train_mode=RANDOM, verify="raise")
-    train_step(module, torch.randn(8, FEATURES))
-    assert verified(module) == "equal 1"
-
-
-def test_a_graph_is_compared_where_hooks_on_saved_tensors_are_forbidden(compiled):
+def test_a_graph_is_compared_if_hooks_on_saved_tensors_are_forbidden(compiled):
     module = compiled(plain(), verify="raise")
     with torch.autograd.graph.disable_saved_tensors_hooks("none are allowed here"):
-        module(torch.randn(8, FEATURES))
+        module(inputs())
     assert verified(module) == "equal 1"
 
 
@@ -467,13 +432,13 @@ def test_a_graph_is_compared_where_hooks_on_saved_tensors_are_forbidden(compiled
 def test_a_graph_without_gradients_is_compared(compiled, context):
     module = compiled(WithStatistics(), verify="raise")
     with context():
-        module(torch.randn(8, FEATURES))
+        module(inputs())
     assert verified(module, "infer") == "equal 1"
     assert (module.calls, module.net[1].num_batches_tracked) == (1, 1)
 
 
 def test_a_backward_pass_may_be_repeated_after_a_comparison(compiled):
-    module, x = compiled(plain(), verify="raise"), torch.randn(8, FEATURES)
+    module, x = compiled(plain(), verify="raise"), inputs()
     eager = copy.deepcopy(module)
     expected = torch.autograd.grad(eager(x).square().mean(), list(eager.parameters()))
     loss = module(x).square().mean()

@@ -1,4 +1,4 @@
-"""Weight folding under a Trainer: validation on today's weights without a recompile, told in the report."""
+"""Weight folding under a Trainer: validation follows the weights without a recompile."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from tests.support.convolutional import Convolutional, images
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, seeded, trainer
 from tests.support.processes import run_in_new_process
 
+pytestmark = pytest.mark.all_versions
+
 EPOCHS = 5
 
 
@@ -38,29 +40,20 @@ def ours(train_mode="default", infer_mode="default", **kwargs):
     return InductorCompile(train_mode, infer_mode, **{"baseline_steps": 0, "verify": "off", **kwargs})
 
 
-def refreshed_each_stage(callback):
+def assert_refreshed_once_a_stage(callback):
     infer = callback.report.infer
     assert (infer.graphs, infer.recompiles, infer.fallbacks) == (1, 0, 0)
     assert infer.diagnostics.weight_refreshes == EPOCHS  # each validation; the sanity check is eager
-    return True
 
 
 # ------------------------------------------------------------------------------------------ validation in fit
 
 
-@pytest.mark.all_versions
-@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="this Lightning has none")
-def test_validation_under_ema_equals_eager_after_each_epoch_without_a_recompile():
-    callback = ours()
-    assert_same_values(fit(callback, averaging()), fit(averaging()))
-    assert refreshed_each_stage(callback)
-
-
 class EditsBeforeValidation(pl.Callback):
-    """What user code does: other weights for a validation, through ``.data`` and so without a trace."""
+    """Validates with other weights, which user code sets through ``.data``: torch keeps no record of it."""
 
-    def __init__(self, how):
-        self.edit = how
+    def __init__(self, edit=lambda parameter: parameter.data.mul_(1.5)):
+        self.edit = edit
 
     def on_validation_start(self, trainer, pl_module):
         self.before = {name: p.data.clone() for name, p in pl_module.named_parameters()}
@@ -76,24 +69,25 @@ def swap(parameter):
     parameter.data = parameter.data * 1.5
 
 
-@pytest.mark.all_versions
-@pytest.mark.parametrize("edit", [lambda p: p.data.mul_(1.5), swap], ids=["edited in place", "swapped"])
+def averaging():
+    if not hasattr(lightning_callbacks, "EMAWeightAveraging"):
+        pytest.skip("this Lightning has no EMAWeightAveraging")
+    return lightning_callbacks.EMAWeightAveraging(decay=0.7)
+
+
+@pytest.mark.parametrize("company", [EditsBeforeValidation, lambda: EditsBeforeValidation(swap), averaging])
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_weights_edited_through_data_before_validation(edit, ours_first):
-    callback, theirs = ours(), EditsBeforeValidation(edit)
-    callbacks = (callback, theirs) if ours_first else (theirs, callback)
-    assert_same_values(fit(*callbacks), fit(EditsBeforeValidation(edit)))
-    assert refreshed_each_stage(callback)
-
-
-def fused_sgd(self):
-    return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, fused=True)
+def test_validation_follows_weights_that_other_callbacks_change(company, ours_first):
+    callback, theirs = ours(), company()
+    assert_same_values(fit(*((callback, theirs) if ours_first else (theirs, callback))), fit(company()))
+    assert_refreshed_once_a_stage(callback)
 
 
 class ValidatesAsItTrains(Classifier):
-    """Calls the module without gradients after each optimizer step, as a GAN's or a teacher's user does."""
+    """Calls the module without gradients after each optimizer step, as GANs and self-distillation do."""
 
-    configure_optimizers = fused_sgd
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, fused=True)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.eval()
@@ -102,7 +96,6 @@ class ValidatesAsItTrains(Classifier):
         self.train()
 
 
-@pytest.mark.all_versions
 def test_fused_optimizer_steps_are_seen_within_a_stage():
     callback = ours(InductorConfig(fold_weights=True))
     hooks = set(_global_optimizer_post_hooks)
@@ -111,81 +104,41 @@ def test_fused_optimizer_steps_are_seen_within_a_stage():
     assert set(_global_optimizer_post_hooks) <= hooks
 
 
-def edits():
-    return EditsBeforeValidation(lambda p: p.data.mul_(1.5))
-
-
-def averaging():
-    return lightning_callbacks.EMAWeightAveraging(decay=0.7)
-
-
-@pytest.mark.all_versions
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("company", [edits, averaging])
+@pytest.mark.parametrize("company", [EditsBeforeValidation, averaging])
 def test_validation_on_a_gpu_follows_the_weights(company, name, precision):
     settings = {"accelerator": "cuda", "precision": precision}
     full = precision == "32-true"
     callback = ours(name if full else None, name)  # steps that round differently to bfloat16 drift apart
     close = {"rtol": 1e-3, "atol": 1e-3} if full else {"rtol": 2e-2, "atol": 2e-2}
     assert_same_values(fit(callback, company(), **settings), fit(company(), **settings), close)
-    assert refreshed_each_stage(callback)
+    assert_refreshed_once_a_stage(callback)
     assert callback.report.infer.diagnostics.folded_mib > 0
 
 
-@pytest.mark.all_versions
-@pytest.mark.gpu
-def test_torchs_cache_takes_folded_graphs_whose_weight_half_it_gave_back():
-    saved = counters["aot_autograd"]["autograd_cache_saved"]
-    with fresh_cache():
-        for batch_size in (4, 8):  # one weight half for both: the second comes from Inductor's cache, kernels and all
-            torch._dynamo.reset()
-            trainer(ours(targets=["net"]), accelerator="cuda").predict(seeded(Classifier).eval(), loader(2, batch_size))
-    assert counters["aot_autograd"]["autograd_cache_saved"] == saved + 2
-
-
-# ------------------------------------------------------------------------------------------ what is told and what stays
-
-
-@pytest.mark.all_versions
-def test_the_report_tells_of_folded_weights():
-    callback = ours()
-    module = Convolutional()
-    trainer(callback).predict(module, images())
-    infer = callback.report.infer
-    weights = (8 * 3 * 9 + 8) * 4 / 2**20  # the convolution's, and what is added after it; float32
-    assert infer.diagnostics.folded_mib == pytest.approx(weights)
-    assert infer.diagnostics.weight_refreshes == 1
-    assert callback.report.train.diagnostics.folded_mib is None
-    assert "folded weights MiB" in str(callback.report)
-    assert json.loads(json.dumps(callback.report.to_dict()))["infer"]["weight_refreshes"] == 1
-
-
-@pytest.mark.all_versions
 def test_a_module_that_stays_compiled_follows_its_weights():
-    callback = ours(targets=["net"], keep_compiled=True)
-    module = fit(callback, epochs=1).eval()
+    module = fit(ours(targets=["net"], keep_compiled=True), epochs=1).eval()
     x = torch.randn(4, FEATURES)
 
-    def equal():
+    def assert_equal():
         with torch.no_grad():
             torch.testing.assert_close(module(x), module.net._call_impl(x), rtol=1e-4, atol=1e-5)
 
-    equal()
+    assert_equal()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, fused=True)
     module(x).square().mean().backward()
     optimizer.step()
-    equal()
-    module.train()(x)  # compiled code moves a batch norm's statistics
+    assert_equal()
+    module.train()(x)  # the compiled graph changes running statistics
     module.eval()
-    equal()
+    assert_equal()
     module.load_state_dict({name: torch.ones_like(value) for name, value in module.state_dict().items()})
-    equal()
+    assert_equal()
     torch._dynamo.reset()
 
 
-@pytest.mark.all_versions
 def test_targets_that_share_weights():
     class Sharing(Classifier):
         def __init__(self):
@@ -197,38 +150,37 @@ def test_targets_that_share_weights():
             self.validation_outputs.append(self.net(batch[0]) + self.twin(batch[0]))
 
     callback = ours()
-    assert_same_values(fit(callback, make=Sharing), fit(make=Sharing))
+    assert_same_values(fit(callback, make=Sharing, epochs=2), fit(make=Sharing, epochs=2))
     assert callback.report.infer.diagnostics.folded_mib > 0
 
 
-@pytest.mark.all_versions
-def test_a_pass_sees_the_graph_of_the_user_once():
+# ------------------------------------------------------------------------------------------ report and settings
+
+
+def test_the_report_shows_folded_weights_and_a_pass_sees_the_users_graph_once():
     seen = []
 
     @graph_pass
     def watch(graph, is_inference):
         seen.append([str(node.target) for node in graph.nodes if node.op == "call_function"])
 
-    module = Convolutional()
-    trainer(ours(None, passes=[watch])).predict(module, images())
-    assert len(seen) == 1
-    assert any("convolution" in target for target in seen[0])
-    assert not any("copy_" in target for target in seen[0])
-
-
-# ------------------------------------------------------------------------------------------ the setting
-
-
-@pytest.mark.all_versions
-def test_it_can_be_switched_off():
-    callback = ours(infer_mode=InductorConfig(fold_weights=False))
-    fit(callback, epochs=1)
-    assert callback.report.infer.diagnostics.folded_mib is None
-    assert callback.report.infer.diagnostics.weight_refreshes is None
+    watch.uuid = lambda: None  # a graph from torch's cache runs no pass
+    callback = ours(passes=[watch])
+    trainer(callback).predict(Convolutional(), images())
+    infer = callback.report.infer.diagnostics
+    weights = (8 * 3 * 9 + 8) * 4 / 2**20  # of the convolution, and the sum after it; float32
+    assert infer.folded_mib == pytest.approx(weights)
+    assert infer.weight_refreshes == 1
+    assert callback.report.train.diagnostics.folded_mib is None
+    assert "folded weights MiB" in str(callback.report)
+    assert json.loads(json.dumps(callback.report.to_dict()))["infer"]["diagnostics"]["weight_refreshes"] == 1
+    (targets,) = seen
+    assert any("convolution" in target for target in targets)
+    assert not any("copy_" in target for target in targets)
 
 
 class WithTeacher(Classifier):
-    """A frozen module that is called in training."""
+    """Calls a frozen module in training."""
 
     def __init__(self):
         super().__init__()
@@ -243,22 +195,21 @@ class WithTeacher(Classifier):
         return loss
 
 
-@pytest.mark.all_versions
-def test_a_teacher_in_training_is_folded_where_asked_for():
-    callback = ours(InductorConfig(fold_weights=True))
+def test_fold_weights_switches_folding_on_and_off():
+    callback = ours(InductorConfig(fold_weights=True), InductorConfig(fold_weights=False))
     assert_same_values(fit(callback, make=WithTeacher, epochs=2), fit(make=WithTeacher, epochs=2))
-    assert callback.report.train.diagnostics.folded_mib > 0
-    assert callback.report.train.diagnostics.weight_refreshes == 2  # in each epoch's first batch
+    train, infer = callback.report.train.diagnostics, callback.report.infer.diagnostics
+    assert train.folded_mib > 0
+    assert train.weight_refreshes == 2  # the training stage begins again with each epoch's first batch
+    assert (infer.folded_mib, infer.weight_refreshes) == (None, None)
 
 
-@pytest.mark.all_versions
 def test_a_setting_without_effect_warns():
     with pytest.warns(CompileWarning, match="fold_weights=True has no effect in the train phase"):
         fit(ours(InductorConfig(fold_weights=True)), epochs=1)
 
 
-@pytest.mark.all_versions
-def test_weights_that_are_shards_are_left_alone():
+def test_weights_that_are_tensor_subclasses_are_not_folded():
     weight = torch.randn(CLASSES, FEATURES)
     module = nn.Linear(FEATURES, CLASSES, bias=False).requires_grad_(False)
     module.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
@@ -274,6 +225,17 @@ def test_weights_that_are_shards_are_left_alone():
 
 # ------------------------------------------------------------------------------------------ torch's cache
 
+
+@pytest.mark.gpu
+def test_torchs_cache_takes_folded_graphs_whose_constant_subgraph_came_from_it():
+    saved = counters["aot_autograd"]["autograd_cache_saved"]
+    with fresh_cache():
+        for batch_size in (4, 8):  # both have the same constant subgraph: the second one comes from Inductor's cache
+            torch._dynamo.reset()
+            trainer(ours(targets=["net"]), accelerator="cuda").predict(seeded(Classifier).eval(), loader(2, batch_size))
+    assert counters["aot_autograd"]["autograd_cache_saved"] == saved + 2
+
+
 START = """
 import json
 import torch
@@ -288,20 +250,15 @@ for change in (1.0, 2.0):
     predicted = torch.cat(trainer(callback).predict(module, images()))
     torch.testing.assert_close(predicted, eager(module), rtol=1e-4, atol=1e-5)
 infer = callback.report.infer
-found = infer.diagnostics
-print(json.dumps([infer.cache_hits, found.cache_misses, found.folded_mib, found.weight_refreshes]))
+print(json.dumps([infer.cache_hits, infer.diagnostics.cache_misses,
+                  infer.diagnostics.folded_mib, infer.diagnostics.weight_refreshes]))
 """
 
 
-def test_torchs_cache_gives_folded_graphs_back(tmp_path, monkeypatch):
+def test_torchs_cache_returns_folded_graphs(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-    def start():
-        return json.loads(run_in_new_process(START).splitlines()[-1])
-
-    cold, warm = start(), start()
-    assert cold[:2] == [0, 1]
-    assert warm[:2] == [1, 0]
+    cold, warm = [json.loads(run_in_new_process(START).splitlines()[-1]) for _ in range(2)]
+    assert (cold[:2], warm[:2]) == ([0, 1], [1, 0])
     assert warm[2:] == cold[2:]
     assert cold[2] > 0
     assert cold[3] == 2

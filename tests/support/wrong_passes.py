@@ -12,16 +12,16 @@ class WrongForward(GraphPass):
 
     Args:
         phase: The phase.
-        batch_size: Only graphs with an input of this size in the first dimension are changed.
+        batch_sizes: Only graphs with an input of such a size in the first dimension are changed; by default all.
     """
 
-    def __init__(self, phase, batch_size=None):
+    def __init__(self, phase, *batch_sizes):
         self.wrong_phase = phase
-        self.batch_size = batch_size
+        self.batch_sizes = set(batch_sizes)
 
     def __call__(self, graph, is_inference):
-        sizes = [node.meta["val"].shape[:1] for node in graph.find_nodes(op="placeholder")]
-        if self.phase != self.wrong_phase or (self.batch_size and (self.batch_size,) not in sizes):
+        sizes = {size for node in graph.find_nodes(op="placeholder") for size in node.meta["val"].shape[:1]}
+        if self.phase != self.wrong_phase or (self.batch_sizes and self.batch_sizes.isdisjoint(sizes)):
             return
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
             node.target = torch.ops.aten.neg.default
