@@ -16,10 +16,8 @@ import torch
 def bundled_cache(tag: str) -> Iterator[None]:
     """A context in which AOTAutograd's cache holds the compiled graphs, not the keys of Inductor's cache.
 
-    With the keys it would return what Inductor compiled, without the object around it.
-
-    Args:
-        tag: What the result depends on in addition to graph and options, for the key of the cache.
+    With the keys it would return Inductor's code without the object around it. The tag names everything else that the
+    result depends on.
     """
     from torch._functorch import config as functorch_config
 

@@ -55,12 +55,7 @@ def compile_function(
 
 
 def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Wrap a compiled function so that Dynamo settings are changed during a call, which takes 10 µs.
-
-    Args:
-        compiled: The function.
-        settings: By name, a function from the value of a setting to its value during a call.
-    """
+    """Wrap a compiled function. During a call, functions of Dynamo's settings replace their values; takes 10 µs."""
     from torch._dynamo import config
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -107,12 +102,7 @@ def is_transformed() -> bool:
 
 
 def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
-    """Whether forward or backward hooks are registered on a module or its submodules.
-
-    Args:
-        module: The module.
-        own: Whether the hooks of the module itself count.
-    """
+    """Whether forward or backward hooks are registered on a module or its submodules."""
     return any(
         part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
         for part in module.modules()
@@ -178,9 +168,6 @@ def forget_compiled(backend: Callable[..., Any]) -> None:
     - torch keeps every backend, because ``reset()`` calls it.
     - The code that Dynamo writes after a graph break is never freed (Python 3.11), so the graphs that it calls stay
       among the globals of the user's file.
-
-    Args:
-        backend: The ``backend`` of `compile_function`.
     """
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, _debug_get_precompile_entries, reset_code
     from torch._dynamo import convert_frame, eval_frame
@@ -196,7 +183,7 @@ def forget_compiled(backend: Callable[..., Any]) -> None:
             ours = [entry for entry in entries if is_ours(entry.backend)]
             written = [entry.code for entry in ours]
             if ours and len(ours) == len(entries) and not _debug_get_precompile_entries(code):
-                del entries, ours  # they point into what is freed
+                del entries, ours  # they point into freed memory
                 reset_code(code)
             else:  # as torch does if an object dies that a guard has seen
                 for entry in ours:

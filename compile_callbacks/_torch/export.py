@@ -49,14 +49,6 @@ def export_program(
     Workaround (torch<2.12): it fails with an assertion on dynamic shapes of keyword arguments that the signature does
     not name. A failed export leaves a hook on every module of the process, and Dynamo then breaks the graph at each
     assignment of a buffer.
-
-    Args:
-        module: The module.
-        forward: The function to export.
-        args: Inputs by position.
-        kwargs: Inputs by name.
-        shapes: The dynamic shapes.
-        signature: A signature that names each of the inputs.
     """
     own = vars(module).get("forward")
     hooks = torch.nn.modules.module._global_buffer_registration_hooks
@@ -87,11 +79,6 @@ def compile_package(program: Any, path: str, options: Mapping[str, Any]) -> None
     """Compile an exported program with AOTInductor, and write the package.
 
     torch's documentation names ``torch._inductor.aoti_compile_and_package``. It writes to the options.
-
-    Args:
-        program: The exported program.
-        path: The package; its name has to end in ``.pt2``.
-        options: Inductor options.
     """
     with own_warnings_off():
         torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))

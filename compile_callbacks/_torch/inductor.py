@@ -75,7 +75,7 @@ def cpp_compiler() -> str:
 
 
 def cpp_compilers_tried() -> list[str]:
-    """The C++ compilers that Inductor tries in this order; ``CXX`` as it was when torch was imported."""
+    """The C++ compilers that Inductor tries in this order. It reads ``CXX`` when torch is imported."""
     from torch._inductor import config
 
     tried = config.cpp.cxx
@@ -111,18 +111,11 @@ def compile_graph(
     activation_memory_budget: float | None = None,
     inner_compile: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Compile a graph of Dynamo, forward and backward, with ``compile_fx``, which ``backend="inductor"`` calls.
+    """Compile a graph of Dynamo with ``compile_fx``, as ``backend="inductor"`` does. This changes the graph.
 
     The backward graph is compiled together with the forward graph (``force_non_lazy_backward_lowering``, which torch's
     ahead-of-time path sets). Otherwise a failure would surface in the user's ``backward()``, where the step can no
-    longer run eagerly.
-
-    Args:
-        graph_module: The graph, which Inductor changes.
-        example_inputs: Its inputs.
-        options: Inductor options.
-        activation_memory_budget: The setting of AOTAutograd's partitioner; ``None`` leaves it alone.
-        inner_compile: Compiles the graphs that AOTAutograd makes of this one; see `compile_inner`.
+    longer run eagerly. The memory budget is a setting of AOTAutograd's partitioner; ``None`` leaves it alone.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx

@@ -53,12 +53,7 @@ def pattern_matcher(
 ) -> Callable[[torch.fx.Graph], int]:
     """Return torch's pattern matcher for one pattern: a function that changes a graph and counts the changes.
 
-    Args:
-        pattern: The function to search for.
-        replacement: The function that replaces it.
-        example_inputs: Inputs to trace both functions with.
-        admits: Decides on each match, by its output and its inputs as fake tensors.
-        name: The name in torch's log.
+    ``admits`` decides on each match, by its output and its inputs as fake tensors.
     """
     from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
     from torch._subclasses.fake_tensor import unset_fake_temporarily

@@ -38,7 +38,7 @@ class Folding:
         """A context in which `compile_inner` folds graphs, and in which torch's cache returns folded graphs."""
         token = _active.set(self)
         try:
-            # The key of torch's cache has to name what the result depends on.
+            # The result depends on the limit, so the key of torch's cache contains it.
             with _torch.caches.bundled_cache(tag=f"fold_weights={self.limit_mib}"):
                 yield
         finally:

@@ -14,7 +14,7 @@ from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.profiling.compile_events import Result
 
 _TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
-_CLEAR_FACTOR = 10.0  # an error of so many tolerances is not rounding, except in a gradient whose terms cancel out
+_CLEAR_FACTOR = 10.0  # an error of ten tolerances is not rounding, except in a gradient whose terms cancel out
 _MAX_GRADIENT_TOLERANCE = 1 / 64  # values that cross a ReLU's zero moved float32 gradients of ResNets by up to 8e-3
 _DIRECTION_FACTOR = 8  # how much more two gradients of equal norms may differ before the float64 run is made
 _CHUNK = 2**22  # elements that are compared at a time, which bounds the memory of a comparison

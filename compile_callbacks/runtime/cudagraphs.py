@@ -19,12 +19,6 @@ def with_warmup_repair(
 
     The failed run may be one of another graph, or of a backward pass, and the user may have caught the exception to
     skip a batch. The check before each call takes less than 1 µs.
-
-    Args:
-        compiled: The compiled graph.
-        device: The device that the graph runs on.
-        key: The target and the phase of the graph.
-        fallback: Issues a warning after a repair.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
 
@@ -86,11 +80,7 @@ class BackwardInCallingThread:
 
 
 class StepsOnGpu:
-    """Prepares the steps of a session for CUDA graphs, if the module is on a GPU; otherwise all methods do nothing.
-
-    Args:
-        module: The root module.
-    """
+    """Prepares the steps of a session for CUDA graphs, if the module is on a GPU; otherwise all methods do nothing."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.active = False

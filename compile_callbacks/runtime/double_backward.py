@@ -30,12 +30,6 @@ def with_repeated_backward(
     ``create_graph=True``, the graph is computed a second time, eagerly, and the gradients of that are returned, which
     autograd can differentiate any number of times. All other backward passes are the compiled ones. An error is raised
     if the second computation would have other results than the first.
-
-    Args:
-        compiled: The compiled graph.
-        eager: The captured graph.
-        key: The target and the phase of the graph.
-        fallback: Issues a warning at the first second computation.
     """
     passes = _BackwardPasses(eager, key, fallback)
 
@@ -81,7 +75,7 @@ class _BackwardPasses:
             node.computed_from = inputs, [inputs[i]._version for i in self._versioned]
 
     def _examine(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Find what is the same in every call, and replace the backward pass."""
+        """Look at the first call, because all calls have the same nodes, and replace the backward pass."""
         self._examined = True
         self._versioned = tuple(i for i, value in enumerate(inputs) if version(value) is not None)
         earlier = {value.grad_fn for value in inputs if isinstance(value, torch.Tensor)} - {None}

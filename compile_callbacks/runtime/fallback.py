@@ -18,12 +18,12 @@ class EagerFallback:
     Args:
         key: The target, and the phase that it is compiled for.
         recorder: Records each failure.
-        settings: What a failure does.
+        settings: The reaction to a failure.
         warn: Warns once for each target and phase.
 
     Attributes:
         active: Whether the target runs eagerly from now on.
-        settings: What a failure does.
+        settings: The reaction to a failure.
     """
 
     def __init__(self, key: CompileKey, recorder: CompileRecorder, settings: TargetSettings, warn: WarnOnce) -> None:
@@ -65,12 +65,12 @@ class EagerFallback:
         Args:
             code: The code of the warning.
             message: The text of the warning.
-            about: The subject, of which only the first warning is issued; by default the target and the phase.
+            about: The subject: only its first warning is issued. By default it is the target and the phase.
         """
         self._pending.append((code, message, about or self._key[:2]))
 
     def issue_warnings(self) -> None:
-        """Issue the warnings of `warn_after_call`. Those of a candidate wait until the `Tune` has chosen it."""
+        """Issue the warnings of `warn_after_call`. The warnings of a candidate wait until the `Tune` has chosen it."""
         while self._pending and not self.settings.on_trial:
             code, message, about = self._pending.pop(0)
             self._warn.warn(code, message, about=about)

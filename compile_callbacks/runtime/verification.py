@@ -175,7 +175,7 @@ class _FirstCall:
         """Compare the eager run with the compiled one.
 
         Raises:
-            _CompiledGraphFailedError: The compiled graph raises where the eager one does not.
+            _CompiledGraphFailedError: The compiled graph raises an error, and the eager one does not.
         """
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -227,7 +227,7 @@ class _FirstCall:
         return found
 
     def undo(self) -> None:
-        """Set inputs and random generators back to what they were before the user's call, if it was made."""
+        """Undo the changes of inputs and random generators by the user's call, if it was made."""
         for step in self._undo:
             step()
 
@@ -363,7 +363,7 @@ def _gradients(
 
 @contextlib.contextmanager
 def _unnoticed(random_state: RandomState | None) -> Iterator[None]:
-    """A context for code of which the user's program must notice nothing; restores the random generators after it."""
+    """A context for code that the user's program must not notice; restores the random generators after it."""
     try:
         with warnings.catch_warnings(), _torch.autograd.outside_activation_checkpoints():
             warnings.simplefilter("ignore")
