@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list_modes(device: torch.device) -> list[dict[str, Any]]:
-    """Each mode and template as JSON-ready data. ``"lacks"`` says what the device lacks for it, or is ``None``."""
+    """Each mode and template as JSON-ready data. ``"lacks"`` names the part that the device lacks, or is ``None``."""
     rows: list[tuple[Any, ...]] = []
     for name in _torch.inductor.mode_names():
         options = _torch.inductor.resolve_options(name, {}, None)
