@@ -1,0 +1,256 @@
+"""Small LightningModules that are described by a `Spec`, with what user code does beside computing."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import nn
+
+from tests.support.models import CLASSES, FEATURES, loader
+
+WIDTH = 4
+DRAWS_TORCH = {"dropout", "noise"}
+KINDS = [
+    "plain",
+    "batch_norm",
+    "buffer_counter",
+    "running_mean",
+    "toggle",
+    "uncompiled_counter",
+    "python_random",
+    "uncompiled_numpy",
+    "graph_break",
+    *DRAWS_TORCH,
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A LightningModule.
+
+    Attributes:
+        blocks: What the blocks of its network do, see `Block`.
+        target: What is compiled: ``"net"``, ``"net.encode"`` (a method) or ``"forward"``.
+        inputs: ``"one"``, or two that share memory: ``"same"`` tensor, or a ``"view"``.
+        writes: Whether the network writes into its input.
+        output: Type of the network's output: ``"tensor"``, ``"dict"`` or ``"dataclass"``.
+        hooks: Hooks of the network's first layer, see `add_hooks`.
+        shared: Whether a second target holds the first block, too.
+        ragged: Whether the last batch is smaller.
+        validates: Whether an epoch ends with a validation.
+        accumulate: Batches whose gradients are accumulated.
+        mode: A mode of ``torch.compile``; ``"lite"`` compiles no C++ and so takes a tenth of the time.
+        dynamic: An argument of ``torch.compile``.
+    """
+
+    blocks: tuple[str, ...]
+    target: str = "net"
+    inputs: str = "one"
+    writes: bool = False
+    output: str = "tensor"
+    hooks: frozenset[str] = frozenset()
+    shared: bool = False
+    ragged: bool = False
+    validates: bool = False
+    accumulate: int = 1
+    mode: str = "default"
+    dynamic: bool | None = None
+
+    @property
+    def targets(self) -> list[str]:
+        return [self.target, "side"] if self.shared else [self.target]
+
+    @property
+    def draws_torch(self) -> bool:
+        return not DRAWS_TORCH.isdisjoint(self.blocks)
+
+
+class Block(nn.Module):
+    """A layer, and what the method named ``kind`` does behind it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.odd, self.calls = False, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.kind)(self.linear(x).tanh())
+
+    def plain(self, x):
+        return x
+
+    def batch_norm(self, x):
+        return self.norm(x)
+
+    def buffer_counter(self, x):
+        self.count += 1
+        # Nothing here reads the buffer: torch 2.11 and 2.15, by hand too, compute wrong gradients if what a graph saves
+        # for its backward pass depends on a buffer that it writes to. Verification reports these.
+        return x
+
+    def running_mean(self, x):
+        if self.training:
+            self.mean = self.mean.lerp(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+    def toggle(self, x):
+        self.odd = not self.odd
+        return 2 * x if self.odd else x
+
+    @torch.compiler.disable
+    def uncompiled_counter(self, x):
+        self.calls.append(len(x))
+        return x / len(self.calls)
+
+    def python_random(self, x):
+        return x * (0.5 + random.random())
+
+    @torch.compiler.disable
+    def uncompiled_numpy(self, x):
+        return x if np.random.rand() < 0.5 else -x
+
+    def graph_break(self, x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    def dropout(self, x):
+        return nn.functional.dropout(x, 0.3, self.training)
+
+    def noise(self, x):
+        return x + 0.1 * torch.randn_like(x)
+
+
+@dataclass
+class Output:
+    """Is not registered as a pytree."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Net(nn.Module):
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.first = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList(Block(kind) for kind in spec.blocks)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.encode(*inputs)
+
+    def encode(self, x: torch.Tensor, other: torch.Tensor | None = None) -> Any:
+        if self.spec.writes:
+            x.mul_(2)
+        hidden = self.first(x)
+        if other is not None:
+            hidden = hidden + other.mean(1, keepdim=True)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.last(hidden)
+        if self.spec.output == "dict":
+            return {"logits": logits, "hidden": hidden}
+        return Output(logits, hidden) if self.spec.output == "dataclass" else logits
+
+
+class Side(nn.Module):
+    """A second parent of a block."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(FEATURES, WIDTH), block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.first(x)).square().mean()
+
+
+class Model(pl.LightningModule):
+    """Trains what a `Spec` describes, and keeps what it saw."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.net = Net(spec)
+        self.side = Side(self.net.blocks[0]) if spec.shared else None
+        self.seen: list[torch.Tensor] = []
+        self.hook_calls = {"forward": 0, "gradient": 0}
+        add_hooks(self.net.first, spec.hooks, self.hook_calls)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.net(*inputs)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        inputs = {"one": (x,), "same": (x, x), "view": (x, x[:, ::2])}[self.spec.inputs]
+        call = {"net": self.net, "net.encode": self.net.encode, "forward": self}[self.spec.target]
+        output = call(*inputs)
+        if isinstance(output, Output):
+            output = vars(output)
+        loss = nn.functional.cross_entropy(output["logits"] if isinstance(output, dict) else output, y)
+        if isinstance(output, dict):
+            loss = loss + output["hidden"].square().mean()
+        if self.side is not None:
+            loss = loss + self.side(x)
+        self.seen += [x.clone(), loss.detach().clone()]
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def compile_by_hand(self, **settings: Any) -> None:
+        """Compile the targets as a user of torch does."""
+        for target in self.spec.targets:
+            if target == "net.encode":
+                self.net.encode = torch.compile(self.net.encode, **settings)
+            else:
+                (self if target == "forward" else self.get_submodule(target)).compile(**settings)
+
+    def state(self) -> dict[str, Any]:
+        """What a run leaves: all that training computed, counted and drew."""
+        return {
+            "seen": self.seen,
+            "state_dict": dict(self.state_dict()),
+            "counters": [(block.odd, block.calls) for block in self.net.blocks],
+            "hooks": self.hook_calls,
+            "python": random.getstate()[1],
+            "numpy": [*np.random.get_state()[1].tolist(), np.random.get_state()[2]],
+            "torch": torch.get_rng_state(),
+        }
+
+
+def add_hooks(module: nn.Module, hooks: frozenset[str], calls: dict[str, int]) -> None:
+    """Hooks of a module: ``"pre"`` and ``"post"`` change values, ``"count"`` and ``"gradient"`` count."""
+
+    @torch.compiler.disable
+    def count(name: str) -> None:
+        calls[name] += 1
+
+    if "pre" in hooks:
+        module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    if "post" in hooks:
+        module.register_forward_hook(lambda module, args, output: output * 0.5)
+    if "count" in hooks:
+        module.register_forward_hook(lambda *_: count("forward"))
+    if "gradient" in hooks:
+        module.weight.register_hook(lambda gradient: count("gradient"))
+
+
+def batches(number: int, *, ragged: bool = False, seed: int = 0) -> torch.utils.data.DataLoader:
+    """Batches of four, or a last one of three."""
+    dataset = loader(number, seed=seed).dataset
+    return torch.utils.data.DataLoader(torch.utils.data.Subset(dataset, range(4 * number - ragged)), 4)
