@@ -67,39 +67,37 @@ class InductorCompile(Callback):
 
     Args:
         train_mode: Settings for training: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``,
-            ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), a template's name, an
-            `InductorConfig`, or a mapping of its fields. ``"auto"`` or a `Tune`, or a mapping of its fields: the
-            fastest of several, by measuring. ``"eager"``: not compiled. ``None``: the callback leaves the phase alone,
-            so that a module you compiled yourself runs as you compiled it.
+            ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), the name of a template, an
+            `InductorConfig`, or a mapping of its fields. ``"auto"``, a `Tune` or a mapping of its fields measures
+            several and takes the fastest. ``"eager"`` runs the original modules. ``None`` leaves the phase alone: a
+            module that you compiled yourself runs as you compiled it.
         infer_mode: Settings for sanity check, validation, test and predict; the same choices.
-        targets: What to compile: dotted names of submodules or methods (``"net"``, ``"training_step"``), or
-            globs (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None``: what the
-            steps call. The callback records the modules and methods that the first step of each stage calls, which is
-            eager, and compiles these; a direct child with parameters that is called later is compiled then. A
-            module without parameters and a metric are compiled only if you name them. ``"repeated"``: repeated blocks,
-            such as a transformer's layers, share one graph; the code between them stays eager.
+        targets: Dotted names of submodules or methods (``"net"``, ``"training_step"``), or globs
+            (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None``: the modules and methods
+            that the first step of each stage calls, which is eager, and direct children with parameters that are
+            called later. A module without parameters and a metric are compiled only if you name them.
+            ``"repeated"``: repeated blocks, such as a transformer's layers, share one graph.
         passes: Custom graph passes for both phases, see `GraphPass`; in YAML by import path, or by ``class_path``.
-        baseline_steps: Steps that each phase runs eagerly first, to measure what the speedup is compared
-            with, after two to warm up; never more than half of the steps to come. 0: no baseline, no speedup.
-        on_error: What a failure of the compiler does: ``"eager"`` warns, counts it, and runs the work eagerly;
-            ``"raise"`` ends the run with a `CompileError`.
-        verify: Compare the first batch of each phase with eager, outputs and in training gradients, and on a
-            difference that rounding does not explain: ``"warn"``; ``"eager"``, warn and leave the target eager;
-            ``"raise"``, end the run. ``"off"``: do not compare. The tolerance is in docs/correctness.md.
+        baseline_steps: Number of eager steps that are measured first in each phase, as the baseline of the speedup,
+            after two warm-up steps; at most half of the remaining steps. 0: no baseline, no speedup.
+        on_error: The reaction to a failure of the compiler: ``"eager"`` warns, counts the failure and runs the target
+            eagerly; ``"raise"`` ends the run with a `CompileError`.
+        verify: Compare each new graph with eager: outputs, mutated inputs and gradients. The reaction to a difference
+            that rounding does not explain: ``"warn"``; ``"eager"``, warn and run the target eagerly; ``"raise"``, end
+            the run. ``"off"``: do not compare.
         new_shapes: What an input of a new shape does. Dimensions that vary in the eager steps are dynamic in the first
             graph, whatever this is, unless the mode sets ``dynamic``. ``"auto"``: recompile within a budget, which is
             30 seconds, or the time of the target's first compile, plus the time that compiled steps have saved; then
             run eagerly unless a compiled graph fits. ``"recompile"``: without a budget. ``"eager"``: run eagerly
             unless a compiled graph fits; a shape that recurs often is compiled. ``"raise"``: end the run.
-        cache_dir: A folder in which Inductor and Triton keep compiled code while the trainer runs, so that a later run
-            starts in a fraction of the time, also on another machine of the same kind. It is created if it is missing,
-            and must belong to you: its code is run. It also holds what a `Tune` chose. ``None``: torch's own folder.
-        keep_compiled: Leave the module compiled after the trainer is done. Calls then choose the phase by
-            whether grad is enabled.
+        cache_dir: The folder for the compiled code of Inductor and Triton, and for the winner of a `Tune`. A later run
+            starts in a fraction of the time, also on another machine of the same kind. The folder is created if it is
+            missing, and must belong to you, because its code is run. ``None``: torch's own folder.
+        keep_compiled: Leave the module compiled after the run. The grad mode of each call then tells the phase.
 
     Raises:
-        ValueError: A value that is none of the choices. Targets are looked up when the trainer starts.
-        TypeError: A value of the wrong type.
+        ValueError: A value is not one of the choices. Targets are resolved when the trainer starts.
+        TypeError: A value has the wrong type, or an argument is unknown.
         MisconfigurationException: When the trainer starts: under DeepSpeed, CUDA graphs of sharded weights, or
             several callbacks with overlapping targets.
 
