@@ -61,8 +61,7 @@ class _LastReport:
 class InductorCompile(Callback):
     """Compile the module with one set of Inductor settings for training, and another for inference.
 
-    Training runs with ``train_mode``; sanity check, validation, test and predict run with ``infer_mode``. The
-    module is compiled in place while the trainer runs, and is an ordinary module again after it: checkpoints,
+    The module is compiled in place while the trainer runs, and is an ordinary module again after it: checkpoints,
     copies and pickles look as if nothing had been compiled.
 
     Args:
@@ -241,7 +240,8 @@ class InductorCompile(Callback):
         if self._step_is_timed:
             optimizer_steps = trainer.global_step - self._global_step_before
             part = f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated"
-        self._end_step("train", batch, part)
+        if self.session:
+            self.session.step_ends("train", batch, part)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
         if every and (batch_idx + 1) % every == 0:
             self._log(trainer, details=False)
@@ -251,9 +251,7 @@ class InductorCompile(Callback):
         self._end_stage("train")
         self._log(trainer)
 
-    # ------------------------------------------------------------------------------------------ infer phase
-
-    # Validation, test and predict are the same to this callback.
+    # ------------------------------------------------------------- infer phase: validation, test and predict alike
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -280,7 +278,8 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._end_step(f"{trainer.state.stage} {dataloader_idx}", batch)
+        if self.session:
+            self.session.step_ends(f"{trainer.state.stage} {dataloader_idx}", batch)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
@@ -351,10 +350,6 @@ class InductorCompile(Callback):
     def _begin_step(self, batch_idx: int) -> None:
         if self.session:
             self._step_is_timed = self.session.step_begins(first=batch_idx == 0)
-
-    def _end_step(self, loader: str, batch: Any, part: str = "") -> None:
-        if self.session:
-            self.session.step_ends(loader, batch, part)
 
     def _end_stage(self, phase: Phase) -> None:
         if self.session and not self._calls.nested:
