@@ -114,28 +114,11 @@ class CompiledTarget:
 
     def call(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
         """Call a member of the target compiled, or eagerly if it cannot be compiled."""
-        calling = self._recorder.calling
-        outer = calling.current
-        if outer is not None and outer.nested_calls_eager:
+        if self._runs_eagerly(args, kwargs):
             return member.eager(*args, **kwargs)
-        self.called = True
-        if _torch.dynamo.is_transformed():
-            self._warn_of_transform()
-            return member.eager(*args, **kwargs)
-        self.ran = True
-        # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within one, the
-        # compiled function continues to run: it executes the graphs that differ eagerly.
-        if self._fallback.active and not _torch.autograd.saves_through_hooks():
-            return member.eager(*args, **kwargs)
-        if self._uncompilable and signature(args, kwargs) in self._uncompilable:
-            return member.eager(*args, **kwargs)
-        if self.key.frozen:
-            self._refreeze_if_weights_changed()
-        if self._hooks_seen != _torch.dynamo.hooks_registered():
-            self._look_for_hooks()
-        self._recorder.listen_after_reset()
-        compiled = self._compiled or self._compile()
+        compiled = self._current_function()
         stance = self._stance(member, args, kwargs) if self._limits_shapes else None
+        calling, outer = self._recorder.calling, self._recorder.calling.current
         failure, graphs, operators = None, self._backend.graphs, self._backend.operators
         snapshots: list[Snapshot] = []
         on_trace = functools.partial(self._trace_begins, member, snapshots, args, kwargs)
@@ -164,9 +147,29 @@ class CompiledTarget:
         self._fallback.issue_warnings()
         return result
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the target; of repeated blocks, the first one."""
-        return self.call(self._members[0], *args, **kwargs)
+    def _runs_eagerly(self, args: Any, kwargs: Any) -> bool:
+        outer = self._recorder.calling.current
+        if outer is not None and outer.nested_calls_eager:
+            return True
+        self.called = True
+        if _torch.dynamo.is_transformed():
+            self._warn_of_transform()
+            return True
+        self.ran = True
+        # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within one, the
+        # compiled function continues to run: it executes the graphs that differ eagerly.
+        if self._fallback.active and not _torch.autograd.saves_through_hooks():
+            return True
+        return bool(self._uncompilable) and signature(args, kwargs) in self._uncompilable
+
+    def _current_function(self) -> Callable[..., Any]:
+        """The function of torch.compile, after a check for changes that torch's guards do not notice."""
+        if self.key.frozen:
+            self._refreeze_if_weights_changed()
+        if self._hooks_seen != _torch.dynamo.hooks_registered():
+            self._look_for_hooks()
+        self._recorder.listen_after_reset()
+        return self._compiled or self._compile()
 
     def _stance(self, member: Target, args: Any, kwargs: Any) -> str | None:
         if self._fallback.settings.new_shapes == "auto":

@@ -1,10 +1,11 @@
-"""`compile_phases`: functions and modules in hand-written loops."""
+"""`compile_phases`: modules and functions in hand-written loops."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import pickle
+import weakref
 
 import lightning
 import pytest
@@ -16,7 +17,16 @@ from compile_callbacks import CompileError, CompileWarning, InductorConfig, Tune
 from tests.support.models import CLASSES, FEATURES, mlp
 from tests.support.uncached import Uncached
 
-pytestmark = pytest.mark.all_versions
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
+
+X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
+
+
+@pytest.fixture(autouse=True)
+def _collect_modules():
+    yield
+    torch._dynamo.reset()  # of a module that is still compiled
+    gc.collect()
 
 
 class Watch(Uncached):
@@ -27,15 +37,13 @@ class Watch(Uncached):
         self.seen.append((self.phase, is_inference))
 
 
-@pytest.fixture(autouse=True)
-def _modules_go():
-    yield
-    torch._dynamo.reset()  # of a module that is still compiled
-    gc.collect()
+def seeded():
+    torch.manual_seed(0)
+    return mlp()
 
 
-def trained(module, *, fabric=None):
-    """Losses of a loop by hand, and what the module gives in the end."""
+def trained(module, fabric=None):
+    """The losses of a loop, and sums of the outputs after each step."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model = module
     if fabric is not None:
@@ -55,18 +63,12 @@ def trained(module, *, fabric=None):
     return losses
 
 
-def seeded():
-    torch.manual_seed(0)
-    return mlp()
-
-
 @pytest.mark.parametrize("with_fabric", [False, True])
-def test_a_loop_by_hand_has_two_phases_and_eagers_results(with_fabric):
+def test_a_loop_has_two_phases_and_the_results_of_eager(with_fabric):
     fabric = lightning.Fabric(accelerator="cpu", devices=1) if with_fabric else None
-    watch = Watch()
-    module = seeded()
+    watch, module = Watch(), seeded()
     assert compile_phases(module, passes=[watch]) is module
-    torch.testing.assert_close(trained(module, fabric=fabric), trained(seeded()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(trained(module, fabric), trained(seeded()), rtol=1e-4, atol=1e-5)
     assert watch.seen == [("train", False), ("train", False), ("infer", True)]
     report = report_of(module)
     assert (report.train.graphs, report.infer.graphs) == (1, 1)
@@ -77,19 +79,29 @@ def test_a_loop_by_hand_has_two_phases_and_eagers_results(with_fabric):
 
 def test_a_compiled_module_is_the_original():
     module = compile_phases(seeded())
-    module(torch.randn(2, FEATURES))
+    module(X)
     assert set(module.state_dict()) == set(seeded().state_dict())
     assert type(module) is nn.Sequential
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        with pytest.raises(ValueError, match="report_of got Sequential, which compile_phases has not compiled"):
-            report_of(twin)
+        with pytest.raises(ValueError, match="restore got Sequential, which compile_phases has not compiled"):
+            restore(twin)
         twin.load_state_dict(seeded().state_dict())
     restore(module)
     assert vars(module).keys() == vars(seeded()).keys()
     assert callback_handler.start_callbacks == []
 
 
-def test_a_function_as_a_decorator():
+def test_restore_keeps_what_the_user_compiled_in_place():
+    module = seeded()
+    module.compile()
+    own = module._compiled_call_impl
+    compile_phases(module)
+    assert module._compiled_call_impl is not own
+    restore(module)
+    assert module._compiled_call_impl is own
+
+
+def test_a_decorated_function():
     @compile_phases(train_mode=None, infer_mode=InductorConfig(fullgraph=True))
     def double(x, *, times=1):
         """Doubled."""
@@ -109,37 +121,48 @@ def test_a_function_as_a_decorator():
     torch.testing.assert_close(double(x), x * 2)
 
 
-def test_a_plain_decorator_and_a_function_that_calls_a_module():
+def test_a_function_that_calls_a_module_follows_its_weights():
     module = seeded().eval()
 
     @compile_phases
     def loss(x):
         return module(x).square().mean()
 
-    x = torch.randn(4, FEATURES)
-    torch.testing.assert_close(loss(x), module(x).square().mean())
-    loss(x).backward()
+    torch.testing.assert_close(loss(X), module(X).square().mean())
+    loss(X).backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
     with torch.no_grad():
-        before = loss(x)
+        before = loss(X)
         for parameter in module.parameters():
             parameter.mul_(2)
-        torch.testing.assert_close(loss(x), module(x).square().mean(), rtol=1e-4, atol=1e-5)
-        assert loss(x) != before
+        torch.testing.assert_close(loss(X), module(X).square().mean(), rtol=1e-4, atol=1e-5)
+        assert loss(X) != before
 
 
-def test_autocasts_of_two_dtypes_share_no_cached_graph():
-    x = torch.randn(2, FEATURES)
-    for dtype in (torch.bfloat16, torch.float16):  # the second graph is the first one's, but for the ambient dtype
-        torch._dynamo.reset()
-        module = compile_phases(nn.Linear(FEATURES, CLASSES), verify="off")
-        with torch.no_grad(), torch.autocast("cpu", dtype):
-            assert module(x).dtype == dtype
-        restore(module)
+def test_parts_of_a_module():
+    module = compile_phases(nn.Sequential(mlp(), nn.Linear(CLASSES, 2)), targets=["0"])
+    module(X)
+    assert report_of(module).train.targets == ("0",)
+    assert report_of(module).train.graphs == 1
+    with pytest.raises(ValueError, match="compiled by this library already"):
+        compile_phases(module)
 
 
-class Broken(nn.Module):
-    """Its graph breaks, so that Dynamo keeps graphs on this class's own code."""
+def test_a_failure_costs_speed_or_raises():
+    class Broken(Uncached):
+        def __call__(self, graph, is_inference):
+            raise ZeroDivisionError("by design")
+
+    module = compile_phases(seeded(), passes=[Broken()])
+    with pytest.warns(CompileWarning, match="by design"):
+        torch.testing.assert_close(module(X), seeded()(X))
+    assert report_of(module).train.diagnostics.skipped_passes == 1
+    with pytest.raises(CompileError, match="by design"):
+        compile_phases(seeded(), passes=[Broken()], on_error="raise")(X)
+
+
+class Breaking(nn.Module):
+    """Its graph breaks, so that Dynamo keeps graphs on the code of this class."""
 
     def __init__(self):
         super().__init__()
@@ -151,10 +174,10 @@ class Broken(nn.Module):
         return x + 1
 
 
-@pytest.mark.parametrize(("make", "graphs"), [(lambda: nn.Linear(FEATURES, 3), 6), (Broken, 12)])
+@pytest.mark.parametrize(("make", "graphs"), [(lambda: nn.Linear(FEATURES, 3), 6), (Breaking, 12)])
 def test_phases_do_not_share_a_recompile_limit(make, graphs):
     static = {"dynamic": False}
-    module = compile_phases(make(), train_mode=static, infer_mode=static, verify="off")
+    module = compile_phases(make(), static, static, verify="off", new_shapes="recompile")
     for batch in range(2, 8):
         for enabled in (True, False):
             with torch.set_grad_enabled(enabled):
@@ -163,58 +186,89 @@ def test_phases_do_not_share_a_recompile_limit(make, graphs):
     assert (report.train.graphs, report.infer.graphs) == (graphs, graphs)
 
 
-def test_restore_leaves_what_the_user_compiled_in_place():
-    module = seeded()
-    module.compile()
-    own = module._compiled_call_impl
-    compile_phases(module)
-    assert module._compiled_call_impl is not own
-    restore(module)
-    assert module._compiled_call_impl is own
-
-
-def test_parts_of_a_module():
-    module = compile_phases(nn.Sequential(mlp(), nn.Linear(CLASSES, 2)), targets=["0"])
-    module(torch.randn(2, FEATURES))
-    assert report_of(module).train.targets == ("0",)
-    assert report_of(module).train.graphs == 1
-    with pytest.raises(ValueError, match="compiled by this library already"):
-        compile_phases(module)
-
-
-def test_a_failure_costs_speed_or_is_raised():
-    class Broken(Uncached):
-        def __call__(self, graph, is_inference):
-            raise ZeroDivisionError("by design")
-
-    x = torch.randn(2, FEATURES)
-    module = compile_phases(seeded(), passes=[Broken()])
-    with pytest.warns(CompileWarning, match="by design"):
-        torch.testing.assert_close(module(x), seeded()(x))
-    assert report_of(module).train.diagnostics.skipped_passes == 1
-    with pytest.raises(CompileError, match="by design"):
-        compile_phases(seeded(), passes=[Broken()], on_error="raise")(x)
+def test_autocasts_of_two_dtypes_share_no_cached_graph():
+    for dtype in (torch.bfloat16, torch.float16):  # the graphs differ in the dtype of the autocast alone
+        torch._dynamo.reset()
+        module = compile_phases(nn.Linear(FEATURES, CLASSES), verify="off")
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            assert module(X).dtype == dtype
+        restore(module)
 
 
 @pytest.mark.parametrize(
-    ("target", "settings", "error", "said"),
+    ("module", "settings", "error", "message"),
     [
         (3, {}, TypeError, "module=3"),
         (nn.Linear, {}, TypeError, "module="),
         (torch.relu, {"targets": ["net"]}, ValueError, "targets="),
         (torch.relu, {"train_mode": "fast"}, ValueError, "train_mode='fast'"),
         (torch.relu, {"train_mode": "auto"}, ValueError, "train_mode='auto' compares the step times of a Trainer"),
-        (torch.relu, {"infer_mode": Tune(["default"])}, ValueError, r"infer_mode=.tune\(default\)."),
+        (torch.relu, {"infer_mode": Tune(["default"])}, ValueError, r"infer_mode='tune\(default\)'"),
         (torch.relu, {"on_error": "stop"}, ValueError, "on_error='stop'"),
         (torch.relu, {"passes": [3]}, TypeError, "passes"),
         (mlp(), {"targets": ["no.such"]}, ValueError, "targets='no.such'"),
     ],
 )
-def test_bad_arguments_are_refused_by_name(target, settings, error, said):
-    with pytest.raises(error, match=said):
-        compile_phases(target, **settings)
+def test_wrong_arguments_are_refused_by_name(module, settings, error, message):
+    with pytest.raises(error, match=message):
+        compile_phases(module, **settings)
 
 
-def test_freezing_has_no_effect_without_stages():
+def test_freezing_has_no_effect_without_a_trainer():
     with pytest.warns(CompileWarning, match="infer_mode's option 'freezing' has no effect"):
         compile_phases(seeded(), infer_mode="freezing")
+
+
+# ------------------------------------------------------------------------------------------ lifetime
+
+
+class Encoder(nn.Module):
+    """Computes a product of weights alone, which is folded, and has a method that is a target."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.left, self.right = (nn.Parameter(torch.randn(FEATURES, FEATURES)) for _ in range(2))
+
+    def encode(self, x):
+        return self.net(x @ (self.left @ self.right)).sin()
+
+    def forward(self, x):
+        return self.encode(x)
+
+
+def repeated():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()) for _ in range(3)))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (mlp, {}),
+        (mlp, {"verify": "off", "targets": ["0", "3"]}),
+        (Encoder, {"infer_mode": {"fold_weights": True}}),
+        (Encoder, {"targets": ["encode"]}),
+        (repeated, {"targets": "repeated"}),
+    ],
+)
+def test_a_dropped_module_is_freed_and_its_report_stays(make, settings):
+    module = make()
+    compile_phases(module, **settings)
+    module(X).sum().backward()
+    with torch.no_grad():
+        module(X)
+    report = report_of(module)
+    left = [weakref.ref(module), *(weakref.ref(weight) for weight in module.parameters())]
+    del module
+    gc.collect()
+    assert [reference() for reference in left if reference() is not None] == []
+    assert report.train.graphs > 0
+
+
+def test_a_dropped_function_frees_what_it_closes_over():
+    module = mlp()
+    call, left = compile_phases(lambda x, module=module: module(x) * 2), weakref.ref(module)
+    call(X)
+    del call, module
+    gc.collect()
+    assert left() is None

@@ -1,20 +1,27 @@
-"""What compiling and comparing leave alone in the user's code: calls, hooks, aliasing of inputs, random generators."""
+"""Compiling and comparing leave the user's code alone: calls, hooks, aliased inputs, checkpoints and transforms."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
-from compile_callbacks import compile_phases, report_of, restore
+from compile_callbacks import CompileWarning, compile_phases, report_of, restore
+from tests.support.against_eager import FLOAT32
 from tests.support.models import FEATURES
+from tests.support.wrong_passes import WrongForward
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 
 @pytest.fixture
 def compiled():
-    """Compiles modules so that a difference from eager raises, and undoes it after the test."""
+    """Compiles modules so that a difference from eager raises, and restores them after the test."""
     modules = []
 
     def compile_module(module, **settings):
@@ -24,26 +31,6 @@ def compiled():
     yield compile_module
     for module in modules:
         restore(module)
-
-
-def graphs_and_recompiles(module):
-    report = report_of(module).train
-    return report.graphs, report.recompiles
-
-
-def test_attention_to_itself_compiles_one_graph(compiled):
-    attention = compiled(nn.MultiheadAttention(16, 4, batch_first=True))
-    x = torch.randn(2, 5, 16)
-    for _ in range(3):
-        attention(x, x, x)[0].sum().backward()
-    assert graphs_and_recompiles(attention) == (1, 0)
-
-
-def test_a_part_of_a_batch_compiles_one_graph(compiled):
-    net, tokens = compiled(nn.Embedding(10, 4)), torch.randint(10, (4, 6))
-    for _ in range(3):
-        net(tokens[:, :-1]).sum().backward()
-    assert graphs_and_recompiles(net) == (1, 0)
 
 
 class LanguageModel(nn.Module):
@@ -56,23 +43,35 @@ class LanguageModel(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def test_one_tensor_that_is_given_twice_compiles_one_graph(compiled):
-    model, batch = compiled(LanguageModel()), torch.randint(10, (4, 6))
+TOKENS, SEQUENCE = torch.arange(24).reshape(4, 6) % 10, torch.randn(2, 5, 16)
+
+
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (lambda: nn.MultiheadAttention(16, 4, batch_first=True), lambda m: m(SEQUENCE, SEQUENCE, SEQUENCE)[0]),
+        (lambda: nn.Embedding(10, 4), lambda m: m(TOKENS[:, :-1])),
+        (LanguageModel, lambda m: m(input_ids=TOKENS, labels=TOKENS)),
+    ],
+    ids=["one input three times", "a view of a batch", "one tensor under two names"],
+)
+def test_aliased_and_strided_inputs_compile_one_graph(compiled, make, call):
+    module = compiled(make())
     for _ in range(3):
-        model(input_ids=batch, labels=batch).backward()
-    assert graphs_and_recompiles(model) == (1, 0)
+        call(module).sum().backward()
+    report = report_of(module).train
+    assert (report.graphs, report.recompiles) == (1, 0)
 
 
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, 4)
+def test_a_sparse_output_is_returned(compiled):
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, 4)
 
-    def forward(self, x):
-        return self.layer(x).relu().to_sparse()
+        def forward(self, x):
+            return self.layer(x).relu().to_sparse()
 
-
-def test_a_sparse_output_is_handed_out(compiled):
     module, x = compiled(Sparse()), torch.randn(8, FEATURES)
     output = module(x)
     assert output.is_sparse
@@ -80,19 +79,18 @@ def test_a_sparse_output_is_handed_out(compiled):
     output.to_dense().sum().backward()
 
 
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4))
-        self.calls, self.queue = 0, []
-
-    def forward(self, x):
-        self.calls += 1
-        self.queue.append(len(x))
-        return self.net(x)
-
-
 def test_the_module_runs_as_often_as_the_user_calls_it(compiled):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4))
+            self.calls, self.queue = 0, []
+
+        def forward(self, x):
+            self.calls += 1
+            self.queue.append(len(x))
+            return self.net(x)
+
     module, seen = Counting(), []
     module.net.register_forward_hook(lambda *_: seen.append("inside"))
     compiled(module)
@@ -100,7 +98,7 @@ def test_the_module_runs_as_often_as_the_user_calls_it(compiled):
         module(torch.randn(3 + number, FEATURES)).sum().backward()
         assert (module.calls, len(module.queue), len(seen)) == (number, number, number)
         assert module.net[1].num_batches_tracked == number
-    assert report_of(module).train.verified == "equal 1"
+    assert report_of(module).train.verified == "equal 3"
 
 
 def test_hooks_on_tensors_see_one_backward_pass(compiled):
@@ -116,29 +114,147 @@ def test_hooks_on_tensors_see_one_backward_pass(compiled):
     assert report_of(module).train.verified == "equal 1"
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, 6)
+def test_a_graph_break_that_torch_asks_for_is_not_a_failure_of_the_compiler(compiled):
+    class Positions(nn.Module):
+        """Computes with the value of a tensor, which a graph cannot: torch ends the graph there."""
 
-    def forward(self, x):
-        return self.layer(x).relu()
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(FEATURES, 6), nn.ReLU())
 
+        def forward(self, x, length):
+            return self.net(x) + torch.arange(0, length)
 
-class Positions(nn.Module):
-    """Computes with the value of a tensor, which a graph cannot: torch ends the graph there."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = Block()
-
-    def forward(self, x, length):
-        return self.net(x) + torch.arange(0, length)
-
-
-def test_a_graph_break_that_torch_asks_for_is_no_failure_of_the_compiler(compiled):
     module, x = compiled(Positions()), torch.randn(3, FEATURES)
     torch.testing.assert_close(module(x, torch.tensor(6)), module.net(x) + torch.arange(6))
+    report = report_of(module).train
+    assert report.graphs >= 1
+    assert report.fallbacks == 0
+
+
+# ------------------------------------------------------------------------------------------ activation checkpoints
+
+
+class Breaking(nn.Module):
+    """Has two graphs, and only the second one has a ReLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 16), nn.Linear(16, FEATURES)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x)) * torch.sigmoid(x)[:, :1]
+        torch._dynamo.graph_break()
+        return torch.relu(self.second(hidden))
+
+
+def relu_layer():
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU())
+
+
+def gradients(net, *batches):
+    """The gradients of one step that calls the net in a checkpoint for each batch."""
+    net.zero_grad()
+    outputs = [checkpoint(net, batch, use_reentrant=False) for batch in batches]
+    sum(output.square().sum() for output in outputs).backward()
+    return [parameter.grad.clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("make_net", "sizes", "wrong_size"),
+    [(relu_layer, (8, 5, 8), 5), (Breaking, (8,), None)],
+    ids=["of a later call", "behind a graph break"],
+)
+def test_a_graph_that_differs_does_not_change_the_recomputation_of_a_checkpoint(compiled, make_net, sizes, wrong_size):
+    eager = make_net()
+    wrong = WrongForward("train", batch_size=wrong_size)
+    ours = compiled(copy.deepcopy(eager), passes=[wrong], verify="eager", train_mode={"dynamic": False})
+    batches = [torch.randn(size, FEATURES) for size in sizes]
+    with pytest.warns(CompileWarning, match="it runs eagerly from here on"):
+        found = gradients(ours, *batches)
+    torch.testing.assert_close(found, gradients(eager, *batches))
+    torch.testing.assert_close(gradients(ours, *batches), gradients(eager, *batches))
+    assert report_of(ours).train.fallbacks == 1
+
+
+def test_a_shape_that_returns_is_not_compiled_within_a_checkpoint(compiled):
+    eager = relu_layer()
+    ours = compiled(copy.deepcopy(eager), new_shapes="eager", train_mode={"dynamic": False})
+    for size in (8, 5, 5, 5, 5, 5, 5):
+        batch = torch.randn(size, FEATURES)
+        torch.testing.assert_close(gradients(ours, batch), gradients(eager, batch))
+    assert report_of(ours).train.graphs == 1
+
+
+# ------------------------------------------------------------------------------------------ transforms
+
+
+def vmapped(net, x):
+    return vmap(net)(x)
+
+
+def per_sample_gradients(net, x):
+    def energy(weights, sample):
+        return functional_call(net, weights, (sample,)).square().sum()
+
+    of_samples = vmap(grad(energy), in_dims=(None, 0))(dict(net.named_parameters()), x)
+    return net(x) + sum(gradient.norm() for gradient in of_samples.values())
+
+
+def directional(net, x):
+    return sum(jvp(net, (x,), (x.cos(),)))
+
+
+def jacobian(net, x):
+    return net(x) + jacrev(lambda inputs: net(inputs).sum(0))(x).norm()
+
+
+def dual(net, x):
+    with forward_ad.dual_level():
+        return sum(forward_ad.unpack_dual(net(forward_ad.make_dual(x, x.cos()))))
+
+
+class Transformed(nn.Module):
+    """Calls its net under a transform."""
+
+    def __init__(self, transform):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.transform = transform
+
+    def forward(self, x):
+        return self.transform(self.net, x).square().sum()
+
+
+def losses_and_gradients(module):
+    x = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
+    losses = []
+    for _ in range(3):
+        losses.append(module(x))
+        losses[-1].backward()
+    return losses, [parameter.grad for parameter in module.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:Warning")  # from torch's own jvp
+@pytest.mark.parametrize("transform", [vmapped, per_sample_gradients, directional, jacobian, dual])
+def test_a_target_under_a_transform_runs_eagerly_with_a_warning(compiled, transform):
+    module = compiled(Transformed(transform), targets="net", on_error="raise")
+    with pytest.warns(CompileWarning, match="target 'net' runs eagerly in the train phase") as warned:
+        found = losses_and_gradients(module)
+    torch.testing.assert_close(found, losses_and_gradients(Transformed(transform)), **FLOAT32)
+    assert len([warning for warning in warned if issubclass(warning.category, CompileWarning)]) == 1
+    report = report_of(module).train
+    assert report.fallbacks == 0
+    # Calls that are not transformed are compiled.
+    assert report.graphs == (1 if transform in (per_sample_gradients, jacobian) else 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:Warning")
+@pytest.mark.parametrize("transform", [vmapped, per_sample_gradients, directional])
+def test_a_target_that_contains_a_transform_is_compiled(compiled, transform):
+    module = compiled(Transformed(transform), on_error="raise")
+    torch.testing.assert_close(losses_and_gradients(module), losses_and_gradients(Transformed(transform)), **FLOAT32)
     report = report_of(module).train
     assert report.graphs >= 1
     assert report.fallbacks == 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -19,122 +17,111 @@ from torchmetrics import Metric
 from compile_callbacks import CompileWarning, InductorCompile
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 
-pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go")]
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 
 
 class Parts(nn.Module):
     """Has methods, and a forward that calls one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU())
         self.head = nn.Linear(16, CLASSES)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decode(self.encode(x))
+    def forward(self, x):
+        return self.decode(self.encoder(x))
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
+    def encode(self, x):
         return self.encoder(x)
 
     @torch.no_grad()
-    def encode_without_grad(self, x: torch.Tensor) -> torch.Tensor:
+    def encode_without_grad(self, x):
         return self.encoder(x)
 
-    def decode(self, x: torch.Tensor) -> torch.Tensor:
+    def decode(self, x):
         return self.head(x).relu()
 
-    def generate(self, x: torch.Tensor) -> torch.Tensor:
+    def generate(self, x):
         return self.encoder(x).sum() + self(x)
 
-    def width(self) -> int:
+    def width(self):
         return self.head.in_features
 
 
 class Ema(nn.Module):
-    """Holds a module that a step calls beneath it."""
+    """Steps call the module inside it."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         super().__init__()
         self.module = module
         self.copy = copy.deepcopy(module)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.copy(x)
 
 
 class WithParameters(Metric):
-    """Holds a network, as metrics of images do."""
+    """A metric with a network, as metrics of images have."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.network = nn.Linear(CLASSES, 1)
         self.add_state("total", torch.zeros(()))
 
-    def update(self, out: torch.Tensor) -> None:
+    def update(self, out):
         self.total += self.network(out.detach()).sum().detach()
 
-    def compute(self) -> torch.Tensor:
+    def compute(self):
         return self.total
 
 
 class Steps(pl.LightningModule):
-    """Its steps call one function with the module and the batch's inputs."""
+    """Its training step calls a function with the module and the inputs."""
 
-    def __init__(self, call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, call):
         super().__init__()
         self.net = Parts()
         self.ema = Ema(nn.Linear(FEATURES, CLASSES))
         self.metric = WithParameters()
         self.scale = nn.Softplus()
         self.call = call
-        self.losses: list[float] = []
+        self.losses = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         loss = nn.functional.cross_entropy(self.call(self, batch[0]), batch[1])
         self.losses.append(loss.item())
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.metric(self.ema.module(batch[0]))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD([*self.net.parameters(), *self.ema.parameters()], lr=0.1)
 
 
-def shared_step(module: Steps, x: torch.Tensor) -> torch.Tensor:
-    return module.net.decode(module.scale(module.net.encode(x)))
-
-
 CALLS = {
-    "the call": (lambda module, x: module.net(x), {"net"}),
-    "forward by name": (lambda module, x: module.net.forward(x), {"net.forward"}),
-    "methods, and a module without parameters": (shared_step, {"net.encode", "net.decode"}),
-    "a decorated method": (
-        lambda module, x: module.net.head(module.net.encode_without_grad(x)),
-        {"net.encode_without_grad", "net.head"},
-    ),
-    "a method that calls its module": (
-        lambda module, x: module.net.generate(x),
-        {"net", "net.encoder"},
-    ),
-    "beneath a child": (lambda module, x: module.ema.module(x), {"ema.module"}),
-    "a method that computes nothing": (lambda module, x: module.net(x) / module.net.width(), {"net"}),
-    "under activation checkpointing": (lambda module, x: checkpoint(module.net, x, use_reentrant=False), {"net"}),
+    "module": (lambda m, x: m.net(x), {"net"}),
+    "forward": (lambda m, x: m.net.forward(x), {"net.forward"}),
+    "methods": (lambda m, x: m.net.decode(m.scale(m.net.encode(x))), {"net.encode", "net.decode"}),
+    "decorated": (lambda m, x: m.net.head(m.net.encode_without_grad(x)), {"net.encode_without_grad", "net.head"}),
+    "method that calls its module": (lambda m, x: m.net.generate(x), {"net", "net.encoder"}),
+    "module inside a child": (lambda m, x: m.ema.module(x), {"ema.module"}),
+    "method without tensors": (lambda m, x: m.net(x) / m.net.width(), {"net"}),
+    "checkpoint": (lambda m, x: checkpoint(m.net, x, use_reentrant=False), {"net"}),
 }
 
 
-def fit(module: pl.LightningModule, *callbacks: pl.Callback, batches: int = 4, **settings: Any) -> None:
+def fit(module, *callbacks, batches=4, **settings):
     trainer(*callbacks, num_sanity_val_steps=0, **settings).fit(module, loader(batches), loader(2))
+    return module
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_default_targets_are_the_called_modules_and_methods(call):
     function, called = CALLS[call]
-    compiled, plain = seeded(lambda: Steps(function)), seeded(lambda: Steps(function))
     callback = InductorCompile(baseline_steps=0, verify="raise", on_error="raise")
-    fit(compiled, callback)
-    fit(plain)
-    torch.testing.assert_close(compiled.losses, plain.losses)
+    losses = [fit(seeded(lambda: Steps(function)), *callbacks).losses for callbacks in ([callback], [])]
+    torch.testing.assert_close(*losses)
     train, infer = callback.report.train, callback.report.infer
     assert {event["target"] for event in train.diagnostics.events if event["kind"] == "compile"} == called
     assert set(train.targets) == called
@@ -142,19 +129,16 @@ def test_default_targets_are_the_called_modules_and_methods(call):
     assert sys.getprofile() is None
 
 
-class Later(Classifier):
-    """Calls a second child from the third step on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(CLASSES, CLASSES)
-
-    def training_step(self, batch, batch_idx):
-        out = self.net(batch[0])
-        return nn.functional.cross_entropy(self.head(out) if batch_idx > 1 else out, batch[1])
-
-
 def test_a_child_that_is_called_later_is_compiled_then():
+    class Later(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(CLASSES, CLASSES)
+
+        def training_step(self, batch, batch_idx):
+            out = self.net(batch[0])
+            return nn.functional.cross_entropy(self.head(out) if batch_idx > 1 else out, batch[1])
+
     callback = InductorCompile(baseline_steps=0)
     fit(Later(), callback)
     assert set(callback.report.train.targets) == {"net", "head"}
@@ -162,7 +146,7 @@ def test_a_child_that_is_called_later_is_compiled_then():
 
 def test_layers_that_a_step_calls_in_a_loop_share_one_graph():
     class Looped(Classifier):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = nn.Module()
             self.net.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
@@ -182,9 +166,9 @@ def test_layers_that_a_step_calls_in_a_loop_share_one_graph():
 
 
 @pytest.mark.parametrize("targets", [None, ["net"]])
-def test_a_target_that_only_a_function_of_the_user_calls_is_warned_about(targets):
+def test_a_target_that_only_a_compiled_function_calls_is_warned_about(targets):
     class Compiled(Classifier):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.function = torch.compile(lambda net, x: net(x) * 2)
 
@@ -201,24 +185,20 @@ def test_a_target_that_only_a_function_of_the_user_calls_is_warned_about(targets
     assert counters["stats"]["unique_graphs"] == before + 1  # the user's
 
 
-def test_a_named_target_that_is_never_called_is_warned_about_by_name():
+def test_a_named_target_that_is_never_called_is_warned_about():
     callback = InductorCompile(targets=["net", "ema"], baseline_steps=0)
     with pytest.warns(CompileWarning, match="target 'ema' was never called"):
         trainer(callback, limit_val_batches=0).fit(Steps(lambda module, x: module.net(x)), loader(3))
 
 
-def test_a_steps_exception_ends_the_record():
-    def fail(module: Steps, x: torch.Tensor) -> torch.Tensor:
+def test_recording_ends_with_an_exception_and_leaves_a_users_profiler_alone(tmp_path):
+    def fail(module, x):
         raise KeyError(module.net.encode(x).shape)
 
     with pytest.raises(KeyError):
         fit(Steps(fail), InductorCompile())
     assert sys.getprofile() is None
-
-
-def test_the_users_profiler_goes_on(tmp_path):
-    profiler = AdvancedProfiler(tmp_path, "profile")
     callback = InductorCompile(baseline_steps=0)
-    fit(Classifier(), callback, profiler=profiler)
+    fit(Classifier(), callback, profiler=AdvancedProfiler(tmp_path, "profile"))
     assert callback.report.train.graphs == 1
     assert "training_step" in (tmp_path / "fit-profile.txt").read_text()

@@ -1,4 +1,4 @@
-"""Checkpoints look as if nothing had been compiled, and old ones load."""
+"""Checkpoints have the keys of the eager module, and those with ``_orig_mod.`` load."""
 
 from __future__ import annotations
 
@@ -13,32 +13,29 @@ from tests.support.processes import run_in_new_process
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
 
-def fit(module, tmp_path, *callbacks, **kwargs):
-    fitted = trainer(
-        InductorCompile(baseline_steps=0),
-        *callbacks,
-        default_root_dir=tmp_path,
-        enable_checkpointing=True,
-        **kwargs,
-    )
+def fit(module, tmp_path, *callbacks):
+    callbacks = (InductorCompile(baseline_steps=0), *callbacks)
+    fitted = trainer(*callbacks, default_root_dir=tmp_path, enable_checkpointing=True)
     fitted.fit(module, loader(4), loader(2))
     return fitted
 
 
-@pytest.mark.parametrize("make", [Classifier, lambda: Classifier(torch.compile(mlp()))], ids=["plain", "by-hand"])
-def test_keys_equal_the_eager_models_however_they_are_saved(make, tmp_path):
+def by_hand():
+    return Classifier(torch.compile(mlp()))
+
+
+@pytest.mark.parametrize("make", [Classifier, by_hand])
+def test_checkpoints_have_the_keys_of_the_eager_module(make, tmp_path):
     keys = set(Classifier().state_dict())
     saved = ModelCheckpoint(dirpath=tmp_path, save_last=True)
-    module = make()
-    seen = []
+    module, seen = make(), []
     module.on_train_epoch_end = lambda: seen.append(set(module.state_dict()))
     fitted = fit(module, tmp_path, saved)
     fitted.save_checkpoint(tmp_path / "by_trainer.ckpt")
-    torch.save(module.state_dict(), tmp_path / "by_torch.pt")
     assert seen == [keys]
+    assert set(module.state_dict()) == keys
     for path in (saved.best_model_path, saved.last_model_path, tmp_path / "by_trainer.ckpt"):
         assert set(torch.load(path, weights_only=False)["state_dict"]) == keys
-    assert set(torch.load(tmp_path / "by_torch.pt")) == keys
 
 
 @pytest.mark.slow
@@ -53,43 +50,35 @@ print("loaded", len(Classifier.load_from_checkpoint({str(tmp_path / "run.ckpt")!
     assert f"loaded {len(Classifier().state_dict())}" in run_in_new_process(source)
 
 
-def test_checkpoints_of_earlier_torch_compile_days_load(tmp_path):
-    by_hand = seeded(lambda: Classifier(torch.compile(mlp())))
+def test_a_checkpoint_of_a_module_that_was_compiled_by_hand_loads(tmp_path):
+    module = seeded(by_hand)
     plain = trainer(enable_checkpointing=True, default_root_dir=tmp_path)
-    plain.fit(by_hand, loader(2))
+    plain.fit(module, loader(2))
     plain.save_checkpoint(tmp_path / "old.ckpt")
-    weights = {k.replace("_orig_mod.", ""): v for k, v in by_hand.state_dict().items()}
-    assert any("_orig_mod." in key for key in by_hand.state_dict())
+    weights = {key.replace("_orig_mod.", ""): value for key, value in module.state_dict().items()}
+    assert weights.keys() != module.state_dict().keys()
 
-    module = Classifier()
-    trainer(InductorCompile(), max_epochs=2).fit(module, loader(0), ckpt_path=tmp_path / "old.ckpt")
-    for key, value in module.state_dict().items():
-        torch.testing.assert_close(value, weights[key])
-
-
-def test_clean_checkpoints_load_where_a_child_is_compiled_by_hand(tmp_path):
-    fit(seeded(), tmp_path).save_checkpoint(tmp_path / "clean.ckpt")
-    module = Classifier(torch.compile(mlp()))
-    tested = trainer(InductorCompile(baseline_steps=0))
-    assert tested.test(module, loader(2), ckpt_path=tmp_path / "clean.ckpt", verbose=False)
+    resumed = Classifier()
+    trainer(InductorCompile(), max_epochs=2).fit(resumed, loader(0), ckpt_path=tmp_path / "old.ckpt")
+    torch.testing.assert_close(dict(resumed.state_dict()), weights)
 
 
-def test_a_key_that_truly_does_not_fit_is_still_an_error(tmp_path):
-    module = Classifier()
-    checked = InductorCompile()
-    run = trainer()
-    checked.setup(run, module, "fit")
+def test_a_checkpoint_loads_into_a_module_that_is_compiled_by_hand(tmp_path):
+    module = seeded()
+    fit(module, tmp_path).save_checkpoint(tmp_path / "clean.ckpt")
+    expected = torch.cat(trainer().predict(module, loader(3)))
+    for make in (by_hand, Classifier):
+        predicted = trainer(InductorCompile(baseline_steps=0)).predict(
+            make(), loader(3), ckpt_path=tmp_path / "clean.ckpt"
+        )
+        torch.testing.assert_close(torch.cat(predicted), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_key_that_does_not_fit_is_still_an_error():
+    module, ours, run = Classifier(), InductorCompile(), trainer()
+    ours.setup(run, module, "fit")
     with pytest.raises(RuntimeError, match=r"net\.9\.weight"):
         module.load_state_dict({**module.state_dict(), "_orig_mod.net.9.weight": torch.ones(1)})
-    checked.on_exception(run, module, RuntimeError())
+    ours.on_exception(run, module, RuntimeError())
     with pytest.raises(RuntimeError, match="_orig_mod"):
-        module.load_state_dict({f"_orig_mod.{k}": v for k, v in module.state_dict().items()})
-
-
-def test_outputs_after_load_from_checkpoint_equal_the_compiled_ones(tmp_path):
-    module = seeded()
-    fitted = fit(module, tmp_path)
-    fitted.save_checkpoint(tmp_path / "run.ckpt")
-    compiled = torch.cat(trainer(InductorCompile(baseline_steps=0)).predict(module, loader(3)))
-    loaded = Classifier.load_from_checkpoint(tmp_path / "run.ckpt", weights_only=False)
-    torch.testing.assert_close(torch.cat(trainer().predict(loaded, loader(3))), compiled, rtol=1e-4, atol=1e-6)
+        module.load_state_dict({f"_orig_mod.{key}": value for key, value in module.state_dict().items()})

@@ -214,10 +214,11 @@ def test_weights_that_are_tensor_subclasses_are_not_folded():
     module = nn.Linear(FEATURES, CLASSES, bias=False).requires_grad_(False)
     module.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
     recorder = CompileRecorder()
-    compiled_target = CompiledTarget(Target("net", module), "infer", InductorConfig(), recorder=recorder)
+    target = Target("net", module)
+    compiled_target = CompiledTarget(target, "infer", InductorConfig(), recorder=recorder)
     x = torch.randn(4, FEATURES, dtype=torch.bfloat16)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(compiled_target(x).a, nn.functional.linear(x, weight))
+        torch.testing.assert_close(compiled_target.call(target, x).a, nn.functional.linear(x, weight))
     (event,) = recorder.events_of("infer", "fold")
     assert event.folded_mib is None
     assert "tensor subclasses" in event.reason

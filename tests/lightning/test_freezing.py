@@ -1,4 +1,4 @@
-"""A frozen infer phase: weights really folded, and never stale."""
+"""Frozen weights in the infer phase: Inductor really folds them, and they are never stale."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.testing._internal.two_tensor import TwoTensor
 
-from compile_callbacks import CompileWarning, InductorCompile
+from compile_callbacks import CompileWarning, InductorBackend, InductorCompile
 from compile_callbacks.runtime.freezing import content_hashes
 from tests.support.convolutional import Convolutional, eager, images
-from tests.support.models import trainer
+from tests.support.models import CLASSES, FEATURES, loader, trainer
 
-pytestmark = pytest.mark.all_versions
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go")]
+
+FREEZING = {"freezing": True}
 
 
-def frozen(**kwargs):
-    return InductorCompile("default", {"options": {"freezing": True}}, baseline_steps=0, **kwargs)
+def frozen(train="default", **settings):
+    return InductorCompile(train, FREEZING, baseline_steps=0, **settings)
 
 
 def assert_predicts_as_eager(callback, module):
@@ -31,7 +34,7 @@ def folded():
     return counters["inductor"]["binary_folding_conv"] + counters["inductor"]["binary_folding"]
 
 
-def test_predict_and_test_fold_weights_and_fit_does_not():
+def test_predict_folds_weights_once_and_fit_does_not():
     module, callback = Convolutional(), frozen()
     counters.clear()
     trainer(callback).fit(module, images(), images())
@@ -39,6 +42,10 @@ def test_predict_and_test_fold_weights_and_fit_does_not():
     assert_predicts_as_eager(callback, module)
     assert folded() > 0
     assert not torch._inductor.config.freezing
+    graphs = callback.report.infer.graphs
+    assert_predicts_as_eager(callback, module)
+    trainer(callback).test(module, images(), verbose=False)
+    assert callback.report.infer.graphs == graphs
 
 
 def optimizer_step(module):
@@ -70,25 +77,21 @@ def exchange_channels(module):
     weight[[0, 1]] = weight[[1, 0]].clone()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [optimizer_step, load, edit_through_data, swap_through_data, replace_parameter, exchange_channels],
-    ids=lambda f: f.__name__,
-)
-def test_weights_that_changed_are_never_stale(change):
+def test_changed_weights_are_never_stale():
     module, callback = Convolutional(), frozen()
     assert_predicts_as_eager(callback, module)
-    change(module)
-    assert_predicts_as_eager(callback, module)
-
-
-def test_weights_that_stand_still_are_not_frozen_again():
-    module, callback = Convolutional(), frozen()
-    assert_predicts_as_eager(callback, module)
-    graphs = callback.report.infer.graphs
-    assert_predicts_as_eager(callback, module)
-    trainer(callback).test(module, images(), verbose=False)
-    assert callback.report.infer.graphs == graphs
+    for change in (
+        optimizer_step,
+        edit_through_data,
+        exchange_channels,
+        load,
+        swap_through_data,
+        replace_parameter,
+    ):
+        before = eager(module)
+        change(module)
+        assert not torch.allclose(eager(module), before), change
+        assert_predicts_as_eager(callback, module)
 
 
 def test_validation_in_fit_follows_the_weights_without_recompiling_each_epoch():
@@ -100,7 +103,7 @@ def test_validation_in_fit_follows_the_weights_without_recompiling_each_epoch():
 
 
 class SwapsAtStageStart(pl.Callback):
-    """As an EMA does: other weights for the stage, copied in through ``.data``, after every other hook."""
+    """Copies other weights in for a stage through ``.data``, as an EMA does, and edits a weight within the stage."""
 
     def on_test_start(self, trainer, pl_module):
         pl_module.net[4].weight.data.copy_(torch.ones_like(pl_module.net[4].weight))
@@ -108,10 +111,10 @@ class SwapsAtStageStart(pl.Callback):
     def on_test_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         if batch_idx == 1:
             with torch.no_grad():
-                pl_module.net[4].weight.mul_(2)  # user code in the middle of a stage
+                pl_module.net[4].weight.mul_(2)
 
 
-def test_weights_swapped_for_a_stage_or_edited_in_it_are_seen():
+def test_weights_that_are_swapped_for_a_stage_or_edited_in_it_are_not_stale():
     module, callback = Convolutional(), frozen()
     assert_predicts_as_eager(callback, module)
     module.outputs.clear()
@@ -123,10 +126,10 @@ def test_weights_swapped_for_a_stage_or_edited_in_it_are_seen():
 
 def test_freezing_in_training_is_warned_about():
     with pytest.warns(CompileWarning, match="train_mode's option 'freezing' has no effect"):
-        InductorCompile({"options": {"freezing": True}}, None)
+        InductorCompile(FREEZING, None)
 
 
-def test_contents_of_every_kind_of_tensor():
+def test_hashes_cover_every_kind_of_tensor():
     module = nn.Module()
     for index, dtype in enumerate((torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex64)):
         module.register_buffer(f"b{index}", torch.ones(2, 3, dtype=dtype).t())
@@ -134,4 +137,113 @@ def test_contents_of_every_kind_of_tensor():
     assert content_hashes(copy.deepcopy(module)) == before
     module.b4[0, 0] = 2j
     assert content_hashes(module) != before
-    assert content_hashes(nn.Module()) == ()
+
+
+# ------------------------------------------------------------------------------------------ other kinds of weights
+
+
+class Predicts(pl.LightningModule):
+    """Predicts with a network, and edits it before the third batch."""
+
+    def __init__(self, net, edit):
+        super().__init__()
+        self.net, self.edit = net, edit
+
+    def predict_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.edit(self.net)
+        return self.net(batch[0])
+
+
+class Sparse(nn.Module):
+    def __init__(self, layout):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        dense = torch.eye(FEATURES) * 2
+        self.register_buffer("adjacency", dense.to_sparse_coo() if layout == "coo" else dense.to_sparse_csr())
+
+    def forward(self, x):
+        return self.linear((self.adjacency @ x.t()).t())
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(CLASSES))
+
+
+@torch.no_grad()
+def edit_lazy(net):
+    net[0].weight.mul_(3)
+
+
+def scale(net):
+    net.adjacency.mul_(3)
+
+
+def replace(net):
+    net.adjacency = net.adjacency * 5
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.filterwarnings("ignore:target 'net' runs eagerly in the infer phase")  # torch compiles none with CSR
+@pytest.mark.parametrize(
+    ("make", "edit"),
+    [
+        (lazy, edit_lazy),
+        (lambda: Sparse("coo"), scale),
+        (lambda: Sparse("coo"), replace),
+        (lambda: Sparse("csr"), scale),
+        (lambda: Sparse("csr"), replace),
+    ],
+)
+def test_lazy_and_sparse_weights_predict_as_eager(make, edit):
+    def predictions(*callbacks):
+        torch.manual_seed(1)  # lazy weights are initialized in the first call
+        return torch.cat(trainer(*callbacks).predict(Predicts(make(), edit), loader(4)))
+
+    callback = frozen(None, targets="net")
+    torch.testing.assert_close(predictions(callback), predictions(), rtol=1e-4, atol=1e-5)
+    if make is lazy:
+        assert callback.report.infer.graphs >= 1
+        assert callback.report.infer.fallbacks == 0
+
+
+class Subclass(nn.Module):
+    """Its weight is a tensor subclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        weight = self.linear.weight.detach()
+        self.linear.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+
+    def forward(self, x):
+        return self.linear(x).a
+
+
+def test_weights_of_a_tensor_subclass_are_frozen_and_follow_an_edit():
+    x = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
+    module = Subclass()
+    backend = InductorBackend(FREEZING, on_error="raise").build(module, x)
+    for factor in (1, 3):
+        with torch.no_grad():
+            module.linear.weight.mul_(factor)
+            torch.testing.assert_close(backend.infer(x), module.linear(x).a)
+    assert backend.report.infer.graphs == 2
+
+
+class OneDnn(nn.Linear):
+    """Has a buffer whose memory cannot be read."""
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+        self.register_buffer("packed", torch.ones(3).to_mkldnn())
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+def test_freezing_has_no_effect_if_a_buffer_cannot_be_read():
+    x = torch.ones(4, FEATURES)
+    with pytest.warns(CompileWarning, match="no effect on target 'forward' in the infer phase: 'packed'"):
+        backend = InductorBackend(FREEZING).build(OneDnn(), x)
+    assert backend.infer(x).shape == (4, CLASSES)
+    assert backend.report.infer.graphs == 1
+    backend.deactivate()

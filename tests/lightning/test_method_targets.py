@@ -1,9 +1,10 @@
-"""Method targets: what the module itself has in the method's place, and pickles of the module in mid-run."""
+"""Method targets: methods that the user has replaced, and pickles and copies of the module during a run."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import types
 
 import pytest
@@ -20,7 +21,7 @@ X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
 
 
 class Encoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = mlp()
 
@@ -31,51 +32,58 @@ class Encoder(nn.Module):
         return self.net(x)
 
 
-def doubled(module: nn.Module, method: str):
-    """A function that takes the place of a method, as a closure."""
+def as_closure(module, method):
     original = getattr(module, method)
-
-    def patched(*args, **kwargs):
-        return 2 * original(*args, **kwargs)
-
-    return patched
+    return lambda *args, **kwargs: 2 * original(*args, **kwargs)
 
 
-def as_method(module: nn.Module, method: str):
-    def patched(self, x):
-        return 2 * self.net(x)
-
-    return types.MethodType(patched, module)
+def as_method(module, method):
+    return types.MethodType(lambda self, x: 2 * self.net(x), module)
 
 
-class PatchesItsNet(Classifier):
-    """Sets a method of the instance; the step calls it."""
+class Patched(Classifier):
+    """Replaces a method of its net, before the run or at one batch."""
 
-    def __init__(self, method: str, patch) -> None:
+    def __init__(self, method, patch, at_batch=None):
         super().__init__(Encoder())
-        self.method = method
-        setattr(self.net, method, patch(self.net, method))
+        self.method, self.patch, self.at_batch = method, patch, at_batch
+        if at_batch is None:
+            self.replace_method()
+
+    def replace_method(self):
+        self.patched = self.patch(self.net, self.method)
+        setattr(self.net, self.method, self.patched)
 
     def training_step(self, batch, batch_idx):
+        if batch_idx == self.at_batch:
+            self.replace_method()
         out = self.net(batch[0]) if self.method == "forward" else self.net.encode(batch[0])
         loss = nn.functional.cross_entropy(out, batch[1])
         self.losses.append(loss.item())
         return loss
 
 
-@pytest.mark.parametrize("method", ["forward", "encode"])
-@pytest.mark.parametrize("patch", [doubled, as_method])
-def test_a_patched_method_is_what_is_compiled(method, patch):
+@pytest.mark.parametrize(
+    ("method", "patch", "at_batch"),
+    [
+        ("forward", as_closure, None),
+        ("forward", as_method, None),
+        ("encode", as_closure, None),
+        ("encode", as_method, None),
+        ("encode", as_closure, 3),
+    ],
+)
+def test_a_replaced_method_runs_as_in_eager_and_stays(method, patch, at_batch):
     def run(*callbacks):
-        module = seeded(lambda: PatchesItsNet(method, patch))
-        before = vars(module.net)[method]
+        module = seeded(lambda: Patched(method, patch, at_batch))
         trainer(*callbacks, limit_val_batches=0).fit(module, loader())
-        assert vars(module.net)[method] is before
+        assert vars(module.net)[method] is module.patched
         return module
 
     callback = InductorCompile(targets=f"net.{method}", baseline_steps=0, on_error="raise")
     compiled, eager = run(callback), run()
-    torch.testing.assert_close(torch.tensor(compiled.losses), torch.tensor(eager.losses))
+    torch.testing.assert_close(compiled.losses, eager.losses)
+    torch.testing.assert_close(getattr(compiled.net, method)(X), getattr(eager.net, method)(X))
     assert callback.report.train.graphs == 1
 
 
@@ -89,45 +97,14 @@ def test_a_method_of_the_instance_alone_is_a_target():
     restore(module)
 
 
-def test_repeated_blocks_of_which_one_is_patched_compute_what_they_compute_eagerly():
-    def block():
-        return nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU())
-
-    module = nn.Sequential(block(), block(), block())
-    module[1].forward = doubled(module[1], "forward")
+def test_repeated_blocks_with_a_replaced_forward_run_as_in_eager():
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()) for _ in range(3)))
+    module[1].forward = as_closure(module[1], "forward")
     expected = module(X)
     compile_phases(module, targets="repeated")
     torch.testing.assert_close(module(X), expected)
     restore(module)
 
-
-class PatchesInMidRun(PatchesItsNet):
-    def __init__(self) -> None:
-        super().__init__("encode", lambda module, method: None)
-        del self.net.encode
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 3:
-            self.net.encode = self.patched = doubled(self.net, "encode")
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_method_that_the_user_sets_in_mid_run_stays():
-    def run(*callbacks):
-        module = seeded(PatchesInMidRun)
-        trainer(*callbacks, limit_val_batches=0).fit(module, loader())
-        assert module.net.encode is module.patched
-        return module
-
-    callback = InductorCompile(targets="net.encode", baseline_steps=0)
-    compiled, eager = run(callback), run()
-    torch.testing.assert_close(torch.tensor(compiled.losses), torch.tensor(eager.losses))
-    graphs = callback.report.train.graphs
-    torch.testing.assert_close(compiled.net.encode(X), eager.net.encode(X))
-    assert callback.report.train.graphs == graphs == 1
-
-
-# ------------------------------------------------------------------------------------------ pickles
 
 USER_MODULE = """
 import lightning.pytorch as pl
@@ -151,7 +128,6 @@ class Model(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = Net()
-        self.pickled = None
         self.keep = None
 
     def training_step(self, batch, batch_idx):
@@ -170,41 +146,40 @@ sys.modules["compile_callbacks"] = None  # importing it fails
 sys.path.insert(0, sys.argv[1])
 import torch
 
-with open(sys.argv[2], "rb") as file:
-    model = pickle.load(file)
-with torch.no_grad():
-    model.net.linear.weight.zero_()
-    model.net.linear.bias.zero_()
-model.load_state_dict(model.state_dict())
-print(model.net.encode(torch.ones(2, 8)).tolist() == [[float(sys.argv[3])] * 3] * 2)
+for path in sys.argv[2:]:
+    with open(path, "rb") as file:
+        model = pickle.load(file)
+    with torch.no_grad():
+        model.net.linear.weight.zero_()
+        model.net.linear.bias.zero_()
+    model.load_state_dict(model.state_dict())
+    print(model.net.encode(torch.ones(2, 8)).unique().item())
 """
 
 
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
-@pytest.mark.parametrize(("patches", "value"), [(False, 0), (True, 1)])
-def test_a_pickle_of_mid_run_loads_without_this_library(patches, value, tmp_path, monkeypatch):
+def test_a_pickle_of_a_run_loads_without_this_library(tmp_path, monkeypatch):
     (tmp_path / "user_model.py").write_text(USER_MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(__import__("sys").modules, "user_model", raising=False)
+    monkeypatch.delitem(sys.modules, "user_model", raising=False)
     import user_model
 
     def keep(model):
         assert "encode" in vars(model.net)
         model.keep = None
-        (tmp_path / "model.pickle").write_bytes(pickle.dumps(model))
+        (tmp_path / model.pickle_name).write_bytes(pickle.dumps(model))
 
-    model = user_model.Model()
-    model.keep = keep
-    if patches:
-        model.net.encode = user_model.patched
-    trainer(InductorCompile(targets=["net.encode", "net.linear"], baseline_steps=0), limit_val_batches=0).fit(
-        model, loader()
-    )
-    printed = run_in_new_process(LOAD, tmp_path, tmp_path / "model.pickle", value)
-    assert printed.split() == ["True"]
+    for name in ("original", "patched"):
+        model = user_model.Model()
+        model.keep, model.pickle_name = keep, name
+        if name == "patched":
+            model.net.encode = user_model.patched
+        callback = InductorCompile(targets=["net.encode", "net.linear"], baseline_steps=0)
+        trainer(callback, limit_val_batches=0).fit(model, loader(4))
+    assert run_in_new_process(LOAD, tmp_path, tmp_path / "original", tmp_path / "patched").split() == ["0.0", "1.0"]
 
 
-def test_a_copy_of_mid_run_calls_its_own_method():
+def test_a_copy_of_a_compiled_module_calls_its_own_method():
     module = Encoder()
     compile_phases(module, targets="encode")
     module.encode(X)

@@ -1,10 +1,9 @@
-"""A trainer call in a hook of another one, with the same callback: the outer call continues as before."""
+"""A Trainer call in a hook or step of another one, with the same callback: the outer call continues as before."""
 
 from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -15,11 +14,11 @@ from compile_callbacks.report.file import FILE_NAME
 from tests.support.models import FEATURES, Classifier, loader, seeded, trainer
 from tests.support.wrong_passes import WrongForward
 
-pytestmark = pytest.mark.all_versions
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 
 class Tells(Classifier):
-    """Notes of each step whether it ran compiled: a pass makes the outputs of ReLU negative."""
+    """Records whether each step ran compiled: a pass makes the outputs of ReLU negative."""
 
     def __init__(self):
         super().__init__(nn.Sequential(nn.Linear(FEATURES, 3), nn.ReLU()))
@@ -35,14 +34,14 @@ class Tells(Classifier):
 
 
 class Validates(pl.Callback):
-    """Calls ``validate`` in one hook of the first epoch, or of all of them.
+    """Calls ``validate`` in a hook.
 
     Args:
-        ours: The callback that the inner trainer has, too.
+        ours: The callback, which the inner Trainer has too.
         hook: The hook.
         module: The module to validate; by default the one that is trained.
-        same_trainer: Whether the trainer that trains also validates, which Lightning supports at the end of a fit.
-        settings: Of the inner trainer.
+        same_trainer: Whether the Trainer that trains also validates, which Lightning supports at the end of a fit.
+        settings: Of the inner Trainer.
     """
 
     def __init__(self, ours, hook="on_train_epoch_end", *, module=None, same_trainer=False, **settings):
@@ -61,9 +60,8 @@ class Validates(pl.Callback):
 
 
 def compiler():
-    return InductorCompile(
-        targets=["net"], passes=[WrongForward("train"), WrongForward("infer")], baseline_steps=0, verify="off"
-    )
+    passes = [WrongForward("train"), WrongForward("infer")]
+    return InductorCompile(targets=["net"], passes=passes, baseline_steps=0, verify="off")
 
 
 def fit(*callbacks, module=None, **settings):
@@ -72,18 +70,28 @@ def fit(*callbacks, module=None, **settings):
     return module
 
 
-@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_batch_end", "on_validation_epoch_end"])
-@pytest.mark.parametrize("ours_first", [True, False])
-def test_fit_stays_compiled_after_a_validation_in_a_hook(hook, ours_first):
+def assert_clean(*modules):
+    for module in modules:
+        assert not module._load_state_dict_pre_hooks
+        assert "_compiled_call_impl" not in vars(module.net)
+
+
+@pytest.mark.parametrize(
+    ("hook", "ours_first"),
+    [("on_train_epoch_end", True), ("on_train_batch_end", False), ("on_validation_epoch_end", True)],
+)
+def test_fit_stays_compiled_after_a_validation_in_a_hook(hook, ours_first, tmp_path):
     ours = compiler()
-    inner = Validates(ours, hook)
-    module = fit(*((ours, inner) if ours_first else (inner, ours)))
+    inner = Validates(ours, hook, default_root_dir=tmp_path / "inner")
+    module = fit(*((ours, inner) if ours_first else (inner, ours)), default_root_dir=tmp_path / "outer")
     assert module.train_compiled == [True] * 6
     assert len(module.validation_compiled) > 2
     assert all(module.validation_compiled)
     assert (ours.report.train.graphs, ours.report.infer.graphs) == (1, 2)  # no_grad, and inference_mode
-    assert not module._load_state_dict_pre_hooks
-    assert "_compiled_call_impl" not in vars(module.net)
+    assert_clean(module)
+    calls = [{record["call"] for record in json.loads((tmp_path / folder / FILE_NAME).read_text())}
+             for folder in ("outer", "inner")]  # fmt: skip
+    assert calls == [{"fit"}, {"validate"}]
 
 
 def test_fit_stays_compiled_after_a_validation_in_a_step():
@@ -97,60 +105,50 @@ def test_fit_stays_compiled_after_a_validation_in_a_step():
     assert fit(ours, module=seeded(InStep)).train_compiled == [True] * 6
 
 
-def test_another_module_is_validated_compiled_and_then_the_fit_goes_on():
+def test_another_module_is_validated_compiled_and_the_fit_continues():
     ours, other = compiler(), seeded(Tells)
     module = fit(ours, Validates(ours, module=other))
     assert module.train_compiled == [True] * 6
     assert other.validation_compiled == [True] * 4
-    assert "_compiled_call_impl" not in vars(module.net) | vars(other.net)
+    assert_clean(module, other)
     assert (ours.report.train.graphs, ours.report.infer.graphs) == (1, 1)
 
 
-def test_each_call_writes_its_report_into_its_own_folder(tmp_path):
-    ours = compiler()
-    fit(ours, Validates(ours, default_root_dir=tmp_path / "inner"), default_root_dir=tmp_path / "outer")
-    for folder, calls in (("outer", ["fit"]), ("inner", ["validate", "validate"])):
-        records = json.loads(Path(tmp_path, folder, FILE_NAME).read_text())
-        assert [record["call"] for record in records] == calls
-
-
-def test_a_fit_whose_trainer_validates_at_its_end_writes_its_report(tmp_path):
+def test_a_trainer_that_validates_at_the_end_of_its_fit_writes_both_reports(tmp_path):
     ours = compiler()
     module = fit(ours, Validates(ours, "on_train_end", same_trainer=True), default_root_dir=tmp_path)
-    assert [record["call"] for record in json.loads(Path(tmp_path, FILE_NAME).read_text())] == ["validate", "fit"]
+    assert [record["call"] for record in json.loads((tmp_path / FILE_NAME).read_text())] == ["validate", "fit"]
     assert all(module.validation_compiled)
-    assert not module._load_state_dict_pre_hooks
+    assert_clean(module)
+
+
+class Fails(Tells):
+    def training_step(self, batch, batch_idx):
+        raise KeyError("by design")
+
+    validation_step = training_step
 
 
 def test_fit_stays_compiled_after_an_inner_call_that_raised():
-    class Fails(Tells):
-        def validation_step(self, batch, batch_idx):
-            raise KeyError("by design")
-
     class Catches(Validates):
         def validate(self, *args):
             with pytest.raises(KeyError, match="by design"):
                 super().validate(*args)
 
-    ours = compiler()
-    other = Fails()
+    ours, other = compiler(), Fails()
     module = fit(ours, Catches(ours, module=other))
     assert module.train_compiled == [True] * 6
-    assert not other._load_state_dict_pre_hooks
+    assert_clean(module, other)
 
 
-def test_a_fit_whose_end_was_never_announced_does_not_count_as_outer():
+def test_a_fit_without_an_end_does_not_count_as_the_outer_call():
     class RaisesToo(pl.Callback):
         def on_exception(self, *args):
             raise ValueError("in on_exception")
-
-    class Fails(Tells):
-        def training_step(self, batch, batch_idx):
-            raise KeyError("by design")
 
     ours = compiler()
     with pytest.raises(ValueError, match="in on_exception"):
         fit(RaisesToo(), ours, module=Fails())
     module = fit(ours)
     assert module.train_compiled == [True] * 6
-    assert "_compiled_call_impl" not in vars(module.net)
+    assert_clean(module)

@@ -1,4 +1,4 @@
-"""Targets that torch.compile cannot compile run as they are: TorchScript modules and async functions."""
+"""Targets that torch.compile cannot compile run eagerly: TorchScript modules and async functions."""
 
 from __future__ import annotations
 
@@ -17,27 +17,17 @@ from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trai
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 
 
-def scripted(module: nn.Module) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates TorchScript
-        return torch.jit.script(module)
-
-
-def traced(module: nn.Module) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.trace(module, torch.ones(2, FEATURES))
-
-
 class WithScript(Classifier):
     """Its step calls a scripted and a traced child before the network."""
 
     forward = pl.LightningModule.forward
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.scripted = scripted(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()))
-        self.traced = traced(nn.Linear(FEATURES, FEATURES))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates TorchScript
+            self.scripted = torch.jit.script(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()))
+            self.traced = torch.jit.trace(nn.Linear(FEATURES, FEATURES), torch.ones(2, FEATURES))
 
     def training_step(self, batch, batch_idx):
         return super().training_step((self.traced(self.scripted(batch[0])), batch[1]), batch_idx)
@@ -46,19 +36,19 @@ class WithScript(Classifier):
         self.validation_outputs.append(self.net(self.traced(self.scripted(batch[0]))))
 
 
-def trained(make, *callbacks) -> Classifier:
+def trained(make, *callbacks):
     module = seeded(make)
     trainer(*callbacks).fit(module, loader(), loader(2))
     return module
 
 
-def assert_equal_runs(one: Classifier, other: Classifier) -> None:
-    torch.testing.assert_close(torch.tensor(one.losses), torch.tensor(other.losses))
+def assert_equal_runs(one, other):
+    torch.testing.assert_close(one.losses, other.losses)
     torch.testing.assert_close(one.validation_outputs, other.validation_outputs)
     torch.testing.assert_close(one.state_dict(), other.state_dict())
 
 
-def test_script_children_are_no_default_targets():
+def test_script_children_are_not_default_targets():
     callback = InductorCompile(baseline_steps=0, on_error="raise")
     assert_equal_runs(trained(WithScript, callback), trained(WithScript))
     for phase in (callback.report.train, callback.report.infer):
@@ -66,29 +56,19 @@ def test_script_children_are_no_default_targets():
         assert (phase.graphs, phase.graph_breaks, phase.fallbacks) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["scripted", "traced", "scripted.forward"])
-def test_a_named_script_module_runs_as_it_is_and_is_warned_about(name):
-    callback = InductorCompile(targets=[name, "net"], baseline_steps=0)
-    with pytest.warns(CompileWarning, match=f"target '{name}' is not compiled: it is a TorchScript module"):
+@pytest.mark.parametrize("targets", [["traced", "net"], ["scripted.forward", "net"], ["scripted"]])
+def test_a_named_script_module_runs_eagerly_with_a_warning(targets):
+    callback = InductorCompile(targets=targets, baseline_steps=0)
+    with pytest.warns(CompileWarning, match=f"target '{targets[0]}' is not compiled: it is a TorchScript module"):
         module = trained(WithScript, callback)
     eager = trained(WithScript)
     assert_equal_runs(module, eager)
-    assert callback.report.train.targets == ("net",)
+    assert callback.report.train.targets == tuple(targets[1:])
     assert vars(module.scripted).keys() == vars(eager.scripted).keys()
 
 
-def test_a_run_whose_only_target_is_a_script_module_is_eager():
-    callback = InductorCompile(targets="scripted", baseline_steps=0)
-    with pytest.warns(CompileWarning, match="target 'scripted' is not compiled"):
-        module = trained(WithScript, callback)
-    assert_equal_runs(module, trained(WithScript))
-    assert callback.report.train.graphs == 0
-
-
 class Asynchronous(nn.Module):
-    """Its forward, or its method, is an async function."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = mlp()
 
@@ -102,59 +82,50 @@ class Asynchronous(nn.Module):
         yield self.net(x)
 
 
-class AwaitsForward(Classifier):
+class Awaits(Classifier):
+    """Awaits the call, or a method, of its net."""
+
     forward = pl.LightningModule.forward
 
-    def __init__(self) -> None:
+    def __init__(self, method):
         super().__init__(Asynchronous())
+        self.method = method
 
-    def called(self, x):
-        return self.net(x)
+    def coroutine(self, x):
+        if self.method != "stream":
+            return self.net(x) if self.method == "call" else getattr(self.net, self.method)(x)
+
+        async def last():
+            return [value async for value in self.net.stream(x)][-1]
+
+        return last()
 
     def training_step(self, batch, batch_idx):
-        coroutine = self.called(batch[0])
+        coroutine = self.coroutine(batch[0])
         assert inspect.iscoroutine(coroutine)
         loss = nn.functional.cross_entropy(asyncio.run(coroutine), batch[1])
         self.losses.append(loss.item())
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.validation_outputs.append(asyncio.run(self.called(batch[0])))
-
-
-class AwaitsEncode(AwaitsForward):
-    def called(self, x):
-        return self.net.encode(x)
-
-
-class Streams(AwaitsForward):
-    def called(self, x):
-        async def last():
-            return [value async for value in self.net.stream(x)][-1]
-
-        return last()
+        self.validation_outputs.append(asyncio.run(self.coroutine(batch[0])))
 
 
 @pytest.mark.parametrize(
-    ("make", "targets", "name"),
-    [
-        (AwaitsForward, None, "net"),
-        (AwaitsForward, "net", "net"),
-        (AwaitsForward, "net.forward", "net.forward"),
-        (AwaitsEncode, "net.encode", "net.encode"),
-        (Streams, "net.stream", "net.stream"),
-    ],
+    ("method", "targets"),
+    [("call", None), ("call", "net"), ("forward", "net.forward"), ("encode", "net.encode"), ("stream", "net.stream")],
 )
-def test_an_async_target_returns_a_coroutine_and_is_warned_about(make, targets, name):
+def test_an_async_target_returns_a_coroutine_with_a_warning(method, targets):
     callback = InductorCompile(targets=targets, baseline_steps=0)
-    with pytest.warns(CompileWarning, match=f"target '{name}' is not compiled: its .* is an async function"):
-        module = trained(make, callback)
-    assert_equal_runs(module, trained(make))
-    # The first steps call the module below an async forward too, so it is a default target.
+    message = f"target '{targets or 'net'}' is not compiled: its .* is an async function"
+    with pytest.warns(CompileWarning, match=message):
+        module = trained(lambda: Awaits(method), callback)
+    assert_equal_runs(module, trained(lambda: Awaits(method)))
+    # The first steps call the module inside an async forward too, so it is a default target.
     assert callback.report.train.targets == (("net.net",) if targets is None else ())
 
 
-def test_an_async_forward_of_the_instance_is_left_as_it_is():
+def test_an_async_forward_of_the_instance_stays():
     module = mlp()
 
     async def patched(x):

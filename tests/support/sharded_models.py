@@ -49,7 +49,7 @@ class Blocks(nn.Module):
 
 
 class Whole(pl.LightningModule):
-    """Trains `Blocks`, and keeps what it saw."""
+    """Trains `Blocks`, and keeps the losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,9 +91,14 @@ class Sharded(Whole):
         if isinstance(self.net, FSDPModule):
             return
         settings = {"mesh": self.device_mesh["data_parallel"], "mp_policy": self.policy}
-        for layer in self.net.layers if self.by_block else ():
-            fully_shard(layer, **settings)
-        fully_shard(self.net, **settings)
+        shard_blocks(self.net, **settings) if self.by_block else fully_shard(self.net, **settings)
+
+
+def shard_blocks(net: Blocks, **settings: Any) -> nn.Module:
+    """Shard each block, and the rest around the blocks."""
+    for layer in net.layers:
+        fully_shard(layer, **settings)
+    return fully_shard(net, **settings)
 
 
 def data() -> TensorDataset:
