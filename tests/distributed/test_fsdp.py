@@ -240,7 +240,7 @@ def test_sharded_blocks_that_differ_have_separate_graphs(mesh, targets):
     torch.testing.assert_close(losses[1], losses[0], **FLOAT32)
     torch.testing.assert_close(gradients[1], gradients[0], **FLOAT32)
     assert sum(gradient is not None for gradient in gradients[1]) > 10
-    # The user asked for a shared graph, so a warning says that there is none.
+    # The user asked for a shared graph, so a warning says that the blocks share no graph.
     with pytest.warns(match="share no graph") if targets else contextlib.nullcontext():
         report = report_of(net).train
     assert report.graphs == BLOCKS

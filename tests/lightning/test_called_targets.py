@@ -160,7 +160,7 @@ def test_layers_that_a_step_calls_in_a_loop_share_one_graph():
     callback = InductorCompile("default", None, baseline_steps=0)
     before = counters["stats"]["unique_graphs"]
     trainer(callback, limit_val_batches=0).fit(Looped(), loader(4))
-    # The first block's input needs no gradient, so it has a graph of its own.
+    # The first block's input needs no gradient, so it has a separate graph.
     assert callback.report.train.targets == ("net.blocks.* (3 blocks, 2 graphs)",)
     assert counters["stats"]["unique_graphs"] == before + 2
 

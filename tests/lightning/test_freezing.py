@@ -16,7 +16,7 @@ from compile_callbacks.runtime.freezing import content_hashes
 from tests.support.convolutional import Convolutional, eager, images
 from tests.support.models import CLASSES, FEATURES, loader, trainer
 
-pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go")]
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 
 FREEZING = {"freezing": True}
 
@@ -69,7 +69,7 @@ def swap_through_data(module):
 
 
 def replace_parameter(module):
-    module.net[0].weight = nn.Parameter(torch.ones_like(module.net[0].weight))
+    module.net[0].weight = nn.Parameter(2 * torch.ones_like(module.net[0].weight))
 
 
 def exchange_channels(module):

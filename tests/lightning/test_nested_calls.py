@@ -34,15 +34,7 @@ class Tells(Classifier):
 
 
 class Validates(pl.Callback):
-    """Calls ``validate`` in a hook.
-
-    Args:
-        ours: The callback, which the inner Trainer has too.
-        hook: The hook.
-        module: The module to validate; by default the one that is trained.
-        same_trainer: Whether the Trainer that trains also validates, which Lightning supports at the end of a fit.
-        settings: Of the inner Trainer.
-    """
+    """Calls ``validate`` in a hook, with another Trainer or with the same one, which Lightning supports after a fit."""
 
     def __init__(self, ours, hook="on_train_epoch_end", *, module=None, same_trainer=False, **settings):
         self.ours, self.module, self.same_trainer, self.settings = ours, module, same_trainer, settings
@@ -89,9 +81,8 @@ def test_fit_stays_compiled_after_a_validation_in_a_hook(hook, ours_first, tmp_p
     assert all(module.validation_compiled)
     assert (ours.report.train.graphs, ours.report.infer.graphs) == (1, 2)  # no_grad, and inference_mode
     assert_clean(module)
-    calls = [{record["call"] for record in json.loads((tmp_path / folder / FILE_NAME).read_text())}
-             for folder in ("outer", "inner")]  # fmt: skip
-    assert calls == [{"fit"}, {"validate"}]
+    for folder, call in (("outer", "fit"), ("inner", "validate")):
+        assert {record["call"] for record in json.loads((tmp_path / folder / FILE_NAME).read_text())} == {call}
 
 
 def test_fit_stays_compiled_after_a_validation_in_a_step():

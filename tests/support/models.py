@@ -1,4 +1,4 @@
-"""Tiny models and data, and a trainer without frills."""
+"""Tiny models and data, and a Trainer without output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mlp() -> nn.Sequential:
 
 
 class Classifier(pl.LightningModule):
-    """Calls ``self(x)`` in validation and ``self.net(x)`` in training; keeps what it saw."""
+    """Calls ``self(x)`` in validation and ``self.net(x)`` in training; keeps losses and validation outputs."""
 
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Classifier(pl.LightningModule):
 
 
 class ChildOnly(Classifier):
-    """A LightningModule without a forward of its own."""
+    """A LightningModule without a ``forward``."""
 
     forward = pl.LightningModule.forward
 

@@ -73,7 +73,7 @@ class Whole(pl.LightningModule):
 
 
 class WholeForward(Whole):
-    """Has a ``forward`` of its own, which its steps do not call."""
+    """Has a ``forward``, which its steps do not call."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)
