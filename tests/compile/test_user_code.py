@@ -172,13 +172,13 @@ def gradients(net, *batches):
 
 
 @pytest.mark.parametrize(
-    ("make_net", "sizes", "wrong_size"),
-    [(relu_layer, (8, 5, 8), 5), (Breaking, (8,), None)],
+    ("make_net", "sizes", "wrong_sizes"),
+    [(relu_layer, (8, 5, 8), (5,)), (Breaking, (8,), ())],
     ids=["of a later call", "behind a graph break"],
 )
-def test_a_graph_that_differs_does_not_change_the_recomputation_of_a_checkpoint(compiled, make_net, sizes, wrong_size):
+def test_a_graph_that_differs_does_not_change_the_recomputation_of_a_checkpoint(compiled, make_net, sizes, wrong_sizes):
     eager = make_net()
-    wrong = WrongForward("train", batch_size=wrong_size)
+    wrong = WrongForward("train", *wrong_sizes)
     ours = compiled(copy.deepcopy(eager), passes=[wrong], verify="eager", train_mode={"dynamic": False})
     batches = [torch.randn(size, FEATURES) for size in sizes]
     with pytest.warns(CompileWarning, match="it runs eagerly from here on"):
