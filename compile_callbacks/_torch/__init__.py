@@ -15,3 +15,4 @@ from compile_callbacks._torch import export as export
 from compile_callbacks._torch import graphs as graphs
 from compile_callbacks._torch import inductor as inductor
 from compile_callbacks._torch import passes as passes
+from compile_callbacks._torch import trace as trace

@@ -93,6 +93,9 @@ class InductorCompile(Callback):
             starts in a fraction of the time, also on another machine of the same kind. The folder is created if it is
             missing, and must belong to you, because its code is run. ``None``: torch's own folder.
         keep_compiled: Leave the module compiled after the run. The grad mode of each call then tells the phase.
+        trace_dir: The folder for torch's structured trace of the run, which ``tlparse`` reads. The trace contains all
+            compiles of the process, including your own. If verification finds a difference, a script that reproduces
+            it is written there, too. ``None``: no trace.
 
     Raises:
         ValueError: A value is not one of the choices. Targets are resolved when the trainer starts.
@@ -121,6 +124,7 @@ class InductorCompile(Callback):
         new_shapes: NewShapes = "auto",
         cache_dir: str | os.PathLike[str] | None = None,
         keep_compiled: bool = False,
+        trace_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(keep_compiled, bool):
             raise TypeError(with_code("CC202", f"keep_compiled={keep_compiled!r} must be True or False"))
@@ -134,6 +138,7 @@ class InductorCompile(Callback):
             on_error=on_error,
             verify=verify,
             new_shapes=new_shapes,
+            trace_dir=trace_dir,
         )
         self.keep_compiled = keep_compiled
         for message in self.arguments.without_effect(keep_compiled=keep_compiled):

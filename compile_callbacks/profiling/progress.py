@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compile_callbacks._utils.messages import in_one_line
-from compile_callbacks._utils.phases import Phase
+from compile_callbacks._utils.phases import PHASES, Phase
 
 if TYPE_CHECKING:
     from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey
@@ -49,12 +49,21 @@ class CompileProgress:
     def __init__(
         self, print_line: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.last_seconds: Mapping[str, float] = {}
-        """How long the compiles of the last run took, by the name of `compile_name`."""
+        self.seconds: dict[Phase, dict[str, float]] = {}
+        """How long the longest compile of each target took, for those that got a line."""
+        self._last: dict[Phase, dict[str, float]] = {}
         self._print_line = print_line
         self._clock = clock
         self._over: threading.Event | None = None
         self._events: Counter[tuple[str, Phase]] = Counter()
+
+    def set_last_seconds(self, seconds: Mapping[str, object]) -> None:
+        """Take the `seconds` of the last run. Values of another type are ignored."""
+        for phase in PHASES:
+            of_phase = seconds.get(phase)
+            for target, value in of_phase.items() if isinstance(of_phase, Mapping) else ():
+                if isinstance(value, float):
+                    self._last.setdefault(phase, {})[target] = value
 
     def compile_begins(self, key: CompileKey) -> None:
         """Print a line after a second of compiling, and further lines until `compile_ends`."""
@@ -93,13 +102,11 @@ class CompileProgress:
         what = f"{key.target!r} for the {key.phase} phase"
         if over.wait(FIRST_LINE_SECONDS):
             return
-        last = self.last_seconds.get(compile_name(key))
-        self._print_line(f"compiling {what} ..." + (f" (took {last:.1f} s in the last run)" if last else ""))
+        last = self._last.get(key.phase, {}).get(key.target)
+        self._print_line(f"compiling {what} ..." + (f" ({last:.1f} s in the last run)" if last else ""))
         while not over.wait(LINE_SECONDS):
             self._print_line(f"still compiling {what}: {self._clock() - started:.0f} s")
-        self._print_line(f"compiled {what} in {self._clock() - started:.1f} s")
-
-
-def compile_name(key: CompileKey) -> str:
-    """Return the name of a target's compile for a phase, as `ModelRecord` keeps it."""
-    return f"{key.phase} {key.target}" + (f" {key.candidate}" if key.candidate else "")
+        seconds = self._clock() - started
+        self._print_line(f"compiled {what} in {seconds:.1f} s")
+        of_phase = self.seconds.setdefault(key.phase, {})
+        of_phase[key.target] = max(round(seconds, 1), of_phase.get(key.target, 0.0))

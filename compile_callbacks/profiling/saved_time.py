@@ -52,15 +52,15 @@ class Savings(NamedTuple):
 
     Attributes:
         net_seconds: Seconds that compiled steps saved, after subtracting the steps that compiled.
+        saved_seconds: Seconds that the compiled steps in which nothing compiled saved.
         break_even_steps: Number of compiled steps after which the net is positive; infinite if a step saves nothing.
-        steps: Numbers of steps in the phase.
-        seconds: The net after each of these steps.
+        curve: Numbers of steps in the phase, and the net after them.
     """
 
     net_seconds: float
+    saved_seconds: float
     break_even_steps: float
-    steps: list[int]
-    seconds: list[float]
+    curve: list[tuple[int, float]]
 
 
 class _Key(NamedTuple):
@@ -78,7 +78,7 @@ class _Bin:
         self.ms: defaultdict[_Key, float] = defaultdict(float)
 
     def saved_ms(self, eager_ms: Mapping[str, float]) -> float:
-        """Return what the steps saved. In a stage without eager steps, only the time of compiling counts."""
+        """Return the time that the steps saved. In a stage without eager steps, only the time of compiling counts."""
         found = 0.0
         for key, steps in self.steps.items():
             if key.stage in eager_ms:
@@ -129,16 +129,16 @@ class SavedTime:
         """
         if not any(key.stage in eager_ms for key in self._total.steps):
             return None
-        net_ms, seconds = -other_seconds * 1000, []
+        net_ms, curve = -other_seconds * 1000, []
         for found in self._bins:
             net_ms += found.saved_ms(eager_ms)
-            seconds.append(float(f"{net_ms / 1000:.4g}"))
+            curve.append((found.last_step, float(f"{net_ms / 1000:.4g}")))
         count, saved_ms = 0, 0.0  # of the steps in which nothing compiled
         for key, steps in self._total.steps.items():
             if key.stage in eager_ms and not key.compiling:
                 count, saved_ms = count + steps, saved_ms + steps * eager_ms[key.stage] - self._total.ms[key]
         break_even_steps = (saved_ms - net_ms) * count / saved_ms if saved_ms > 0 else math.inf
-        return Savings(net_ms / 1000, max(0.0, break_even_steps), [found.last_step for found in self._bins], seconds)
+        return Savings(net_ms / 1000, saved_ms / 1000, max(0.0, break_even_steps), curve)
 
     def _add(self, key: _Key, steps: int, ms: float) -> None:
         for found in (self._bins[-1], self._total):

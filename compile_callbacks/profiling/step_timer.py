@@ -215,14 +215,9 @@ class StepTimer:
         return {workload: tuple(ms) for workload, ms in self._samples[phase, compiled, candidate].items()}
 
     def seconds_saved(self, phase: Phase) -> float:
-        """Estimate the time that compiled steps have saved, for the recompile budget: 0 without a baseline."""
-        eager, compiled = (
-            [ms for samples in side.values() for ms in samples]
-            for side in (self.baseline(phase), self.samples(phase, compiled=True))
-        )
-        if not (eager and compiled):
-            return 0.0
-        return (fmean(eager) - fmean(compiled)) * self.compiled_steps(phase) / 1e3
+        """Return the time that compiled steps saved, for the recompile budget; 0 without a baseline."""
+        savings = self.savings(phase)
+        return savings.saved_seconds if savings else 0.0
 
     def times(self, phase: Phase, candidate: str | None = None) -> StepTimes:
         """Return the samples of the workload that most compiled steps have; of several, the latest.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.mode import EAGER, USER
 from compile_callbacks.config.tune import Settings, Tune
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind
 from compile_callbacks.profiling.memory import PeakMemory
+from compile_callbacks.profiling.saved_time import Savings
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, speedup_interval, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
 from compile_callbacks.report.report import CompileReport, PhaseDiagnostics, PhaseReport, Verdict
@@ -74,8 +75,8 @@ def build_phase_report(
     speedup = eager_ms / compiled_ms if verdict in ("faster", "slower") and eager_ms and compiled_ms else None
     if verdict == "faster" and savings is not None and savings.net_seconds <= 0:
         verdict = "compile time not repaid"
-    if verdict is None and settings is not None and timer.compiled_steps(phase, candidate) and not graphs.total():
-        verdict = "not compiled"
+    if verdict is None and details and settings is not None and timer.compiled_steps(phase, candidate):
+        verdict = "too few samples" if graphs.total() else "not compiled"
     folded_mib = [event.folded_mib for event in of("fold") if event.folded_mib is not None]
     saved: dict[str, float] = {}
     for event in of("compile"):
@@ -122,7 +123,7 @@ def build_phase_report(
             ),
             trials=tuple(trial.to_dict() for trial in trials),
             series=timer.series(phase) if details else (),
-            net_series={"steps": savings.steps, "seconds": savings.seconds} if savings and details else {},
+            net_series=_series(savings) if savings and details else {},
             restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
             events=tuple(event.to_dict() for event in recorder.events if details and event.phase == phase),
         ),
@@ -136,6 +137,10 @@ def uncompiled_report(configs: Mapping[Phase, Settings], left_alone: frozenset[P
         phase: PhaseReport(mode=config.describe() if config else modes[phase]) for phase, config in configs.items()
     }
     return CompileReport(train=phases["train"], infer=phases["infer"])
+
+
+def _series(savings: Savings) -> dict[str, Any]:
+    return {"steps": [step for step, _ in savings.curve], "seconds": [seconds for _, seconds in savings.curve]}
 
 
 def compare(times: StepTimes) -> Verdict | None:

@@ -33,7 +33,7 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     """Return the verdict of a phase in a sentence; empty if no step was to run compiled."""
     found = report.diagnostics
     eager_ms, compiled_ms, net = report.eager_step_ms, report.compiled_step_ms, report.net_seconds_saved
-    times = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms" if eager_ms and compiled_ms else f"{_ms(compiled_ms)} ms a step"
+    times = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms"
     compiling = _duration(report.compile_seconds or 0)
     speedup = report.speedup or 1.0
     match report.verdict:
@@ -52,10 +52,11 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
             spread = max(found.eager_spread_ms or 0, found.compiled_spread_ms or 0)
             both = f"{_ms(eager_ms)} vs {_ms(compiled_ms)} ms, spread {_ms(spread)}"
             return f"no difference ({both}), {compiling} spent compiling"
-        case "too few samples" if eager_ms is None:
-            return f"too few samples: no eager steps of the same workload to compare with ({times})"
+        case "too few samples" if eager_ms is None or compiled_ms is None:
+            side = "eager" if eager_ms is None else "compiled"
+            return f"too few samples: no {side} steps of the same workload to compare, {compiling} spent compiling"
         case "too few samples":
-            return f"too few samples: {report.samples} of each, {MIN_SAMPLES} are needed ({times})"
+            return f"too few samples ({times}): {report.samples} of each, {MIN_SAMPLES} are needed"
         case "not compiled":
             why, code = _why_uncompiled(report)
             return f"not compiled: {why}" + (f", see {code}" if code else "")
@@ -107,8 +108,7 @@ def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     unpaid = verdict == "compile time not repaid"
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
     yield cached if unpaid and report.break_even_steps != math.inf else None
-    more = "baseline_steps=10 measures eager steps" if report.eager_step_ms is None else "run more steps"
-    yield f"{more}, to compare {phase} with eager" if verdict == "too few samples" else None
+    yield f"run more {phase} steps, with baseline_steps=10" if verdict == "too few samples" else None
     yield f"{phase}_mode='auto' tries other modes" if verdict == "no difference" else None
 
 

@@ -60,6 +60,7 @@ class CompileArguments:
         passes: object,
         cache_dir: str | os.PathLike[str] | None,
         baseline_steps: object = 0,
+        trace_dir: str | os.PathLike[str] | None = None,
         **target_settings: Any,
     ) -> CompileArguments:
         """Check the arguments that a user gave.
@@ -84,7 +85,7 @@ class CompileArguments:
             left_alone=frozenset(phase for phase, mode in modes.items() if mode is None),
             targets=check_target_names(targets),
             passes=checked_passes,
-            target_settings=TargetSettings(**target_settings),
+            target_settings=TargetSettings(**target_settings, trace_dir=_as_path("trace_dir", trace_dir)),
             cache_dir=check_folder("cache_dir", cache_dir),
             baseline_steps=baseline_steps,
         )
@@ -93,6 +94,11 @@ class CompileArguments:
     def compiles(self) -> bool:
         """Whether a phase is compiled."""
         return any(self.configs.values())
+
+    @property
+    def trace_dir(self) -> Path | None:
+        """The folder for torch's structured trace, and for scripts that reproduce a difference from eager."""
+        return self.target_settings.trace_dir
 
     def without_effect(self, **others: object) -> list[str]:
         """Return a message for each argument that has no effect.
@@ -104,7 +110,7 @@ class CompileArguments:
         messages = []
         if train is not None and train.freezes:
             messages.append("train_mode's option 'freezing' has no effect: weights that are trained are not frozen")
-        given = {"passes": self.passes, "cache_dir": self.cache_dir, **others}
+        given = {"passes": self.passes, "cache_dir": self.cache_dir, "trace_dir": self.trace_dir, **others}
         if not self.compiles and (name := next((name for name, value in given.items() if value), None)):
             messages.append(f"{name} has no effect: neither train_mode nor infer_mode compiles")
         return messages
@@ -130,7 +136,16 @@ class CompileArguments:
             "verify": self.target_settings.verify,
             "new_shapes": self.target_settings.new_shapes,
             "cache_dir": self.cache_dir and str(self.cache_dir),
+            "trace_dir": self.trace_dir and str(self.trace_dir),
         }
+
+
+def _as_path(argument: str, value: object) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        raise TypeError(with_code("CC202", f"{argument}={value!r} must be a path"))
+    return Path(value)
 
 
 def explain_unknown_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:

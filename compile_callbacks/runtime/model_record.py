@@ -15,7 +15,7 @@ from compile_callbacks.passes.base import pass_identity
 
 VERSION = 1
 
-_SECTIONS = ("winners", "shapes")
+_SECTIONS = ("winners", "shapes", "compile_seconds")
 _MAX_ENTRIES = 50  # the latest of each section, so that a new batch size in each run does not fill the file
 
 
@@ -24,6 +24,7 @@ class ModelRecord:
 
     - ``"winners"``: the winner of a `Tune` by the key of the conditions that it was measured under.
     - ``"shapes"``: by phase and target, the dimensions of its inputs that vary.
+    - ``"compile_seconds"``: by phase and target, the time of the longest compile.
 
     A file that is missing, damaged or of another version reads as an empty record. A file that cannot be written costs
     the record, not the run. The new file replaces the old one as a whole, and only its owner can read it.

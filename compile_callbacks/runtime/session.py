@@ -112,6 +112,7 @@ class Session:
         self._warnings = SessionWarnings(
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
         )
+        self._trace = _torch.trace.StructuredTrace(arguments.trace_dir) if arguments.trace_dir else None
         self._gpu = StepsOnGpu(module)
         self.running = False
         """Whether a Trainer run is in progress."""
@@ -156,6 +157,9 @@ class Session:
             read_only = not self._processes.is_global_zero
             self._shapes.record = ModelRecord(self._arguments.cache_dir, model, read_only=read_only)
             self._shapes.load()
+            self._progress.set_last_seconds(self._shapes.record.load()["compile_seconds"])
+        if self._trace is not None:
+            self._trace.start()
         self._recorder.listen()
         self._switch.install()
         for tuning in self._tunings.values():
@@ -172,7 +176,8 @@ class Session:
             self._processes.leave,
             self._recorder.stop,
             self._measurements.timer.discard_step,
-            *((self._warnings.check_cache_dir, cache.end, self._shapes.save) if cache is not None else ()),
+            *((self._trace.stop,) if self._trace is not None else ()),
+            *((self._warnings.check_cache_dir, cache.end, self._save_record) if cache is not None else ()),
             self._stay_compiled if keep_compiled else self._switch.remove,
         )
         with contextlib.ExitStack() as remaining:  # an exception in one part does not prevent the others
@@ -433,6 +438,13 @@ class Session:
         """The targets for the report of a phase: the named ones, or those that compiled steps called."""
         called = self._switch.called_targets(phase)
         return [target for target in self._switch.targets if not self._finds_targets or target.name in called]
+
+    def _save_record(self) -> None:
+        """Write the observed shapes, and how long compiles took, into the file of the model."""
+        self._shapes.save()
+        if (record := self._shapes.record) is not None:
+            for phase, seconds in self._progress.seconds.items():
+                record.update("compile_seconds", phase, record.load()["compile_seconds"].get(phase, {}) | seconds)
 
     def _stay_compiled(self) -> None:
         for tuning in self._tunings.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from compile_callbacks import _torch
@@ -37,6 +38,7 @@ class TargetSettings:
         new_shapes: The reaction if an input has a new shape.
         on_trial: Whether the config is a candidate of a `Tune`. A candidate that fails or differs runs eagerly
             with any of the other settings, and the `Tune` drops it. Its warnings are issued if it is chosen.
+        trace_dir: The folder for scripts that reproduce a difference from eager.
 
     Raises:
         ValueError: A value is not one of the choices.
@@ -46,6 +48,7 @@ class TargetSettings:
     verify: Verify = "off"
     new_shapes: NewShapes = "auto"
     on_trial: bool = False
+    trace_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.verify, bool):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError, with_code
-from compile_callbacks._utils.messages import describe_failure
+from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.accuracy import (
     Comparison,
@@ -93,7 +94,8 @@ class Verification:
     def _call_first(self, first: _FirstCall, inputs: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
         """The function for later calls, and the outputs of this one."""
         try:
-            accepted = self._accepts(first.compare(inputs, self._names(inputs)), first.options)
+            comparison = first.compare(inputs, self._names(inputs))
+            accepted = self._accepts(comparison, first.options, self._write_repro(comparison, first, inputs))
         except _CompiledGraphFailedError as failure:
             if self._fallback.settings.on_error == "raise":
                 raise self._fallback.as_compile_error(failure.error) from failure.error
@@ -105,7 +107,7 @@ class Verification:
         first.undo()
         return first.eager.forward, first.eager.forward(*inputs)
 
-    def _accepts(self, comparison: Comparison, options: Mapping[str, Any]) -> bool:
+    def _accepts(self, comparison: Comparison, options: Mapping[str, Any], repro: str = "") -> bool:
         """Report a comparison, and decide whether the compiled graph is used."""
         settings, (target, phase) = self._fallback.settings, self._key[:2]
         self._recorder.record("verify", self._key, **vars(comparison))
@@ -117,6 +119,7 @@ class Verification:
         message = f"target {target!r} differs from eager in the {phase} phase: {comparison.reason}"
         if "numerics" in _torch.inductor.option_names() and options.get("numerics", "default") == "default":
             message += "; options={'numerics': 'strict'} computes more as eager does, and is slower"
+        message += repro
         if settings.verify == "raise":
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
         if settings.verify == "eager":
@@ -125,6 +128,20 @@ class Verification:
             message += "; it runs eagerly from here on (verify='eager')"
         self._fallback.warn_after_call("CC302", message)
         return settings.verify != "eager"
+
+    def _write_repro(self, comparison: Comparison, first: _FirstCall, inputs: Sequence[Any]) -> str:
+        """Write a script that reproduces a difference, if there is a ``trace_dir``. Returns a part of the message."""
+        folder = self._fallback.settings.trace_dir
+        if folder is None or comparison.verdict != "differs":
+            return ""
+        target, phase = self._key[:2]
+        name = re.sub(r"\W", "_", f"{target}_{phase}")
+        why = f"Target {target!r} differs from eager in the {phase} phase: {in_one_line(comparison.reason or '')}"
+        try:
+            script = _torch.trace.write_repro(folder, name, first.eager, inputs, first.options, why)
+        except Exception as error:
+            return f"; no script reproduces it: {in_one_line(describe_failure(error))}"
+        return f"; {script} reproduces it"
 
     def _names(self, inputs: Sequence[Any]) -> list[str]:
         """The names of a graph's inputs: those of parameters and buffers, or positions."""

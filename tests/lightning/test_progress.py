@@ -1,4 +1,4 @@
-"""Lines while something compiles."""
+"""The lines that a run prints while something compiles, and why torch recompiles or skips something."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import logging
 import time
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from torch.utils.data import DataLoader
 
-from compile_callbacks import GraphPass, InductorCompile
+from compile_callbacks import CompileWarning, GraphPass, InductorCompile
 from compile_callbacks.profiling import progress
+from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
+from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.report import console
-from tests.support.models import Classifier, loader, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, trainer
+
+NET = CompileKey("net", "train")
 
 
 class Slow(GraphPass):
@@ -28,13 +34,28 @@ def impatient(monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.3)
 
 
-def test_a_run_without_a_terminal_gets_log_lines(impatient, caplog):
-    caplog.set_level(logging.INFO, logger="lightning.pytorch")
-    trainer(InductorCompile("default", None, passes=[Slow()], baseline_steps=0)).fit(Classifier(), loader(2))
-    said = [record.getMessage() for record in caplog.records]
-    assert "compiling 'net' for the train phase ..." in said
-    assert any(line.startswith("still compiling 'net' for the train phase: ") for line in said)
-    assert any(line.startswith("compiled 'net' for the train phase in") for line in said)
+@pytest.fixture
+def logged():
+    """The lines of Lightning's logger, which propagates them only if it was imported after pytest's plugin."""
+    lines, handler, logger = [], logging.Handler(), logging.getLogger("lightning.pytorch")
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    yield lambda: lines
+    logger.removeHandler(handler)
+
+
+def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took_last_time(impatient, logged, tmp_path):
+    def fit():
+        callback = InductorCompile("default", None, passes=[Slow()], baseline_steps=0, cache_dir=tmp_path / "cache")
+        with pytest.warns(CompileWarning, match="cache_dir has no effect"):  # torch caches no graph with such a pass
+            trainer(callback).fit(Classifier(), loader(2))
+
+    fit()
+    assert "compiling 'net' for the train phase ..." in logged()
+    assert any(line.startswith("still compiling 'net' for the train phase: ") for line in logged())
+    assert any(line.startswith("compiled 'net' for the train phase in") for line in logged())
+    fit()
+    assert any(line.endswith(" s in the last run)") for line in logged())
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
@@ -45,3 +66,38 @@ def test_lines_live_with_progress_bars(bar, impatient, monkeypatch, capsys):
     shown = "".join(capsys.readouterr())
     assert "compiling 'net' for the train phase ..." in shown
     assert "Epoch 0" in shown
+
+
+@pytest.mark.usefixtures("no_codegen")
+@pytest.mark.all_versions
+def test_a_recompile_is_a_line_with_its_reason_and_what_avoids_it(logged):
+    batches = [(torch.randn(size, FEATURES), torch.randint(CLASSES, (size,))) for size in (8, 8, 2, 3, 4, 5, 6)]
+    callback = InductorCompile({"dynamic": False}, None, targets=["net"], baseline_steps=0, new_shapes="recompile")
+    trainer(callback).fit(Classifier(), DataLoader(batches, batch_size=None))
+    lines = [line for line in logged() if "recompil" in line]
+    assert lines[0] == "recompiling 'net' (train): batch size 2, was 8; drop_last=True or dynamic=True avoids it"
+    assert len(lines) == progress.MAX_LINES + 1
+    assert lines[-1].startswith("2 more recompiles in the train phase; their reasons: ")
+    recompiles = [e for e in callback.report.train.diagnostics.events if e["kind"] == "recompile"]
+    assert [event["step"] for event in recompiles] == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "line"),
+    [
+        (
+            "graph_break",
+            {"file": "/a/m.py", "line": 3, "reason": "print"},
+            "graph break in 'net' (train) at m.py:3: print",
+        ),
+        ("fallback", {"reason": "no\ncompiler"}, "'net' (train) falls back to eager: no compiler"),
+        ("cudagraph_skip", {"reason": "mutated inputs"}, "CUDA graph of 'net' (train) skipped: mutated inputs"),
+        ("verify", {"verdict": "equal"}, None),
+    ],
+)
+def test_an_event_with_a_cause_is_a_line(kind, attributes, line):
+    lines = []
+    recorder = CompileRecorder(progress=CompileProgress(lines.append))
+    recorder.record(kind, NET, **attributes)
+    recorder.record(kind, NET, show=False, **attributes)
+    assert lines == ([line] if line else [])
