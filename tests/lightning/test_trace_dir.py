@@ -52,5 +52,5 @@ def test_a_difference_from_eager_is_a_script(tmp_path):
 
 @pytest.mark.parametrize("value", ["", 3, b"trace"])
 def test_a_value_that_is_not_a_path_is_refused(value):
-    with pytest.raises(TypeError, match="trace_dir=.* must be a path"):
+    with pytest.raises(TypeError, match=r"trace_dir=.* must be a path"):
         InductorCompile(trace_dir=value)
