@@ -181,7 +181,7 @@ def test_settings_are_loaded_as_they_were_saved(config):
         ({"passes": ["changes_nothing"]}, ValueError, "'module:name'"),
         ({"passes": [PASSES[1]]}, ValueError, "cannot be imported"),
         ({"passes": ["no_such_module:it"]}, ValueError, "cannot be imported"),
-        ({"passes": ["json:dumps"]}, TypeError, "passes holds"),
+        ({"passes": ["json:dumps"]}, TypeError, "passes contains"),
     ],
 )
 def test_wrong_data_are_refused_by_name(data, error, message):
