@@ -126,7 +126,7 @@ def while_inductor_writes_code(place: Place, strike: Callable[[], None]) -> Iter
 
     def compile_to_module(self: Any) -> Any:
         half = "backward" if self.is_backward else "forward"
-        folds = not self.graph_outputs  # the weight half of a folded graph is no shape of the user's
+        folds = not self.graph_outputs  # the constant subgraph of a folded graph is no shape of the user's
         if (half, self.is_inference) == (place.half, place.phase == "infer") and not folds:
             seen.append(self)
             if place.shape == "first" or len(seen) > 1:
