@@ -181,7 +181,7 @@ def is_as_accurate(
 
     Args:
         expected: What eager computed.
-        actual: What the compiled graph computed.
+        actual: The result of the compiled graph.
         reference: The same in float64.
         tolerance: An absolute and relative error that is always allowed.
         lenient: Whether ten times the error of ``expected`` is allowed, in place of two to ten times.

@@ -1,4 +1,4 @@
-"""`InductorCompile`: the Lightning callback. Its hooks tell the `Session` what the Trainer does."""
+"""`InductorCompile`: the Lightning callback. Its hooks pass the Trainer's stages and steps to the `Session`."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class TrainerCalls:
         stack_chunks.install_on(trainer)
 
     def drop_session(self) -> None:
-        """End the session of an earlier call. The session of the outer call goes on."""
+        """End the session of an earlier call. The session of the outer call continues."""
         if self.session is not None and not self.nested:
             self.session.end()
             self.session.free_compiled()

@@ -20,7 +20,7 @@ def is_stopping(trainer: weakref.ref[Trainer]) -> bool:
 
 
 def remaining_steps(trainer: Trainer) -> Mapping[Phase, float]:
-    """Batches that remain of the run in each phase; ``math.inf`` where that is not known.
+    """Batches that remain of the run in each phase; ``math.inf`` if that is not known.
 
     To be asked when training, a validation, a test or a prediction starts: its loaders are there, and a run that is
     resumed knows how far it is. Before that, asking for the loaders would have them made from where no run is yet.
@@ -73,7 +73,7 @@ def _validation_batches(trainer: Trainer, train_batches: float) -> float:
     """Those of a fit, the validation that is under way included."""
     if not trainer.enable_validation:
         return 0.0
-    batches = float(sum(trainer.num_val_batches))  # none where the loaders are not made yet
+    batches = float(sum(trainer.num_val_batches))  # empty if the loaders are not created yet
     between = trainer.val_check_batch  # infinite: once an epoch, of a length that is not known; None: by the clock
     if batches == 0 or between is None:
         return math.inf

@@ -179,7 +179,7 @@ def _is_view(node: Node) -> bool:
     return any(returned.alias_info is not None for returned in returns)
 
 
-# ------------------------------------------------------------------------------------------ what is worth folding
+# ------------------------------------------------------------------------------------------ which nodes to fold
 
 
 def _use_channels_last(graph: Graph, depending: set[Node]) -> None:

@@ -322,7 +322,7 @@ class CompileRecorder:
         self._graphs += 1
 
     def add_lowering(self, seconds: float, *, is_backward: bool, saved_bytes: int = 0) -> None:
-        """Add the time that Inductor took for a part of a graph, and the memory of what is saved for backward."""
+        """Add the time that Inductor took for a part of a graph, and the memory that is saved for backward."""
         if is_backward:
             self._backward_seconds += seconds
             self._saved_bytes += saved_bytes

@@ -1,1 +1,1 @@
-"""What runs while a module is compiled: ranks, and the compile cache."""
+"""The compiled targets of a module, and the session that runs them."""

@@ -38,7 +38,7 @@ class CompileArguments:
         targets: The names of the targets.
         passes: Graph passes for both phases.
         target_settings: The reactions to failures, differences from eager and new shapes.
-        cache_dir: The folder for compiled code, and for what a `Tune` chose.
+        cache_dir: The folder for compiled code and for the winners of a `Tune`.
         baseline_steps: Eager samples wanted in each phase.
     """
 
@@ -66,7 +66,7 @@ class CompileArguments:
         """Check the arguments that a user gave.
 
         Raises:
-            ValueError: A value that is none of the choices.
+            ValueError: A value is not one of the choices.
             TypeError: A value of the wrong type.
         """
         modes: dict[Phase, object] = {"train": train_mode, "infer": infer_mode}

@@ -19,7 +19,7 @@ RECENT_SAMPLES = 20
 """Number of the latest compiled samples, which are compared with the eager ones."""
 
 LEAST_SHARE = 0.2
-"""If a smaller share of a target's operators is in graphs, hardly anything of it is compiled."""
+"""If a smaller share of a target's operators is in graphs, the callback warns."""
 
 OPERATORS_TO_COMPARE = 10
 """Operators of an eager call that are needed before the share counts."""
@@ -138,7 +138,7 @@ class SessionWarnings:
         self._warn.warn("CC501", message, about=(phase, cause and (cause.kind, cause.reason)))
 
     def check_cache_dir(self) -> None:
-        """Warn if torch cached nothing of what it compiled."""
+        """Warn if torch cached no compiled graph."""
         events = self._recorder.events
         cached = any(event.cache_hits or event.cache_misses for event in events)
         if not cached and any(event.graphs for event in events):

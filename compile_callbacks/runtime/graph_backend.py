@@ -108,7 +108,7 @@ class GraphBackend:
         return member
 
     def _check_template(self, device: torch.device) -> None:
-        """Report once what the template lacks on this device, which is not known before the first graph."""
+        """Report once that the template falls back on this device, which is known with the first graph."""
         reason = None if self._template_checked else self._config.template_falls_back(device)
         self._template_checked = True
         if reason is not None:

@@ -80,7 +80,7 @@ class Measurements:
         self._device = torch.device("cpu")
         self._precision = ""
         self._processes = 1
-        self._trained: int | None = None  # a hash of which weights are trained
+        self._trained: int | None = None  # a hash of the set of trained weights
 
     def begin(self, device: torch.device, precision: str, processes: int, shared: Mapping[Phase, Baseline]) -> None:
         """Begin a Trainer run.

@@ -48,7 +48,7 @@ class PhaseTuning:
         tune: The candidates and the limits.
         switch: Has the compiled targets. The code of candidates that lose is freed.
         recorder: Has the compile events.
-        processes: Gathers what the ranks measured.
+        processes: Gathers the measurements of all ranks.
         clock: Returns increasing seconds.
     """
 

@@ -25,7 +25,7 @@ _SHOWN = 3  # more places than this are no help in a name
 
 @dataclass(frozen=True, eq=False)
 class RepeatedBlocks:
-    """Blocks of one structure that are compiled with one function: what is compiled for one serves the others.
+    """Blocks of one structure that share one compiled function.
 
     Attributes:
         name: What reports call them, ``"encoder.layers.*"``.
@@ -40,13 +40,13 @@ class RepeatedBlocks:
     asked_for: bool = False
 
     def label(self, graphs: int) -> str:
-        """The blocks in a report, in which so many graphs were compiled of them."""
+        """The name of the blocks in a report, with the number of their graphs."""
         compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
         return f"{self.name} ({self.count} blocks{compiled})"
 
 
 Compiled: TypeAlias = Target | RepeatedBlocks
-"""What is compiled with one function."""
+"""A target or a group of repeated blocks, which has one compiled function."""
 
 
 def group_targets(
@@ -115,11 +115,11 @@ def blocks_or_error(root: nn.Module) -> list[RepeatedBlocks]:
 
 
 def find_repetitions(root: nn.Module) -> list[dict[str, nn.Module]]:
-    """The repeated blocks of a module, the outermost where they contain one another.
+    """The repeated blocks of a module; of nested blocks, the outermost.
 
     A block is a member of a ``Sequential``, ``ModuleList`` or ``ModuleDict``, has parameters, and is more than a single
     layer of ``torch.nn``. Blocks are alike that have the same classes throughout, and parameters and buffers of the
-    same names, shapes and dtypes, wherever in the root they stand.
+    same names, shapes and dtypes, anywhere in the root.
 
     Args:
         root: The module to look in; it is no block itself.
@@ -129,7 +129,7 @@ def find_repetitions(root: nn.Module) -> list[dict[str, nn.Module]]:
         under each.
     """
     alone: set[Any] = set()
-    while True:  # what stands alone is looked into, where it may hold what is repeated
+    while True:  # a module that is not repeated may contain repeated ones
         alike: dict[Any, dict[str, nn.Module]] = {}
         for path, block in _blocks(root, "", alone):
             alike.setdefault(structure_of(block), {})[path] = block
@@ -173,7 +173,7 @@ def name_of(root: nn.Module, paths: Sequence[str]) -> str:
     """What to call parts of a module that are alike.
 
     Returns:
-        One glob for all, ``"encoder.layers.*"``, where it means no other part with parameters; else their places.
+        One glob for all, ``"encoder.layers.*"``, if it matches no other module with parameters; else the names of all.
     """
     split = [path.split(".") for path in paths]
     if len({len(names) for names in split}) == 1:

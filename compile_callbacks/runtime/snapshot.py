@@ -1,4 +1,4 @@
-"""What a forward pass leaves behind in a module, and how to take it back."""
+"""Saves and restores buffers and random generators around a forward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class RandomState:
-    """The states of the random number generators of Python, NumPy and torch, as they are now.
+    """The states of the random number generators of Python, NumPy and torch, at this time.
 
     Args:
         values: Tensors on the devices whose generators count, next to the CPU and the current GPU.
@@ -47,7 +47,7 @@ class RandomState:
 
 
 class Snapshot:
-    """The buffers of a module and the states of the random number generators, as they are now.
+    """The buffers of a module and the states of the random number generators, at this time.
 
     Args:
         module: The module; its submodules' buffers are taken too.

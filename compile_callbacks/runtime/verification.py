@@ -41,7 +41,7 @@ class Verification:
         key: The target and the phase that the graphs are compiled for.
         members: The modules that the graphs serve.
         recorder: Receives an event for each graph.
-        fallback: Runs the target eagerly; its settings say what a difference does.
+        fallback: Runs the target eagerly; its settings decide the reaction to a difference.
     """
 
     def __init__(
