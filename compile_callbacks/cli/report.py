@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compile_callbacks._utils.phases import PHASES
-from compile_callbacks.config.mode import EAGER, USER
 from compile_callbacks.report.console import grouped_table, print_report, print_table, print_texts, report_parts
 from compile_callbacks.report.file import FILE_NAME, read_records, report_in
-from compile_callbacks.report.report import CompileReport, PhaseReport
+from compile_callbacks.report.report import CompileReport
 from compile_callbacks.report.table import sections, zeros_line
 
 _DESCRIPTION = f"""\
@@ -99,13 +97,9 @@ def _print_in_full(call: _Call) -> None:
 
 def _print_side_by_side(calls: Sequence[_Call]) -> None:
     """Print a column for each compiled phase of each call, headed by the name of the log directory."""
-    columns = [(call, phase) for call in calls for phase in PHASES if _is_compiled(call.report.phase(phase))]
+    columns = [(call, phase) for call in calls for phase in call.report.compiled_phases]
     names = [f"{call.path.parent.name} {call.record.get('name') or ''}".rstrip() for call, _ in columns]
     head = ["", *(f"{name}\n{phase}" for name, (_, phase) in zip(names, columns, strict=True))]
     reports = [call.report.phase(phase) for call, phase in columns]
     print_table(grouped_table(head, reports, verdicts=True, width=_COLUMN_WIDTH))
     sys.stdout.write(f"{zeros_line(reports)}\n".lstrip())
-
-
-def _is_compiled(report: PhaseReport) -> bool:
-    return report.mode not in (EAGER, USER)

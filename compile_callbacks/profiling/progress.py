@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.profiling.recompiles import short_reason
 
 if TYPE_CHECKING:
     from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey
@@ -86,7 +86,7 @@ class CompileProgress:
         if self._events[event.kind, event.phase] <= MAX_LINES:
             where = f" at {Path(event.file).name}:{event.line}" if event.file else ""
             target = f"{event.target!r} ({event.phase})"
-            reason = in_one_line(event.reason or "torch gives no reason")
+            reason = short_reason(event.reason or "torch gives no reason")
             line = _LINES[event.kind].format(target=target, reason=reason, where=where)
             self._print_line(f"{line}; {event.fix}" if event.fix else line)
 

@@ -1,10 +1,12 @@
-"""Say in words why torch recompiled, and what avoids it; `CompileRecorder` stores both."""
+"""Say in words why torch recompiled, and what avoids it. `CompileRecorder` stores both, the views print them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from typing import NamedTuple
+
+from compile_callbacks._utils.messages import in_one_line
 
 _ARGUMENT = re.compile(r"^(?:args\[(?P<position>\d+)\]|kwargs\['(?P<keyword>\w+)'\])(?P<rest>.*)$")
 _MODULE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
@@ -98,6 +100,18 @@ def explain_recompile(torchs_reason: str) -> Recompile:
     if found := re.fullmatch(r"([\w\[\]'.]+) == (\S+)", guard):
         return Recompile(f"value of {_subject(found[1])}: no longer {found[2]}", "a tensor in its place avoids it")
     return Recompile(guard)
+
+
+def short_reason(reason: str) -> str:
+    r"""Return the sentence of torch's reason that says what happened, in one line.
+
+    Example::
+
+        >>> short_reason("Unsupported\n  Explanation: Dynamo does not know `print`.\n  Hint: Remove it.")
+        'Dynamo does not know `print`.'
+    """
+    explanation = re.search(r"^\s*Explanation: (.*)$", reason, re.MULTILINE)
+    return in_one_line(explanation[1] if explanation else reason, 120)
 
 
 def _subject(expression: str) -> str:

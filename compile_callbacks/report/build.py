@@ -70,7 +70,8 @@ def build_phase_report(
     if not graphs.total():
         times = replace(times, compiled_ms=())  # these steps ran eagerly
     eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
-    savings = timer.savings(phase, sum(event.seconds or 0 for event in compiles if event.step is None))
+    outside = sum(event.seconds or 0 for event in compiles if event.step is None)
+    savings = timer.savings(phase, outside) if compiles else None
     verdict = compare(times) if details else None
     speedup = eager_ms / compiled_ms if verdict in ("faster", "slower") and eager_ms and compiled_ms else None
     if verdict == "faster" and savings is not None and savings.net_seconds <= 0:

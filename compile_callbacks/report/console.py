@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.report.summary import next_step, notes, verdict_lines
 from compile_callbacks.report.table import main_table, zeros_line
 
@@ -103,10 +102,10 @@ def grouped_table(
 
 def report_parts(report: CompileReport) -> tuple[list[str], Table, list[str]]:
     """Return the parts of a printed report: the verdicts, the table, and the lines below the table."""
-    reports = [report.phase(phase) for phase in PHASES]
-    todo = next_step(report)
+    phases, todo = report.compiled_phases, next_step(report)
+    reports = [report.phase(phase) for phase in phases]
     below = [zeros_line(reports), *notes(report), f"next: {todo}" if todo else ""]
-    return verdict_lines(report), grouped_table(("", *PHASES), reports), list(filter(None, below))
+    return verdict_lines(report), grouped_table(("", *phases), reports), list(filter(None, below))
 
 
 def to_plain_text(report: CompileReport) -> str:

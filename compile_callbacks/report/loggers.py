@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks._utils.errors import warn_user
-from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.mode import EAGER
 from compile_callbacks.config.tune import Settings
 from compile_callbacks.passes.library.record_graphs import RecordedGraph
@@ -152,10 +152,11 @@ def log_summary(
                     figures = {name: value for name, value in report.scalars().items() if name.startswith("step/")}
                     logger.log_hyperparams(dict(settings), figures, step)
             elif callable(log_table := getattr(logger, "log_table", None)):  # WandbLogger
-                reports = [report.phase(phase) for phase in PHASES]
+                phases = report.compiled_phases
+                reports = [report.phase(phase) for phase in phases]
                 rows = [["verdict", *(phase.verdict or "" for phase in reports)]]
                 rows += [list(row) for group in main_table(reports) for row in group.rows]
-                log_table(tag, columns=["figure", *PHASES], data=rows, step=step)
+                log_table(tag, columns=["figure", *phases], data=rows, step=step)
             elif callable(log_text := getattr(experiment, "log_text", None)):
                 text = to_markdown(report, environment())
                 if hasattr(logger, "run_id"):  # MLFlowLogger

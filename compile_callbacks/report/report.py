@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.config.mode import EAGER
+from compile_callbacks.config.mode import EAGER, USER
 from compile_callbacks.report.console import to_plain_text
 
 if TYPE_CHECKING:
@@ -238,10 +238,22 @@ class CompileReport:
         return to_plain_text(self)
 
     @property
+    def compiled_phases(self) -> tuple[Phase, ...]:
+        """The phases that have something to show; both if none has."""
+        found = tuple(
+            phase
+            for phase in PHASES
+            if self.phase(phase).mode not in (EAGER, USER) or self.phase(phase).diagnostics.trials
+        )
+        return found or PHASES
+
+    @property
     def has_figures(self) -> bool:
-        """Whether anything was compiled, or a `Tune` has a verdict on any candidate."""
-        trials = [trial for phase in PHASES for trial in self.phase(phase).diagnostics.trials]
-        return bool(self.scalars()) or any(trial["verdict"] != "undecided" for trial in trials)
+        """Whether anything was to run compiled, or a `Tune` has a verdict on any candidate."""
+        phases = [self.phase(phase) for phase in PHASES]
+        trials = [trial for phase in phases for trial in phase.diagnostics.trials]
+        verdicts = any(phase.verdict for phase in phases) or any(trial["verdict"] != "undecided" for trial in trials)
+        return verdicts or bool(self.scalars())
 
 
 def _fits(value: object, annotation: str) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.mode import EAGER
+from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _last_event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
 
 
 def _reason(event: Mapping[str, Any] | None) -> str:
-    return in_one_line(str((event or {}).get("reason") or "torch gives no reason"), 120)
+    return short_reason(str((event or {}).get("reason") or "torch gives no reason"))
 
 
 def _count(count: int, what: str) -> str:

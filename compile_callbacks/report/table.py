@@ -182,7 +182,7 @@ _SPEED: tuple[_Row, ...] = (
     ("break-even steps", _break_even),
     ("eager peak memory MiB", lambda p: _peak(p.diagnostics, "eager_")),
     ("compiled peak memory MiB", lambda p: _peak(p.diagnostics, "")),
-    ("saved for backward MiB", lambda p: _number(p.diagnostics.saved_for_backward_mib, ".1f")),
+    ("saved for backward MiB", lambda p: _number(p.diagnostics.saved_for_backward_mib or None, ".1f")),
 )
 _COMPILE: tuple[_Row, ...] = (
     ("mode", lambda p: p.mode),
@@ -210,15 +210,17 @@ def to_markdown(report: CompileReport, environment: Mapping[str, str]) -> str:
         report: The report.
         environment: Versions and device by name.
     """
-    reports, todo = [report.phase(phase) for phase in PHASES], next_step(report)
-    rows = [row for group in main_table(reports) for row in ((group.title.upper(), "", ""), *group.rows)]
+    phases, todo = report.compiled_phases, next_step(report)
+    reports = [report.phase(phase) for phase in phases]
+    empty = [""] * len(phases)
+    rows = [row for group in main_table(reports) for row in ((group.title.upper(), *empty), *group.rows)]
     parts = [
         "## Compile report",
         *(f"**{_escaped(line)}**" for line in verdict_lines(report)),
         *([f"Next: {_escaped(todo)}"] if todo else []),
         *(f"### {section.title}\n\n{_markdown_table(section.head, section.rows)}" for section in sections(report)),
         "### Figures",
-        _markdown_table(("", *PHASES), rows),
+        _markdown_table(("", *phases), rows),
         *map(_escaped, filter(None, [zeros_line(reports), *notes(report)])),
         "### Environment",
         _markdown_table(("", "version or name"), environment.items()),
