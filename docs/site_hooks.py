@@ -53,4 +53,4 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     if page.file.src_uri != "reference/api.md":
         return html
     html = html.replace("<p>Example::</p>", "<p><strong>Example:</strong></p>")
-    return re.sub(r"docs/(\w+)\.md", r'<a href="\1.html">docs/\1.md</a>', html)
+    return re.sub(r"docs/([\w/]+)\.md", r'<a href="../\1.html">docs/\1.md</a>', html)

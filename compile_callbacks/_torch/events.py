@@ -30,7 +30,7 @@ class TraceSettings:
     skips the guards on the weights of a module if the dictionary of the weights is unchanged. It does not notice a new
     ``requires_grad``, a new dtype that came through ``.data``, and an input that is a buffer which the call changes.
     With ``use_recursive_dict_tags_for_guards`` it does not notice the first parameter of a module. The cost of all
-    guards is in docs/correctness.md.
+    guards is in docs/reference/limits.md.
 
     Args:
         ours: Tells whether the compile that begins is one of this library.

@@ -22,8 +22,8 @@ def is_stopping(trainer: weakref.ref[Trainer]) -> bool:
 def remaining_steps(trainer: Trainer) -> Mapping[Phase, float]:
     """Batches that remain of the run in each phase; ``math.inf`` if that is not known.
 
-    To be asked when training, a validation, a test or a prediction starts: its loaders are there, and a run that is
-    resumed knows how far it is. Before that, asking for the loaders would have them made from where no run is yet.
+    Call this when a stage starts: the dataloaders exist then, and a resumed run has restored its progress. An earlier
+    call would create the dataloaders too soon.
     """
     if trainer.state.fn == "fit":
         train_batches = _train_batches(trainer)
@@ -58,7 +58,10 @@ def _train_batches(trainer: Trainer) -> float:
 
 
 def _batches_done(trainer: Trainer, batches: float) -> float:
-    """Those of all epochs, as if all had as many as this one: a run may be resumed with other batches."""
+    """The number of training batches done.
+
+    It assumes that each past epoch had as many batches as this one, because a resumed run may have other dataloaders.
+    """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     done = float(progress.total.ready)
     if math.isinf(batches) or trainer.current_epoch * batches <= done <= (trainer.current_epoch + 1) * batches:
@@ -70,7 +73,7 @@ def _batches_done(trainer: Trainer, batches: float) -> float:
 
 
 def _validation_batches(trainer: Trainer, train_batches: float) -> float:
-    """Those of a fit, the validation that is under way included."""
+    """The validation batches that remain in a fit, including the running validation."""
     if not trainer.enable_validation:
         return 0.0
     batches = float(sum(trainer.num_val_batches))  # empty if the loaders are not created yet

@@ -143,8 +143,8 @@ def measure(
     A disturbance of the machine then affects all modes alike. ``say`` takes lines of progress.
 
     Returns:
-        One JSON-ready row for each mode, eager first; docs/cli.md explains the fields. A mode that fails is a row with
-        the reason.
+        One JSON-ready row for each mode, eager first; docs/reference/cli.md explains the fields. A mode that
+        fails is a row with the reason.
 
     Raises:
         ValueError: The module fails in eager mode, so there is no baseline.

@@ -37,7 +37,7 @@ class InductorConfig:
             ``{"max_autotune": True, "triton.cudagraphs": True}``. Allowed only with ``mode="default"``, as in
             ``torch.compile``.
         freezing: Whether weights are frozen into the code while they are constant, in test and predict
-            (docs/cuda_graphs_and_freezing.md). ``None``: as ``options`` and ``template`` set it.
+            (docs/how_to/cuda_graphs.md). ``None``: as ``options`` and ``template`` set it.
         fullgraph: Whether a graph break is a compiler failure.
         dynamic: ``True`` compiles for dynamic shapes from the start, ``False`` recompiles for each shape, ``None``
             compiles for dynamic shapes after the first change.
@@ -48,8 +48,8 @@ class InductorConfig:
         passes: Custom graph passes, in this order: `GraphPass` objects, or objects of torch's own pass classes, which
             run at ``"post_grad_post"``. As data: ``"module:name"``, or a mapping of ``class_path`` and ``init_args``.
         fold_weights: Whether inference graphs compute values that depend only on weights once for each version of the
-            weights, instead of in each call (docs/fold_weights.md). ``None``: in the infer phase only. In the train
-            phase, only modules without gradients have inference graphs.
+            weights, instead of in each call (docs/how_to/cuda_graphs.md). ``None``: in the infer phase only. In the
+            train phase, only modules without gradients have inference graphs.
         fold_limit_mib: The maximum memory for the folded weights of each graph, in MiB. The graph computes the
             remaining values in each call.
 

@@ -27,8 +27,8 @@ class Tune:
     """Candidates for the settings of a phase. The run tries them on its own steps and keeps the fastest.
 
     Every step trains or validates as usual, whichever candidate it runs with. Eager is always a candidate. It is
-    chosen unless another candidate has a lower median step time, beyond measurement noise. docs/tune.md describes the
-    procedure.
+    chosen unless another candidate has a lower median step time, beyond measurement noise.
+    docs/how_to/choose_settings.md describes the procedure.
 
     Args:
         candidates: Modes, templates, `InductorConfig` objects or mappings of their fields, the cheapest to compile

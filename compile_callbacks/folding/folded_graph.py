@@ -145,8 +145,8 @@ class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
             self._stale = any(id(parameter) in self._ids for parameter in stepped)
 
     def _knows(self, weights: tuple[torch.Tensor, ...]) -> bool:
-        # 16 µs for the 267 weights of a ResNet-50, mostly for the versions (docs/fold_weights.md). An edit through
-        # ``.data`` changes neither identity nor version.
+        # 16 µs for the 267 weights of a ResNet-50, mostly for the versions (docs/how_to/cuda_graphs.md). An edit
+        # through ``.data`` changes neither identity nor version.
         return all(map(operator.is_, weights, self._seen)) and self._versions == [w._version for w in weights]
 
     def _refresh(self, weights: tuple[torch.Tensor, ...]) -> None:

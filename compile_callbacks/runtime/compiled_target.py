@@ -244,7 +244,9 @@ class CompiledTarget:
             compiled = _torch.dynamo.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
         ddp_is_configured = self.key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
         if torch.distributed.is_available() and not ddp_is_configured:
-            compiled = _torch.distributed.outside_ddp(compiled)  # whole graphs were faster (docs/many_gpus.md)
+            compiled = _torch.distributed.outside_ddp(
+                compiled
+            )  # whole graphs were faster (docs/how_to/several_gpus.md)
         self._compiled, self._raises_limit = compiled, False
         self._raise_recompile_limit()
         return self._compiled

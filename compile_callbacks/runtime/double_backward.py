@@ -1,4 +1,4 @@
-"""Lets backward passes of compiled graphs keep their graph or be differentiated, which torch supports for neither."""
+"""Supports ``retain_graph=True`` and ``create_graph=True`` for compiled graphs. ``torch.compile`` supports neither."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class _BackwardPasses:
         target, phase = self._key[:2]
         message = (
             f"gradients of target {target!r} are differentiated in the {phase} phase (create_graph=True), so the "
-            f"target is computed a second time, eagerly; if most steps do so, {phase}_mode=None is faster"
+            f"target is computed a second time, eagerly; if most steps do so, {phase}_mode='eager' is faster"
         )
         self._fallback.warn("CC303", message)
         inputs = self._inputs_of(node)
@@ -180,7 +180,7 @@ class _BackwardPasses:
     def _refusal(self, reason: str) -> CompileError:
         message = (
             f"gradients of target {self._key.target!r} cannot be differentiated (create_graph=True), because {reason}; "
-            "leave the target out of targets, or train eagerly (train_mode=None)"
+            "leave the target out of targets, or train eagerly (train_mode='eager')"
         )
         return CompileError(with_code("CC304", message))
 

@@ -57,7 +57,8 @@ def resolve_targets(
 ) -> Sequence[Compiled]:
     """Return the targets for a checked ``targets`` argument.
 
-    Sharded targets of one structure share a graph, because sharding rules out all that sharing a graph rules out.
+    Sharded targets of one structure share a graph: sharing only disables freezing and folding, which sharded weights do
+    not support.
 
     Args:
         root: The module to look in, such as a LightningModule.
