@@ -220,10 +220,10 @@ class CompileReport:
         return self.train.scalars("train", name) | self.infer.scalars("infer", name)
 
     def plot(self) -> Figure:
-        """Plot the step times as a matplotlib figure with one panel for each phase.
+        """Plot the run as a matplotlib figure with one row for each phase.
 
-        Eager and compiled steps have different colors, steps that compiled are marked, and the legend shows the medians
-        and the break-even step. ``figure.savefig("steps.png")`` writes the figure to a file.
+        Net seconds saved are on the left, step times on the right. Eager and compiled steps have different colors, and
+        steps that compiled are marked. ``figure.savefig("steps.png")`` writes the figure to a file.
 
         Raises:
             ImportError: matplotlib is not installed.
