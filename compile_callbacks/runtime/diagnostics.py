@@ -184,17 +184,20 @@ class SessionWarnings:
         self._warn.warn("CC101", message, about=key[:2])
 
     def _check_share(self, compiled_target: CompiledTarget) -> None:
-        """Warn if the graphs of a target have few of the operators that an eager call runs."""
+        """Warn if graph breaks leave few of the operators that an eager call runs in the graphs of a target.
+
+        Without a graph break, the operators are fewer for another reason, such as a fused operator in the graph.
+        """
         key, in_graphs = compiled_target.key, compiled_target.compiled_operators
         operators = compiled_target.observed.operators or 0
-        if not in_graphs or operators < OPERATORS_TO_COMPARE or in_graphs > LEAST_SHARE * operators:
-            return
         breaks = list(dict.fromkeys(self._reasons("graph_break", key)))
-        why = f". The first graph breaks: {'; '.join(map(in_one_line, breaks[:2]))}" if breaks else ""
+        if not (breaks and in_graphs) or operators < OPERATORS_TO_COMPARE or in_graphs > LEAST_SHARE * operators:
+            return
+        why = "; ".join(map(in_one_line, breaks[:2]))
         message = (
             f"only {in_graphs} of about {operators} operators of target {key.target!r} are in compiled graphs in the "
-            f"{key.phase} phase, {in_graphs / operators:.0%}; all others run eagerly{why}. Name the parts of it that "
-            "torch can trace in targets=[...], or leave it out"
+            f"{key.phase} phase, {in_graphs / operators:.0%}; all others run eagerly. The first graph breaks: {why}. "
+            "Name the parts that torch can trace in targets=[...], or leave it out"
         )
         self._warn.warn("CC131", message, about=key[:2])
 

@@ -188,7 +188,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"baseline_steps": -1}, "baseline_steps=-1 must be 0 or more"),
     ({"verify": "of"}, "Got value: of"),
     ({"passes": ["nowhere:fast"]}, "passes[0]: 'nowhere:fast' cannot be imported"),
-    ({"passes": ["os.path.join"]}, "give it wrapped with compile_callbacks.graph_pass"),
+    ({"passes": ["os.path.join"]}, "the function wrapped with compile_callbacks.graph_pass"),
 ]
 
 

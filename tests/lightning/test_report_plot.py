@@ -31,7 +31,9 @@ def report_of(*parts, **figures):
     saved = steps.timer.savings("train")
     diagnostics = PhaseDiagnostics(
         series=steps.timer.series("train"),
-        net_series=dict(zip(("steps", "seconds"), zip(*saved.curve, strict=True), strict=True)) if saved else {},
+        net_series=dict(zip(("steps", "seconds"), map(list, zip(*saved.curve, strict=True)), strict=True))
+        if saved
+        else {},
     )
     return CompileReport(train=PhaseReport(mode="default", diagnostics=diagnostics, **figures))
 

@@ -14,7 +14,7 @@ from compile_callbacks._utils import fingerprints
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks.runtime.model_record import ModelRecord, conditions
 
-EMPTY = {"version": 1, "winners": {}, "shapes": {}}
+EMPTY = {"version": 1, "winners": {}, "shapes": {}, "compile_seconds": {}}
 
 
 class Idle(GraphPass):
