@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch._dynamo import maybe_mark_dynamic
-from torch.overrides import TorchFunctionMode
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # the second one since 2.15
 
@@ -49,22 +48,3 @@ def numbers_as_dynamic(inputs: Iterable[str]) -> Any:
     return torch.compiler.config.patch(  # type: ignore[attr-defined]  # torch adds it when the module is imported
         dynamic_sources=",".join([of_user, *sources] if of_user else sources)
     )
-
-
-class OperatorCount(TorchFunctionMode):
-    """Counts the torch functions and tensor methods that are called in this context, as Dynamo's graphs hold them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        self.count += name not in _NO_OPERATORS
-        return func(*args, **(kwargs or {}))
-
-
-# Attributes of tensors and questions about them, which are no nodes of a graph.
-_NO_OPERATORS = {"__get__", "__set__", "size", "dim", "stride", "numel", "is_contiguous", "__len__", "requires_grad_"}

@@ -57,7 +57,6 @@ class CompiledTarget:
         called: Whether the target was called in the phase.
         ran: Whether a call could have run the compiled function.
         observed: Which dimensions of the inputs vary.
-        compiled_operators: The most operators that a call has compiled.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class CompiledTarget:
         self.called = False
         self.ran = False
         self.observed = observed or ObservedShapes()
-        self.compiled_operators = 0
         self._config = config
         self._members = target.members
         self._shares_as_asked = isinstance(target, RepeatedBlocks) and target.asked_for
@@ -119,7 +117,7 @@ class CompiledTarget:
         compiled = self._current_function()
         stance = self._stance(member, args, kwargs) if self._limits_shapes else None
         calling, outer = self._recorder.calling, self._recorder.calling.current
-        failure, graphs, operators = None, self._backend.graphs, self._backend.operators
+        failure, graphs = None, self._backend.graphs
         snapshots: list[Snapshot] = []
         on_trace = functools.partial(self._trace_begins, member, snapshots, args, kwargs)
         calling.current = TargetCall(self.key, on_trace, nested_calls_eager=stance is not None)
@@ -137,7 +135,6 @@ class CompiledTarget:
             if snapshots:
                 self._while_tracing.close()
                 self._budget.check()
-                self.compiled_operators = max(self.compiled_operators, self._backend.operators - operators)
         if failure is not None:
             for snapshot in snapshots:
                 snapshot.restore()

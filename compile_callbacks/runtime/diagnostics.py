@@ -5,24 +5,16 @@ from __future__ import annotations
 import torch
 
 from compile_callbacks._utils.errors import WarnOnce
-from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey, CompileRecorder, EventKind
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer
-from compile_callbacks.runtime.compiled_target import CompiledTarget
 from compile_callbacks.runtime.dispatcher import ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 
 RECENT_SAMPLES = 20
 """Number of the latest compiled samples, which are compared with the eager ones."""
-
-LEAST_SHARE = 0.2
-"""If a smaller share of a target's operators is in graphs, the callback warns."""
-
-OPERATORS_TO_COMPARE = 10
-"""Operators of an eager call that are needed before the share counts."""
 
 _CAUSES: dict[EventKind, str] = {
     "recompile": "recompile",
@@ -95,7 +87,6 @@ class SessionWarnings:
         for compiled_target in self._switch.compiled_targets(phase):
             if compiled_target.ran and not compiled_target.on_trial:
                 self._check_graphs(compiled_target.key)
-                self._check_share(compiled_target)
                 if compiled_target.blocks_differ:
                     self._warn_of_differing_blocks(compiled_target.key)
         if active.config is not None and active.config.fold_weights:
@@ -182,24 +173,6 @@ class SessionWarnings:
         reason = breaks[-1] if breaks else "torch gives no reason; the target may compute nothing that can be compiled"
         message = f"target {key.target!r} ran in the {key.phase} phase without a compiled graph: {reason}"
         self._warn.warn("CC101", message, about=key[:2])
-
-    def _check_share(self, compiled_target: CompiledTarget) -> None:
-        """Warn if graph breaks leave few of the operators that an eager call runs in the graphs of a target.
-
-        Without a graph break, the operators are fewer for another reason, such as a fused operator in the graph.
-        """
-        key, in_graphs = compiled_target.key, compiled_target.compiled_operators
-        operators = compiled_target.observed.operators or 0
-        breaks = list(dict.fromkeys(self._reasons("graph_break", key)))
-        if not (breaks and in_graphs) or operators < OPERATORS_TO_COMPARE or in_graphs > LEAST_SHARE * operators:
-            return
-        why = "; ".join(map(in_one_line, breaks[:2]))
-        message = (
-            f"only {in_graphs} of about {operators} operators of target {key.target!r} are in compiled graphs in the "
-            f"{key.phase} phase, {in_graphs / operators:.0%}; all others run eagerly. The first graph breaks: {why}. "
-            "Name the parts that torch can trace in targets=[...], or leave it out"
-        )
-        self._warn.warn("CC131", message, about=key[:2])
 
     def _warn_of_differing_blocks(self, key: CompileKey) -> None:
         reasons = self._reasons("recompile", key)

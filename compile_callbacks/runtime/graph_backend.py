@@ -45,7 +45,6 @@ class GraphBackend:
 
     Attributes:
         graphs: The number of compiled graphs.
-        operators: The number of operators in them.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class GraphBackend:
         may_compile: Callable[[], bool] = lambda: True,
     ) -> None:
         self.graphs = 0
-        self.operators = 0
         self._may_compile = may_compile
         # torch keeps every backend for as long as the process lives, so a backend must not keep the module.
         self._first = weakref.ref(target.members[0])
@@ -89,7 +87,6 @@ class GraphBackend:
         if compiled is None:
             return eager.forward
         self.graphs += 1
-        self.operators += sum(node.op in ("call_function", "call_method") for node in eager.graph.nodes)
         self._recorder.count_graph()  # after compiling, because Dynamo may restart its analysis, and call this again
         compiled = self._verification.wrap(
             compiled, eager, options, has_collective=has_collective, uses_cudagraphs=uses_cudagraphs

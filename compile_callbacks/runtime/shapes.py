@@ -27,8 +27,6 @@ class ObservedShapes:
 
     def __init__(self) -> None:
         self._sizes: dict[str, list[int | None]] = {}  # by input; None: it varies. An integer has one entry.
-        self.operators: int | None = None
-        """The number of operators of an eager call; ``None`` if none was counted."""
 
     def record(self, args: Any, kwargs: Any) -> None:
         """Record the sizes of a call's inputs; about 1 µs for each input."""
@@ -42,17 +40,11 @@ class ObservedShapes:
                 known[i] = now if is_tensor and before in SPECIALIZED else None
 
     def recording(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a target's eager call with a `record` before it. The first one also counts its operators."""
+        """Return a target's eager call with a `record` before it."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.record(args, kwargs)
-            if self.operators is not None:
-                return call(*args, **kwargs)
-            self.operators = 0  # a call within this one counts nothing
-            with _torch.dynamic_shapes.OperatorCount() as counted:
-                result = call(*args, **kwargs)
-            self.operators = counted.count
-            return result
+            return call(*args, **kwargs)
 
         return recorded
 
