@@ -361,7 +361,7 @@ def test_a_second_computation_with_other_results_is_refused(make_net, call, reas
 
     with pytest.warns(CompileWarning, match="differentiated"), pytest.raises(CompileError, match=reason) as raised:
         gradients_of(net, forward)
-    assert "leave the target out of targets, or train eagerly (train_mode=None)" in str(raised.value)
+    assert "leave the target out of targets, or train eagerly (train_mode='eager')" in str(raised.value)
     assert torch.equal(torch.get_rng_state(), states[0])  # also if the second computation drew random numbers
     restore(net)
 

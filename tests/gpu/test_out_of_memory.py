@@ -12,6 +12,9 @@ from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, 
 
 pytestmark = pytest.mark.gpu
 
+FIRST_COMPILED = 2
+"""The first compiled step: two eager steps come before it, with ``baseline_steps=1``."""
+
 
 class SkipsBatches(Classifier):
     """Leaves too little memory for the first compiled step, forward or backward."""
@@ -26,9 +29,9 @@ class SkipsBatches(Classifier):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         try:
-            self.limit_memory(batch_idx == 1 and self.where == "forward")
+            self.limit_memory(batch_idx == FIRST_COMPILED and self.where == "forward")
             loss = nn.functional.cross_entropy(self.net(x), y)
-            self.limit_memory(batch_idx == 1 and self.where == "backward")
+            self.limit_memory(batch_idx == FIRST_COMPILED and self.where == "backward")
             self.manual_backward(loss)
             optimizer.step()
             self.losses.append(loss.item())
@@ -58,7 +61,7 @@ def test_a_step_that_skips_a_batch_without_memory_goes_on(where):
     eager = train()
     ours = InductorCompile("reduce-overhead", None, targets=["net"], baseline_steps=1, verify="off")
     compiled = train(ours)
-    assert compiled.skipped == eager.skipped == [1]
+    assert compiled.skipped == eager.skipped == [FIRST_COMPILED]
     torch.testing.assert_close(compiled.losses, eager.losses, rtol=1e-3, atol=1e-3)
     again = seeded(Classifier)
     trainer(ours, accelerator="cuda").fit(again, loader(8))  # and so does the next fit with this callback
