@@ -33,7 +33,7 @@ _FLAGS = [
     "--hide-scrollbars",
 ]
 
-# TensorBoard's older tabs are made of Polymer elements, whose insides document.querySelectorAll does not see.
+# document.querySelectorAll does not search the shadow roots of TensorBoard's Polymer elements.
 _DEEP = """
 const found = [];
 const look = (root) => {
@@ -50,7 +50,7 @@ return found.filter((element) => element.getClientRects().length > 0);
 
 @contextlib.contextmanager
 def tensorboard(logdir: Path) -> Iterator[str]:
-    """Serve a log folder on a free port of this machine; yields the address."""
+    """Serve a log folder on a free port, and yield the address."""
     # The page shows the folder as it is named here.
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", logdir.name, "--host", "127.0.0.1", "--port", "0"]
     with subprocess.Popen(
@@ -59,7 +59,7 @@ def tensorboard(logdir: Path) -> Iterator[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # so that its data server can be ended with it
+        start_new_session=True,  # so that its data server ends with it
     ) as server:
         try:
             assert server.stderr is not None
@@ -77,7 +77,7 @@ def tensorboard(logdir: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Serve the files of a folder on a free port of this machine; yields the address."""
+    """Serve the files of a folder on a free port, and yield the address."""
     handler = functools.partial(_QuietHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -96,7 +96,7 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def chromium(width: int = 1400, height: int = 900) -> Iterator[Any]:
-    """A headless Chromium with a profile of its own; yields selenium's driver."""
+    """Start a headless Chromium with an empty profile, and yield selenium's driver."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -112,17 +112,12 @@ def chromium(width: int = 1400, height: int = 900) -> Iterator[Any]:
 
 
 def visible(driver: Any, selector: str) -> list[Any]:
-    """The elements that a CSS selector matches and that are shown, those within other elements' insides too."""
+    """Return the visible elements that match a CSS selector, those in shadow roots and iframes included."""
     return list(driver.execute_script(_DEEP, selector))
 
 
-def texts(driver: Any, selector: str) -> list[str]:
-    """What the elements that a CSS selector matches say."""
-    return [element.text.strip() for element in visible(driver, selector)]
-
-
 def wait_for(driver: Any, condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-    """Wait until a condition holds, and return what it gave."""
+    """Wait until a condition is true, and return its value."""
     from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver.support.ui import WebDriverWait
 

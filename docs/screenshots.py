@@ -1,11 +1,12 @@
-"""Make the pictures in docs/images: of step times, TensorBoard, the table in a terminal, and the documentation site.
+"""Make the pictures in docs/images: the plot of a run, TensorBoard, the report in a terminal, README and site.
 
-Two short fits of what the page "Start here" trains; then a headless Chromium looks at their logs, at the table, and at
-the site. Needs Chromium with chromedriver, selenium, and scikit-learn for its handwritten digits.
+The script trains the module of the page "Get started" twice: once as on the page, and once with a last batch that is
+smaller, which recompiles. A headless Chromium then opens their logs in TensorBoard, and the pages. It needs Chromium
+with chromedriver, selenium, matplotlib, and scikit-learn for its handwritten digits.
 
-    python docs/screenshots.py              # fits anew, about two minutes on two CPU cores
-    python docs/screenshots.py LOGDIR       # pictures of logs that are there already
-    python docs/screenshots.py --only site  # some of the pictures; the site needs no logs
+    python docs/screenshots.py              # trains first; a few minutes on two CPU cores
+    python docs/screenshots.py LOGDIR       # uses the logs of an earlier run
+    python docs/screenshots.py --only site  # some of the pictures; "site" and "readme" need no logs
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import browser
 import lightning.pytorch as pl
+import markdown
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
@@ -37,13 +39,13 @@ from compile_callbacks.report.tensorboard import PLOT_TAG
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
-MODES = ("default", "max-autotune-no-cudagraphs")
-PICTURES = ("steps", "tensorboard", "terminal", "site")
-SITE_PAGES = ("how_it_works",)
+RUNS = {"start": True, "ragged": False}
+"""The names of the runs in TensorBoard, and whether their last batch is dropped."""
+PICTURES = ("steps", "tensorboard", "terminal", "readme", "site")
 
 
 def start_page() -> dict[str, Any]:
-    """What the first block of the page "Start here" defines: the module and its data."""
+    """Run the first block of the page "Get started": the module and its data."""
     block = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
     assert block is not None
     names: dict[str, Any] = {}
@@ -51,35 +53,35 @@ def start_page() -> dict[str, Any]:
     return names
 
 
-def fit(mode: str, logdir: Path) -> None:
-    """Train once what the page "Start here" trains."""
-    torch.set_num_threads(1)  # so small a model gains nothing by two, and would be slowed by what else runs
+def fit(name: str, logdir: Path) -> None:
+    """Train the module of the page "Get started" once."""
+    torch.set_num_threads(1)  # the model is too small for two threads, and one varies less on a busy machine
     pl.seed_everything(0)
     page = start_page()
     trainer = pl.Trainer(
         max_epochs=12,
-        callbacks=[InductorCompile(mode, mode)],
-        logger=TensorBoardLogger(logdir, name="", version=mode),
+        callbacks=[InductorCompile()],
+        logger=TensorBoardLogger(logdir, name="", version=name),
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
         log_every_n_steps=10,
         accelerator="cpu",
     )
-    train, val = DataLoader(page["train"], 64, shuffle=True), DataLoader(page["val"], 64, drop_last=True)
-    trainer.fit(page["Digits"](), train, val)
+    train = DataLoader(torch.utils.data.Subset(page["train"], range(1250)), 64, shuffle=True, drop_last=RUNS[name])
+    trainer.fit(page["Digits"](), train, DataLoader(page["val"], 64, drop_last=True))
 
 
 def fit_all(logdir: Path) -> None:
-    """Train with each mode, each in a process and with a compiler cache of its own."""
-    for mode in MODES:
+    """Train each run in its own process, with an empty compiler cache."""
+    for name in RUNS:
         with tempfile.TemporaryDirectory() as cache:
-            command = [sys.executable, __file__, "--fit", mode, str(logdir)]
+            command = [sys.executable, __file__, "--fit", name, str(logdir)]
             subprocess.run(command, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}, check=True)
 
 
 def show_tensorboard(logdir: Path) -> None:
-    """Look at each tab, and keep what it shows."""
+    """Open the tabs that the page "The report" describes, and save what they show."""
     with browser.tensorboard(logdir) as address, browser.chromium() as driver:
 
         def show(tab: str, ready: Any, width: int, height: int) -> None:
@@ -88,31 +90,31 @@ def show_tensorboard(logdir: Path) -> None:
             driver.get(f"{address}#{tab}")
             browser.wait_for(driver, ready, tab)
 
-        def keep(name: str) -> None:
+        def save(name: str) -> None:
             driver.execute_async_script("setTimeout(arguments[0], 2500)")  # charts are drawn with a transition
             driver.save_screenshot(str(IMAGES / f"tensorboard-{name}.png"))
 
         def some(selector: str, count: int) -> Any:
             return lambda: len(browser.visible(driver, selector)) >= count
 
-        show("custom_scalars", some("path.line", 8), 1520, 1100)
+        show("custom_scalars", some("path.line", 8), 1400, 1100)
         for legend in browser.visible(driver, ".toggle-matches-button")[:1]:
             legend.click()
-        keep("custom-scalars")
-        show("text", some("td", 20), 1200, 880)
-        keep("text")
+        save("custom-scalars")
+        show("text", some("td", 20), 1400, 880)
+        save("text")
 
 
-def keep_steps(logdir: Path) -> None:
-    """Keep the picture of step times that the first run left in its log."""
-    log = EventAccumulator(str(logdir / MODES[0]))
+def save_steps(logdir: Path) -> None:
+    """Save the plot of the first run, from its log."""
+    log = EventAccumulator(str(logdir / next(iter(RUNS))))
     log.Reload()
     (IMAGES / "steps.png").write_bytes(log.Images(PLOT_TAG)[-1].encoded_image_string)
 
 
 def show_terminal(logdir: Path) -> None:
     """Draw the table that a terminal shows at the end of a run."""
-    report = report_in(read_records(logdir / MODES[0] / FILE_NAME)[-1])
+    report = report_in(read_records(logdir / next(iter(RUNS)) / FILE_NAME)[-1])
     console = Console(record=True, width=100, file=io.StringIO(), highlight=False)
     verdicts, table, below = report_parts(report)
     for part in ("torch.compile report", *verdicts, "", table, *below):
@@ -129,45 +131,56 @@ def show_terminal(logdir: Path) -> None:
 
 
 def show_site() -> None:
-    """Build the site, and look at some of its pages."""
+    """Build the site, and save what its front page shows."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", folder]
         subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=True)
-        with browser.served(Path(folder)) as address, browser.chromium(1400, 900) as driver:
-            look_at_site(driver, address)
+        with browser.served(Path(folder)) as address, browser.chromium(1400, 1000) as driver:
+            driver.get(f"{address}/index.html")
+            browser.wait_for(driver, lambda: browser.visible(driver, "article h1"), "the front page")
+            browser.wait_for(driver, lambda: browser.visible(driver, "input.md-search__input"), "the search field")
+            driver.save_screenshot(str(IMAGES / "site.png"))
 
 
-def look_at_site(driver: Any, address: str) -> None:
-    """Look at some pages of the site, and keep what they show."""
-    for name in SITE_PAGES:
-        driver.get(f"{address}/{name}.html")
-        browser.wait_for(driver, lambda: browser.visible(driver, "article h1"), name)
-        browser.wait_for(driver, lambda: browser.visible(driver, "input.md-search__input"), "the search field")
-        driver.save_screenshot(str(IMAGES / f"site-{name.replace('_', '-')}.png"))
+def show_readme(path: Path) -> None:
+    """Save a picture of the README, for a look at it; the docs do not contain it."""
+    page = markdown.markdown((ROOT / "README.md").read_text(), extensions=["tables", "fenced_code"])
+    style = (
+        "body {max-width: 1012px; margin: 2em auto; font: 16px/1.5 sans-serif} img {max-width: 100%} "
+        "table {border-collapse: collapse} td, th {border: 1px solid #ccc; padding: 6px 13px} pre {background: #eee}"
+    )
+    with tempfile.TemporaryDirectory() as folder, browser.chromium(1200, 2600) as driver:
+        file = Path(folder, "readme.html")
+        file.write_text(f"<base href='{ROOT.as_uri()}/'><style>{style}</style>{page}")
+        driver.get(file.as_uri())
+        driver.save_screenshot(str(path))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Fit if need be, and take the pictures."""
+    """Train unless there are logs, and take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("logdir", type=Path, nargs="?", help="logs that are there already; without it: fit anew")
+    parser.add_argument("logdir", type=Path, nargs="?", help="the logs of an earlier run (default: train)")
     parser.add_argument("--only", nargs="+", choices=PICTURES, default=PICTURES, help="which pictures (default: all)")
-    parser.add_argument("--fit", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--fit", choices=RUNS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.fit:
         fit(args.fit, args.logdir)
         return
     IMAGES.mkdir(exist_ok=True)
+    (ROOT / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         logdir = args.logdir or Path(folder, "runs")
-        if args.logdir is None and set(args.only) - {"site"}:
+        if args.logdir is None and set(args.only) - {"site", "readme"}:
             fit_all(logdir)
         if "steps" in args.only:
-            keep_steps(logdir)
+            save_steps(logdir)
         if "tensorboard" in args.only:
             show_tensorboard(logdir)
         if "terminal" in args.only:
             show_terminal(logdir)
-        if "site" in args.only:  # last, as the other pictures are in it
+        if "readme" in args.only:
+            show_readme(ROOT / "build" / "readme.png")
+        if "site" in args.only:  # last, because it contains the other pictures
             show_site()
 
 

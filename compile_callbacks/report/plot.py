@@ -37,7 +37,7 @@ def plot_report(report: CompileReport) -> Figure:
     FigureCanvasAgg(figure)  # pyplot would choose a backend for the whole process, and keep the figure
     for phase, row in zip(phases, figure.subfigures(len(phases), 1, squeeze=False)[:, 0], strict=True):
         found = report.phase(phase)
-        row.suptitle(f"{phase}: {_title(phase, found)}", x=0.01, ha="left", fontsize=11)
+        row.suptitle(f"{phase}: {_title(phase, found)}", x=0.01, ha="left", fontsize=10)
         saved, times = row.subplots(1, 2, width_ratios=(3, 2))
         last = max(max(part["steps"]) for part in found.diagnostics.series)
         edge = max(0.02 * last, 0.3)
@@ -136,7 +136,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 def _title(phase: Phase, report: PhaseReport) -> str:
     verdict = describe_verdict(phase, report)
-    return f"{_shortened(report.mode, 40)}" + (f" — {_shortened(verdict, 110)}" if verdict else "")
+    return f"{_shortened(report.mode, 40)}" + (f" — {_shortened(verdict, 130)}" if verdict else "")
 
 
 def _shortened(text: str, longest: int = 26) -> str:
