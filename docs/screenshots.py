@@ -1,4 +1,4 @@
-"""Make the pictures in docs/images: the plot of a run, TensorBoard, the report in a terminal, README and site.
+"""Make the pictures in docs/images: the plot of a run, TensorBoard, and the report in a terminal.
 
 The script trains the module of the page "Get started" twice: once as on the page, and once with a last batch that is
 smaller, which recompiles. A headless Chromium then opens their logs in TensorBoard, and the pages. It needs Chromium
@@ -131,7 +131,7 @@ def show_terminal(logdir: Path) -> None:
 
 
 def show_site() -> None:
-    """Build the site, and save what its front page shows."""
+    """Build the site, and save a picture of its front page in build/, for a look at it."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", folder]
         subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=True)
@@ -139,11 +139,11 @@ def show_site() -> None:
             driver.get(f"{address}/index.html")
             browser.wait_for(driver, lambda: browser.visible(driver, "article h1"), "the front page")
             browser.wait_for(driver, lambda: browser.visible(driver, "input.md-search__input"), "the search field")
-            driver.save_screenshot(str(IMAGES / "site.png"))
+            driver.save_screenshot(str(ROOT / "build" / "site.png"))
 
 
 def show_readme(path: Path) -> None:
-    """Save a picture of the README, for a look at it; the docs do not contain it."""
+    """Save a picture of the README in build/, for a look at it."""
     page = markdown.markdown((ROOT / "README.md").read_text(), extensions=["tables", "fenced_code"])
     style = (
         "body {max-width: 1012px; margin: 2em auto; font: 16px/1.5 sans-serif} img {max-width: 100%} "
