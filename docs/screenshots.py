@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 from compile_callbacks import InductorCompile
 from compile_callbacks.report.console import report_parts
 from compile_callbacks.report.file import FILE_NAME, read_records, report_in
-from compile_callbacks.report.tensorboard import PLOT_TAG
+from compile_callbacks.report.loggers import PLOT_TAG
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"

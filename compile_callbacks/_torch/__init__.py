@@ -8,11 +8,8 @@ Differences between torch versions end here; 2.11 and 2.15 are tested. The docst
 from compile_callbacks._torch import autograd as autograd
 from compile_callbacks._torch import caches as caches
 from compile_callbacks._torch import distributed as distributed
-from compile_callbacks._torch import dynamic_shapes as dynamic_shapes
 from compile_callbacks._torch import dynamo as dynamo
 from compile_callbacks._torch import events as events
 from compile_callbacks._torch import export as export
 from compile_callbacks._torch import graphs as graphs
 from compile_callbacks._torch import inductor as inductor
-from compile_callbacks._torch import passes as passes
-from compile_callbacks._torch import trace as trace

@@ -21,9 +21,9 @@ from typing_extensions import override
 from compile_callbacks._utils.errors import CompileWarning, with_code
 from compile_callbacks._utils.files import atomic_write
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
-from compile_callbacks.config.mode import Mode, as_compiling_config
+from compile_callbacks.config.inductor_config import Mode, as_compiling_config
 from compile_callbacks.exporting.call_spec import ExampleCall
-from compile_callbacks.exporting.loaded_package import ExportError
+from compile_callbacks.exporting.loaded_package import ExportError, load_after_smoke_test
 from compile_callbacks.exporting.package import compare_with_eager, evaluating, export
 from compile_callbacks.exporting.package_options import (
     VerifyPackage,
@@ -31,11 +31,10 @@ from compile_callbacks.exporting.package_options import (
     check_path,
     check_writable,
 )
-from compile_callbacks.exporting.smoke_test import load_after_smoke_test
 from compile_callbacks.profiling.step_stats import median_ms
 from compile_callbacks.report.console import print_line
-from compile_callbacks.report.export_report import ExportReport
 from compile_callbacks.report.loggers import log_export
+from compile_callbacks.report.report import ExportReport
 from compile_callbacks.runtime.accuracy import Comparison
 
 Weights = Literal["best", "last"]

@@ -20,7 +20,7 @@ from compile_callbacks._utils.import_ref import resolve
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.cli.bench_measure import Subject, as_result, measure
-from compile_callbacks.config.mode import EAGER, as_config
+from compile_callbacks.config.inductor_config import EAGER, as_config
 from compile_callbacks.report.console import make_table, print_table
 
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

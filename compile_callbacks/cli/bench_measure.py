@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 from compile_callbacks._utils.errors import CompileWarning
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.mode import EAGER
+from compile_callbacks.config.inductor_config import EAGER, InductorConfig
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.report.file import environment

@@ -14,8 +14,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import unknown
-from compile_callbacks.passes.base import as_passes
-from compile_callbacks.passes.hooks import HOOK_OPTIONS
+from compile_callbacks.passes.base import HOOK_OPTIONS, as_passes
 
 # Inductor annotates these options as `str`. Their values are lists of names of Inductor's own backends.
 _BACKEND_LISTS = re.compile(r"max_autotune_(gemm|conv\w*)_backends")

@@ -11,9 +11,8 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments
 from compile_callbacks._utils.messages import check_fields, part_of
-from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.mode import Mode as OneMode
-from compile_callbacks.config.mode import as_config
+from compile_callbacks.config.inductor_config import InductorConfig, as_config
+from compile_callbacks.config.inductor_config import Mode as OneMode
 
 LEAST_SAMPLES = 5
 """A median of fewer step times proves nothing."""

@@ -1,5 +1,5 @@
 """Export of a module to a ``.pt2`` package, and loading of packages."""
 
-from compile_callbacks.report.export_report import ExportReport
+from compile_callbacks.report.report import ExportReport
 
 __all__ = ["ExportReport"]

@@ -20,10 +20,9 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.files import atomic_write
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
-from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.mode import Mode, as_compiling_config
+from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
 from compile_callbacks.exporting.call_spec import CallSpec, copy_in_package_layout
-from compile_callbacks.exporting.loaded_package import METADATA_KEY, ExportedModule, ExportError
+from compile_callbacks.exporting.loaded_package import METADATA_KEY, ExportedModule, ExportError, load_after_smoke_test
 from compile_callbacks.exporting.package_options import (
     Format,
     VerifyPackage,
@@ -32,7 +31,6 @@ from compile_callbacks.exporting.package_options import (
     check_writable,
     package_options,
 )
-from compile_callbacks.exporting.smoke_test import load_after_smoke_test
 from compile_callbacks.passes.manager import GraphPassError, pass_options
 from compile_callbacks.runtime.accuracy import Comparison, Results, compare_results, tolerance
 from compile_callbacks.runtime.fsdp import check_not_sharded

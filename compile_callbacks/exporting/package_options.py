@@ -12,8 +12,7 @@ import torch
 
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.passes.base import pass_hook, pass_name
-from compile_callbacks.passes.hooks import HOOK_OPTIONS
+from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 
 Format = Literal["aoti", "export"]
 """The content of a ``.pt2`` file: compiled code, or the program of ``torch.export``."""

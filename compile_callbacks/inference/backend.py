@@ -11,18 +11,21 @@ from torch import nn
 from compile_callbacks._torch.dynamo import is_dynamo_wrapper
 from compile_callbacks._utils.device import as_device
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.mode import Mode, as_compiling_config
+from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
 from compile_callbacks.inference.compiled_module import CompiledInference, Placement, free_memory
-from compile_callbacks.inference.samples import (
+from compile_callbacks.inference.saved_state import (
+    FORMAT,
+    VERSION,
     Sample,
     SampleLike,
     as_plain,
     as_samples,
+    check_saved,
+    load_weights,
+    saved_device,
     with_synthetic_values,
     without_values,
 )
-from compile_callbacks.inference.saved_state import FORMAT, VERSION, check_saved, load_weights, saved_device
 from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.dispatcher import compiled_target_names

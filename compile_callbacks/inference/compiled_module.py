@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.inference.samples import Sample, on_device
+from compile_callbacks.inference.saved_state import Sample, on_device
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.arguments import CompileArguments
 from compile_callbacks.runtime.session import Session

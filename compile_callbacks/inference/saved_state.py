@@ -1,4 +1,4 @@
-"""Reads the data that `InductorBackend.to_dict` returns: checks the format, and loads the weights into a module."""
+"""The samples of an `InductorBackend`, and the data that its ``to_dict`` returns: checked, converted and loaded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,117 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from compile_callbacks._utils.errors import with_code
+
+Sample = tuple[Any, ...] | dict[str, Any]
+"""The arguments of one call: positional arguments, or keyword arguments."""
+
+SampleLike = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""One sample as users pass it."""
+
+
+def as_samples(samples: object) -> list[Sample]:
+    """Check one sample or a list of samples, and copy their tensors to CPU memory, so that a call cannot change them.
+
+    Raises:
+        TypeError: A sample is not a tensor, a tuple or a mapping with string keys.
+        ValueError: The list is empty.
+    """
+    if not isinstance(samples, list):
+        return [_as_sample("samples", samples)]
+    if not samples:
+        raise ValueError(with_code("CC609", "samples is empty; a module is compiled on at least one sample"))
+    return [_as_sample(f"samples[{index}]", sample) for index, sample in enumerate(samples)]
+
+
+def on_device(sample: Sample, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copy a sample to a device, and return its positional and its keyword arguments."""
+    copied: Any = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), sample)
+    return ((), copied) if isinstance(copied, dict) else (copied, {})
+
+
+def without_values(samples: list[Sample]) -> list[Any]:
+    """Convert samples to plain containers and values, with tensors on the meta device: without the user's data.
+
+    Raises:
+        ValueError: A sample contains an object of another type.
+    """
+    plain = as_plain(samples, "samples")
+    described: list[Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), plain)
+    return described
+
+
+def with_synthetic_values(samples: list[Any]) -> list[Any]:
+    """Replace tensors on the meta device by CPU tensors of the same shape, dtype and strides.
+
+    The values are random numbers between 0 and 1, or integers and booleans of 0.
+    """
+
+    def synthetic(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        filled = torch.empty_like(tensor, device="cpu")
+        if not (filled.is_floating_point() or filled.is_complex()):
+            return filled.zero_()
+        return filled.copy_(torch.rand(filled.shape, generator=torch.Generator().manual_seed(0)))
+
+    filled: list[Any] = tree_map_only(torch.Tensor, synthetic, samples)
+    return filled
+
+
+def as_plain(value: Any, where: str) -> Any:
+    """Convert a value to what ``torch.load(weights_only=True)`` can read: containers copied, tensors on the CPU.
+
+    Tensors that are on the CPU already share their memory with the result.
+
+    Args:
+        value: Nested lists, tuples and dicts of numbers, strings, booleans, ``None`` and tensors.
+        where: The name of the value in messages.
+
+    Raises:
+        ValueError: A part has another type, also a subclass of these types.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind in (torch.Tensor, nn.Parameter):
+        return value.detach().cpu()
+    if kind in (list, tuple):
+        return kind(as_plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+    if kind is dict:
+        for key in value:
+            if type(key) not in (str, int):
+                text = f"{where} has the key {key!r} of type {type(key).__name__}; plain data has string keys"
+                raise ValueError(with_code("CC607", text))
+        return {key: as_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    text = f"{where} is of type {kind.__name__}, which cannot be saved as plain data and tensors"
+    raise ValueError(with_code("CC607", text))
+
+
+def _as_sample(where: str, sample: object) -> Sample:
+    if isinstance(sample, torch.Tensor):
+        sample = (sample,)
+    if isinstance(sample, Mapping):
+        sample = dict(sample)
+        if odd := [name for name in sample if not isinstance(name, str)]:
+            text = f"{where} has the keyword argument {odd[0]!r}, which is not a string"
+            raise TypeError(with_code("CC609", text))
+    elif not isinstance(sample, tuple):
+        text = (
+            f"{where} must be a tensor, a tuple of positional arguments or a mapping of keyword arguments, not "
+            f"{type(sample).__name__}; (x,) is the sample for a call f(x)"
+        )
+        raise TypeError(with_code("CC609", text))
+    copied: Sample = tree_map_only(torch.Tensor, _cpu_copy, sample)
+    return copied
+
+
+def _cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False):  # torch compiles another graph for inference tensors
+        return tensor.detach().to("cpu", copy=True)
+
 
 FORMAT = "compile_callbacks.InductorBackend"
 """The name of the format, in the data."""

@@ -1,4 +1,4 @@
-"""`GraphPass` and `graph_pass`: custom Inductor graph passes that know the phase and the kind of graph."""
+"""`GraphPass` and `graph_pass`: custom Inductor graph passes that know the phase and the kind of graph; hook points."""
 
 from __future__ import annotations
 
@@ -8,17 +8,64 @@ import functools
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, Literal, overload
 
 import torch
+from torch.fx import Graph
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.import_ref import class_and_arguments, resolve
 from compile_callbacks._utils.messages import check_choice, part_of
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS, is_inference_graph
 from compile_callbacks.passes.identity import DescribedCall, describe_call, identity_of_call
+
+HOOK_OPTIONS: Mapping[str, str] = {
+    "pre_grad": "pre_grad_custom_pass",
+    "joint_pre": "joint_custom_pre_pass",
+    "joint_post": "joint_custom_post_pass",
+    "post_grad_pre": "post_grad_custom_pre_pass",
+    "post_grad_post": "post_grad_custom_post_pass",
+}
+"""The hook points in the order in which Inductor runs them, each with its Inductor option."""
+
+DEFAULT_HOOK = "post_grad_post"
+
+GraphKind = Literal["module", "joint", "forward", "backward", "inference"]
+"""The content of a graph: the module's calls before autograd, forward and backward in one graph, one of the two, or the
+whole graph if there is no autograd."""
+
+
+def graph_kind(hook: str, graph: Graph) -> GraphKind:
+    """Return the kind of a graph at a hook point, from the names that AOTAutograd gives to inputs."""
+    if hook == "pre_grad":
+        return "module"
+    inputs = [str(node.target) for node in graph.find_nodes(op="placeholder")]
+    if hook.startswith("joint"):
+        return "joint" if any(name.startswith(("primals", "tangents")) for name in inputs) else "inference"
+    if any(name.startswith("tangents") for name in inputs):
+        return "backward"
+    return "forward" if any(name.startswith("primals") for name in inputs) else "inference"
+
+
+def is_inference_graph(hook: str, graph: Graph) -> bool:
+    """Return whether a graph has no autograd graph behind it.
+
+    - ``post_grad_pre``, ``post_grad_post``: the flag that torch passes to its own post-grad passes.
+    - ``joint_pre``, ``joint_post``: a joint graph is for training; torch runs these passes on inference graphs too.
+    - ``pre_grad``: there is no autograd graph yet. The graph is for inference if grad is disabled or no input requires
+      grad. AOTAutograd also creates an inference graph if no output requires grad, which is not known here.
+    """
+    if hook == "pre_grad":
+        owner = graph.owning_module
+        values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+        values += owner.parameters() if owner is not None else []
+        requires_grad = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+        return not (torch.is_grad_enabled() and requires_grad)
+    if hook.startswith("joint"):
+        return graph_kind(hook, graph) == "inference"
+    return _torch.inductor.inference_flag_of_caller()
+
 
 _current_phase: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("phase", default=None)
 
@@ -35,7 +82,7 @@ def _with_inference_flag(call: Callable[..., None]) -> Callable[..., None]:
     return with_flag
 
 
-class GraphPass(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
+class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     """A custom Inductor graph pass, as a class.
 
     Derive from this class, and change the graph in place in ``__call__(graph, is_inference)``. ``is_inference`` has
@@ -123,7 +170,7 @@ class GraphPass(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
         return self
 
 
-PASS_TYPES = (GraphPass, *_torch.passes.TORCH_PASS_TYPES)
+PASS_TYPES = (GraphPass, *_torch.inductor.TORCH_PASS_TYPES)
 """The classes of graph passes: this library's and torch's own."""
 
 

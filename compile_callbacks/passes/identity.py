@@ -88,7 +88,7 @@ class _Describer:
             return f"{type(value).__name__}:{value!r}"
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}={self.text(value.value)}"
-        if isinstance(value, _torch.passes.TORCH_PASS_TYPES):
+        if isinstance(value, _torch.inductor.TORCH_PASS_TYPES):
             return self.pass_text(value)
         if isinstance(value, torch.Tensor):
             return _tensor_text(value)

@@ -14,8 +14,16 @@ from torch.utils._pytree import tree_leaves
 from compile_callbacks import _torch
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.passes.base import GraphPass, pass_hook, pass_name, running_in
-from compile_callbacks.passes.hooks import HOOK_OPTIONS, GraphKind, graph_kind, is_inference_graph
+from compile_callbacks.passes.base import (
+    HOOK_OPTIONS,
+    GraphKind,
+    GraphPass,
+    graph_kind,
+    is_inference_graph,
+    pass_hook,
+    pass_name,
+    running_in,
+)
 
 
 class GraphPassError(RuntimeError):
@@ -57,7 +65,7 @@ class PassRun:
         return asdict(self)
 
 
-class PassManager(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
+class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     """The pass that torch runs at a hook point: it runs the user's passes in order, and calls ``on_run`` after each."""
 
     def __init__(
@@ -86,7 +94,7 @@ class PassManager(_torch.passes.GRAPH_PASS_BASE):  # type: ignore[misc]
             if isinstance(graph_pass, GraphPass):
                 returned = graph_pass(graph, is_inference)
             else:
-                returned = _torch.passes.run_pass(graph_pass, graph, is_inference)
+                returned = _torch.inductor.run_pass(graph_pass, graph, is_inference)
         except Exception as error:
             raise self._error(graph_pass, f"raised {type(error).__name__}: {error}") from error
         seconds = time.perf_counter() - started

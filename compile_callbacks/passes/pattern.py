@@ -14,8 +14,7 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_choice
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.passes.base import GraphPass
-from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS
+from compile_callbacks.passes.base import DEFAULT_HOOK, HOOK_OPTIONS, GraphPass
 
 _HOOKS = [hook for hook in HOOK_OPTIONS if hook != "pre_grad"]
 
@@ -74,7 +73,7 @@ class PatternPass(GraphPass):
     def __call__(self, graph: Graph, is_inference: bool) -> None:
         """Replace each match for which ``where`` is true."""
         if self._matcher is None:
-            self._matcher = _torch.passes.pattern_matcher(
+            self._matcher = _torch.inductor.pattern_matcher(
                 self.pattern, self.replacement, self.example_inputs, self._accepts, self.name
             )
         self._is_inference = is_inference

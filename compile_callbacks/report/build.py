@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.mode import EAGER, USER
+from compile_callbacks.config.inductor_config import EAGER, USER
 from compile_callbacks.config.tune import Settings, Tune
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind
 from compile_callbacks.profiling.memory import PeakMemory

@@ -6,26 +6,94 @@ Call these functions on every rank; only rank zero writes. A logger or directory
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import importlib.util
+import mmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks._utils.errors import warn_user
-from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.mode import EAGER
+from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import Settings
 from compile_callbacks.passes.library.record_graphs import RecordedGraph
 from compile_callbacks.report import file as report_file
-from compile_callbacks.report import tensorboard
-from compile_callbacks.report.export_report import ExportReport
 from compile_callbacks.report.file import environment
-from compile_callbacks.report.report import CompileReport
+from compile_callbacks.report.report import CompileReport, ExportReport
 from compile_callbacks.report.table import main_table, to_markdown
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+PLOT_TAG = "compile_report/steps"
+_LAYOUT_TAG = b"custom_scalars__config__"
+_CHARTS = {
+    "step time in ms, eager and compiled": ("step/{phase}/eager_ms", "step/{phase}/compiled_ms"),
+    "net seconds saved": ("step/{phase}/net_seconds_saved",),
+    "seconds spent compiling": ("compile/{phase}/seconds",),
+    "recompiles": ("compile/{phase}/recompiles",),
+    "peak memory of a compiled step in MiB": ("step/{phase}/peak_memory_mib",),
+}
+
+
+def _layout() -> dict[str, dict[str, list[Any]]]:
+    """Return the charts of the custom-scalars tab, by phase; the one of the peak memory only if there is a GPU."""
+    charts = {title: tags for title, tags in _CHARTS.items() if torch.cuda.is_available() or "memory" not in title}
+    return {
+        f"torch.compile, {phase} phase": {
+            # Tags are regular expressions that match from the start. A logger's prefix may precede the tag.
+            title: ["Multiline", [rf"(.*-)?{tag.format(phase=phase)}$" for tag in tags]]
+            for title, tags in charts.items()
+        }
+        for phase in PHASES
+    }
+
+
+def _add_layout_if_none(writer: SummaryWriter) -> None:
+    """Add the charts, unless the run has a layout. It may be the user's, and TensorBoard uses the last one of a run."""
+    folder = Path(writer.log_dir)
+    if not folder.is_dir():
+        return  # a URL: looking for a layout could mean a large download
+    writer.flush()
+    if not any(_contains(path, _LAYOUT_TAG) for path in folder.glob("*tfevents*") if path.stat().st_size):
+        writer.add_custom_scalars(_layout())
+
+
+def _contains(path: Path, text: bytes) -> bool:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(text) >= 0
+
+
+def _add_report(writer: SummaryWriter, report: CompileReport, step: int, tag: str = "compile_report") -> None:
+    """Add the report to the text tab."""
+    writer.add_text(tag, to_markdown(report, environment()), step)
+
+
+def _add_plot(writer: SummaryWriter, report: CompileReport, step: int) -> None:
+    """Add the plot to the images tab, if matplotlib is installed."""
+    has_steps = any(report.phase(phase).diagnostics.series for phase in PHASES)
+    if not has_steps or importlib.util.find_spec("matplotlib") is None:
+        return
+    import numpy as np  # a dependency of matplotlib
+
+    canvas: Any = report.plot().canvas
+    canvas.draw()
+    writer.add_image(PLOT_TAG, np.asarray(canvas.buffer_rgba()), step, dataformats="HWC")
+
+
+def _add_graphs(writer: SummaryWriter, graphs: Iterable[RecordedGraph], step: int) -> None:
+    """Add recorded graphs to the text tab, each under its title."""
+    for graph in graphs:
+        writer.add_text(f"graphs/{graph.title}", "\n".join(f"    {line}" for line in graph.text.splitlines()), step)
+
 
 _done: WeakValueDictionary[tuple[str, int], Logger] = WeakValueDictionary()  # a logger need not be hashable
 
@@ -118,7 +186,7 @@ def log_scalars(loggers: Sequence[Logger], scalars: Mapping[str, float], step: i
         with _warn_if_it_fails(logger):
             logger.log_metrics(metrics=dict(scalars), step=step)
             if isinstance(logger, TensorBoardLogger) and _first_time("layout", logger):
-                tensorboard.add_layout_if_none(logger.experiment)
+                _add_layout_if_none(logger.experiment)
 
 
 @rank_zero_only
@@ -145,9 +213,9 @@ def log_summary(
         with _warn_if_it_fails(logger):
             experiment = getattr(logger, "experiment", None)
             if isinstance(logger, TensorBoardLogger):
-                tensorboard.add_report(logger.experiment, report, step, tag)
-                tensorboard.add_plot(logger.experiment, report, step)
-                tensorboard.add_graphs(logger.experiment, graphs, step)
+                _add_report(logger.experiment, report, step, tag)
+                _add_plot(logger.experiment, report, step)
+                _add_graphs(logger.experiment, graphs, step)
                 if settings and not logger.hparams and _first_time("settings", logger):
                     figures = {name: value for name, value in report.scalars().items() if name.startswith("step/")}
                     logger.log_hyperparams(dict(settings), figures, step)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.config.mode import EAGER
+from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES
 

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.mode import EAGER
+from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import Mode, Settings, as_settings
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs

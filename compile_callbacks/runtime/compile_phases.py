@@ -12,7 +12,7 @@ from torch import nn
 
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.phases import PHASES
-from compile_callbacks.config.mode import Mode
+from compile_callbacks.config.inductor_config import Mode
 from compile_callbacks.config.tune import Tune
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.arguments import CompileArguments, NewShapes, OnError, Verify, explain_unknown_arguments

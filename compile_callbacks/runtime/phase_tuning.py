@@ -14,7 +14,7 @@ from torch import nn
 from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.fingerprints import architecture_fingerprint, code_fingerprint, digest
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.mode import EAGER
+from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import LEAST_SAMPLES, Tune
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder
 from compile_callbacks.profiling.spans import Span

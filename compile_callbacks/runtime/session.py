@@ -112,7 +112,7 @@ class Session:
         self._warnings = SessionWarnings(
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
         )
-        self._trace = _torch.trace.StructuredTrace(arguments.trace_dir) if arguments.trace_dir else None
+        self._trace = _torch.events.StructuredTrace(arguments.trace_dir) if arguments.trace_dir else None
         self._gpu = StepsOnGpu(module)
         self.running = False
         """Whether a Trainer run is in progress."""

@@ -59,11 +59,11 @@ class ObservedShapes:
                 if dimensions is None:
                     continue
                 if isinstance(value, torch.Tensor):
-                    undo.callback(_torch.dynamic_shapes.mark_dimensions(value, dimensions))
+                    undo.callback(_torch.dynamo.mark_dimensions(value, dimensions))
                 else:
                     integers.append(name)
             if integers:
-                undo.enter_context(_torch.dynamic_shapes.numbers_as_dynamic(integers))
+                undo.enter_context(_torch.dynamo.numbers_as_dynamic(integers))
             yield
 
     def varying(self) -> dict[str, list[int]]:

@@ -138,7 +138,7 @@ class Verification:
         name = re.sub(r"\W", "_", f"{target}_{phase}")
         why = f"Target {target!r} differs from eager in the {phase} phase: {in_one_line(comparison.reason or '')}"
         try:
-            script = _torch.trace.write_repro(folder, name, first.eager, inputs, first.options, why)
+            script = _torch.events.write_repro(folder, name, first.eager, inputs, first.options, why)
         except Exception as error:
             return f"; no script reproduces it: {in_one_line(describe_failure(error))}"
         return f"; {script} reproduces it"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from compile_callbacks.config.mode import EAGER
+from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import AUTO, LEAST_SAMPLES, Tune
 from compile_callbacks.tuning.candidates import Candidate
 from compile_callbacks.tuning.trial import Block, Trial, compare

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from compile_callbacks.cli import doctor
-from compile_callbacks.cli import machine_checks as machine
 from compile_callbacks.cli.main import main
 
 
@@ -59,14 +58,14 @@ def test_doctor_names_a_compiler_that_links_torchs_cpp_library(compiler_without_
     system_compiler = shutil.which("g++")
     monkeypatch.setenv("PATH", str(compiler_without_libstdcxx.parent), prepend=os.pathsep)
     with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler_without_libstdcxx))}):
-        check = machine.check_cpp_compiler()
+        check = doctor.check_cpp_compiler()
         assert check.status == "warning"
         assert "there is no libstdc++.so for it" in check.found
         assert "packages for a GPU crash" in check.impact
         assert check.fix == f"export CXX={system_compiler}"
-        monkeypatch.setattr(machine, "_COMPILER_FOLDERS", ())  # this machine has no other compiler
+        monkeypatch.setattr(doctor, "_COMPILER_FOLDERS", ())  # this machine has no other compiler
         monkeypatch.setattr(os, "get_exec_path", lambda: [str(compiler_without_libstdcxx.parent)])
-        fix = machine.check_cpp_compiler().fix
+        fix = doctor.check_cpp_compiler().fix
     assert "install g" in fix
     assert fix.endswith("export CXX=/usr/bin/g++")
 

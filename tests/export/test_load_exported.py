@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compile_callbacks import ExportError, _torch, export, load_exported
-from compile_callbacks.exporting.smoke_test import load_after_smoke_test, run_in_new_process
+from compile_callbacks.exporting.loaded_package import load_after_smoke_test, run_in_new_process
 from tests.support.models import mlp
 
 X = torch.ones(4, 8)

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile, InductorConfig, graph_pass
-from compile_callbacks.passes.hooks import HOOK_OPTIONS, graph_kind
+from compile_callbacks.passes.base import HOOK_OPTIONS, graph_kind
 from compile_callbacks.passes.manager import pass_options
 from compile_callbacks.report.table import to_markdown
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, trainer

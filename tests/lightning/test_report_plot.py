@@ -10,8 +10,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compile_callbacks import CompileReport, InductorCompile, PhaseReport
+from compile_callbacks.report.loggers import PLOT_TAG
 from compile_callbacks.report.report import PhaseDiagnostics
-from compile_callbacks.report.tensorboard import PLOT_TAG
 from tests.support.models import Classifier, loader, trainer
 from tests.support.step_times import TimedSteps
 

@@ -52,7 +52,7 @@ class TritonMaxPoolBackward(GraphPass):
         """Replace each gradient of a max pooling."""
         if is_inference:
             return
-        for indices in find_nodes(graph, _torch.passes.pool_offsets_to_indices()):
+        for indices in find_nodes(graph, _torch.inductor.pool_offsets_to_indices()):
             offsets, kernel, size, stride, padding, dilation = indices.args
             if any(step != 1 for step in dilation):  # type: ignore[union-attr]
                 continue
@@ -121,7 +121,7 @@ def _is_channels_last(value: Any) -> bool:
 
 
 def _reference(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: Any, padding: Any) -> Any:
-    indices = _torch.passes.pool_offsets_to_indices()(offsets, kernel, size, stride, padding, [1, 1])
+    indices = _torch.inductor.pool_offsets_to_indices()(offsets, kernel, size, stride, padding, [1, 1])
     grad = grad_output.new_zeros((*grad_output.shape[:2], size[0] * size[1]), dtype=torch.float32)
     grad.scatter_add_(2, indices.flatten(2), grad_output.float().flatten(2))
     grad = grad.reshape(*grad_output.shape[:2], *size).to(grad_output.dtype)

@@ -10,8 +10,7 @@ from torch.fx import Graph
 
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_choice
-from compile_callbacks.passes.base import GraphPass
-from compile_callbacks.passes.hooks import DEFAULT_HOOK, HOOK_OPTIONS, GraphKind, graph_kind
+from compile_callbacks.passes.base import DEFAULT_HOOK, HOOK_OPTIONS, GraphKind, GraphPass, graph_kind
 from compile_callbacks.passes.nodes import count_ops
 
 
