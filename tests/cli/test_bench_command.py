@@ -39,20 +39,6 @@ def test_bench_measures_modes_side_by_side(bench):
             assert row["notes"] == []
 
 
-def test_bench_measures_a_random_input_in_half_precision(bench):
-    printed = bench(
-        f"{SUBJECTS}:images", "--input", "2x3x8x8", "--precision", "bf16", "--modes", "aten", "--steps", "5"
-    )
-    assert "inputs 2x3x8x8, bf16" in printed.out
-    assert "compile s" in printed.out
-    assert "\naten " in printed.out
-
-
-def test_bench_reports_no_speedup_from_few_samples(bench):
-    rows = json.loads(bench(f"{SUBJECTS}:classifier", "--steps", "4", "--json").out)["rows"]
-    assert [row.get("speedup") for row in rows] == [None, None]
-
-
 def test_bench_shows_a_failed_mode_with_its_reason(bench):
     modes = ["default", '{"fullgraph": true}']
     printed = bench(f"{SUBJECTS}:breaks", "--modes", *modes, "--steps", "2", "--json", status=1)

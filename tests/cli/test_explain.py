@@ -19,11 +19,6 @@ def test_explain_prints_the_entry_of_a_code(capsys):
     assert printed.count("\n\n") == 3
 
 
-def test_explain_lists_all_codes(capsys):
-    assert main(["explain"]) == 0
-    assert [line[:5] for line in capsys.readouterr().out.splitlines()] == list(read_entries())
-
-
 @pytest.mark.parametrize(("code", "hint"), [("CC1044", "codes near it: CC104"), ("slow", "lists all codes")])
 def test_explain_refuses_an_unknown_code(code, hint, capsys):
     assert main(["explain", code]) == 2

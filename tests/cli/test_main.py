@@ -28,14 +28,6 @@ assert not {{"torch", "lightning", "numpy"}} & set(sys.modules)
     assert "bench" in printed or "CC104" in printed
 
 
-@pytest.mark.parametrize("arguments", [[], ["report"], ["reprot", "."]])
-def test_main_refuses_wrong_arguments_with_the_usage(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: compile-callbacks")
-
-
 def test_modes_lists_every_mode_and_template(capsys):
     assert main(["modes", "--device", "cpu", "--json"]) == 0
     listed = {mode["name"]: mode for mode in json.loads(capsys.readouterr().out)["modes"]}

@@ -89,12 +89,6 @@ def test_entries_with_files_of_another_user_are_deleted(folder):
     assert files(folder) == ["triton/B/kernel.so"]
 
 
-def test_a_missing_or_damaged_folder_is_no_error(tmp_path):
-    (tmp_path / "triton").write_text("no folder")
-    delete_old_entries(tmp_path)
-    delete_old_entries(tmp_path / "missing")
-
-
 # ------------------------------------------------------------------------------------------ environment
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compile_callbacks import CompileReport, PhaseReport
-from compile_callbacks.report import console
-from compile_callbacks.report.console import make_table, print_report, print_texts, to_text
+from compile_callbacks.report.console import make_table, to_text
 
 
 def test_cells_are_text_and_long_ones_wrap_without_loss():
@@ -25,12 +24,3 @@ def test_the_environment_does_not_change_the_text_of_a_report(name, value, monke
     monkeypatch.setenv(name, value)
     assert str(report) == text
     assert "\x1b" not in text
-
-
-def test_a_terminal_gets_the_same_cells(monkeypatch, capsys):
-    monkeypatch.setattr(console.sys.stdout, "isatty", lambda: True, raising=False)
-    print_texts(("mode", "ms"), [("default", "4.2 ± 0.1")])
-    print_report(CompileReport(train=PhaseReport(mode="default")))
-    shown = capsys.readouterr().out
-    assert "4.2 ± 0.1" in shown
-    assert "default" in shown

@@ -7,7 +7,6 @@ import types
 import pytest
 import torch
 
-from compile_callbacks.profiling.spans import call_times_ms
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.workload import Workload
 
@@ -54,24 +53,3 @@ def test_a_step_is_timed_by_the_device_without_a_synchronization(device):
     assert stream.synchronized == 0
     timer.synchronize()
     assert timer.samples("train", compiled=True) == {WORK: (4.0, 4.0, 4.0)}
-
-
-def test_calls_are_timed_with_a_synchronization_after_each(device):
-    device, stream = device
-    waited = []
-
-    def call():
-        waited.append(stream.synchronized)
-        stream.queued_ms += 4
-
-    assert len(call_times_ms(call, device=device, samples=2)) == 2
-    assert waited == [0, 4, 8, 12]
-
-
-def test_a_device_without_events_is_timed_by_the_clock():
-    clock = iter(range(100))
-    timer = StepTimer(clock=lambda: next(clock))
-    for _ in range(3):
-        timer.start(torch.device("meta"))
-        timer.stop("train", compiled=True, workload=WORK, disturbed=False)
-    assert timer.samples("train", compiled=True) == {WORK: (1000.0,)}

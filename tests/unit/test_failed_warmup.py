@@ -68,12 +68,6 @@ def test_the_call_after_a_first_run_that_raised_works_and_reports_it(manager, fa
         fallback.issue_warnings()
 
 
-def test_a_first_run_that_succeeded_is_left_alone(manager, fallback):
-    manager.current_node.tensor_weakrefs += [None, None]
-    assert wrap(lambda x: x, fallback)(1) == 1
-    assert "function" in manager.warmed_up_functions
-
-
 @pytest.mark.parametrize("tree", [None, SimpleNamespace(current_node=None)], ids=["no tree", "no run"])
 def test_nothing_is_repaired_if_memory_was_short_before_the_first_run(monkeypatch, fallback, tree):
     """To make the tree of CUDA graphs, torch allocates on a new stream, which takes 2 MiB."""

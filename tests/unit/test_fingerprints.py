@@ -12,8 +12,6 @@ from torch import nn
 from compile_callbacks._utils.fingerprints import (
     architecture_fingerprint,
     code_fingerprint,
-    digest,
-    installed_version,
 )
 from tests.support.processes import run_in_new_process
 
@@ -35,16 +33,6 @@ def raises(self):
 
 def net_with(**members):
     return type("Net", (nn.Module,), members)()
-
-
-def test_digest_ignores_the_order_of_keys_and_nothing_else():
-    assert digest({"a": [1, 2], "b": None}) == digest({"b": None, "a": [1, 2]})
-    assert len({digest(data) for data in ({"a": [1, 2]}, {"a": [2, 1]}, {"a": 1.0}, {"a": "1"}, {}, None)}) == 6
-
-
-def test_installed_version_is_none_for_a_missing_package():
-    assert installed_version("no-such-package") is None
-    assert torch.__version__.startswith(str(installed_version("torch")).partition("+")[0])
 
 
 def test_architecture_fingerprint_depends_on_structure_and_not_on_values():
@@ -84,15 +72,6 @@ def test_architecture_fingerprint_leaves_out_parts_that_it_cannot_describe(make)
     assert architecture_fingerprint(nn.Sequential(make())) == architecture_fingerprint(nn.Sequential(make()))
 
 
-def test_architecture_fingerprint_ends_if_modules_contain_each_other():
-    def make():
-        parent, child = nn.Module(), nn.Module()
-        parent.child, child.parent = child, parent
-        return parent
-
-    assert architecture_fingerprint(make()) == architecture_fingerprint(make())
-
-
 def test_code_fingerprint_depends_on_the_source_of_the_users_classes(tmp_path):
     def fingerprint(name, forward):
         path = tmp_path / f"{name}.py"
@@ -115,6 +94,7 @@ def test_code_fingerprint_ends_for_any_class_attribute(member):
     assert code_fingerprint(net_with(member=member)) == code_fingerprint(net_with(member=member))
 
 
+@pytest.mark.slow
 def test_fingerprints_are_equal_in_every_process():
     first, second = (run_in_new_process(PRINT_FINGERPRINTS, environment={"PYTHONHASHSEED": seed}) for seed in "12")
     assert first == second

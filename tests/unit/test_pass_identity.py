@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import sys
 import types
 
@@ -63,12 +61,6 @@ def test_a_managers_uuid_covers_order_hook_and_phase():
     ]
     assert len({PassManager(*each).uuid() for each in arguments}) == 4
     assert PassManager((a, Scale(object())), "post_grad_post", "train").uuid() is None
-
-
-def test_a_copy_is_the_same_pass_and_a_pickle_has_the_same_uuid():
-    scale = Scale(3)
-    assert copy.deepcopy(scale) is scale
-    assert pickle.loads(pickle.dumps(scale)).uuid() == scale.uuid()
 
 
 # ------------------------------------------------------------------------------------------ code
@@ -185,18 +177,6 @@ def test_a_uuid_is_none_while_a_closure_cell_is_empty():
     assert first is None
     assert second is None  # a uuid is computed once
     assert complete is not None
-
-
-def test_a_uuid_is_none_for_two_passes_that_refer_to_each_other():
-    @graph_pass
-    def first(graph, is_inference):
-        second(graph, is_inference)
-
-    @graph_pass
-    def second(graph, is_inference):
-        first(graph, is_inference)
-
-    assert first.uuid() is None
 
 
 COMPILE = """

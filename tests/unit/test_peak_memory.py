@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from compile_callbacks.profiling.memory import Peak, PeakMemory
-from compile_callbacks.report.report import CompileReport, PhaseDiagnostics, PhaseReport
 
 pytestmark = pytest.mark.all_versions
 
@@ -54,19 +53,3 @@ def test_a_peak_is_measured_only_if_a_step_raises_it(allocator):
     assert memory.peak("train", compiled=True) == Peak(at_most_mib=950)
     step(memory, allocator, 1000, compiled=True)
     assert memory.peak("train", compiled=True) == Peak(mib=1000)
-
-
-def test_a_step_in_which_the_user_resets_the_peak_is_not_measured(allocator):
-    memory = PeakMemory()
-    allocator.uses(500)
-    memory.start("train", compiled=False)
-    allocator.peak = 200
-    memory.stop(traced=False)
-    assert memory.peak("train", compiled=False) == Peak()
-
-
-def test_the_table_says_whether_a_peak_is_an_upper_bound():
-    train = PhaseReport(diagnostics=PhaseDiagnostics(eager_peak_memory_mib=938.0, peak_memory_at_most_mib=938.0))
-    table = str(CompileReport(train=train, infer=PhaseReport()))
-    assert "eager peak memory MiB" in table
-    assert "at most 938" in table

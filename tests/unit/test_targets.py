@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from compile_callbacks.runtime.targets import resolve_targets
-from tests.support.models import ChildOnly, Classifier
+from tests.support.models import Classifier
 
 
 def names(module, targets=None):
@@ -24,12 +24,6 @@ class Parts(pl.LightningModule):
 
     def encode(self, x):
         return self.layers[0](x)
-
-
-def test_chosen_are_an_overridden_forward_and_children_with_parameters():
-    assert names(Classifier()) == ["forward", "net"]
-    assert names(ChildOnly()) == ["net"]
-    assert names(Parts()) == ["layers.0", "layers.1", "heads.a"]
 
 
 def test_named_globbed_and_methods():
