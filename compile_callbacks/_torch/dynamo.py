@@ -260,11 +260,7 @@ def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def numbers_as_dynamic(inputs: Iterable[str]) -> Any:
-    """A context in which compiles treat integer inputs as dynamic.
-
-    Args:
-        inputs: The inputs as expressions of the compiled function's local variables, such as ``"args[1]"``.
-    """
+    """A context in which compiles treat integer inputs as dynamic."""
     parts = (name.partition("[") for name in inputs)
     sources = [f"L['{local}'][{index}" for local, _, index in parts]
     of_user = torch.compiler.config.dynamic_sources

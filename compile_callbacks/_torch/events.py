@@ -185,19 +185,7 @@ class StructuredTrace:
 def write_repro(
     folder: Path, name: str, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], why: str
 ) -> Path:
-    """Write a script that compares a graph with eager, and its inputs.
-
-    Args:
-        folder: The folder; it is created if needed.
-        name: A part of the script's name.
-        graph: The captured graph.
-        inputs: Its inputs.
-        options: The Inductor options. Those that are not plain values, such as graph passes, are left out.
-        why: A line for the head of the script.
-
-    Returns:
-        The path of the script.
-    """
+    """Write a script that compares a graph with eager, and its inputs."""
     from torch._dynamo.repro.after_dynamo import generate_dynamo_fx_repro_string
 
     folder.mkdir(parents=True, exist_ok=True)

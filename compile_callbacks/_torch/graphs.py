@@ -1,4 +1,4 @@
-"""FX graphs of Dynamo and AOTAutograd: copies, facts about them, and new nodes."""
+"""FX graphs of Dynamo and AOTAutograd: copy them, examine them, compare their results, and add nodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 
 def copy_of_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of a graph module that can be compiled: with the metadata that AOTAutograd needs."""
+    """Copy a graph module, with the metadata that AOTAutograd needs to compile the copy."""
     copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     vars(copied).update({name: value for name, value in vars(graph_module).items() if name not in vars(copied)})
     copied.meta.update(graph_module.meta)
     for node, original in zip(copied.graph.nodes, graph_module.graph.nodes, strict=True):
-        # It has a weak reference to a weight, and would live until Python collects garbage.
+        # Dynamo's `GraphArg` has a weak reference to a weight, and lives until Python collects garbage.
         node.meta.pop("grapharg", None)
         for name, value in getattr(original, "__dict__", {}).items():
             if name.startswith("_dynamo"):
@@ -27,16 +27,16 @@ def copy_of_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of a graph module that runs eagerly, without Dynamo's metadata.
+    """Copy a graph module, without Dynamo's metadata, to run the copy eagerly.
 
-    The metadata of the placeholders holds weak references to the weights. With these, ``module.cpu()`` fails for
-    weights that are tensor subclasses.
+    The metadata of placeholders has weak references to the weights. While such a reference exists, ``module.cpu()``
+    fails for weights that are tensor subclasses.
     """
     copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for node in copied.graph.nodes:
         node.meta.clear()
-        # Both operators are made for tracing. Workaround (until the operator of checkpoints restores random states when
-        # it runs eagerly): torch 2.15 runs the checkpoint without its random state.
+        # torch implements these two operators for tracing. Workaround (until `tag_activation_checkpoint` restores the
+        # random state when it runs eagerly): in torch 2.15 it does not.
         if node.target is torch.ops.higher_order.invoke_subgraph:
             node.target, node.args = _call_subgraph, (node.args[0], *node.args[2:])
         elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -59,7 +59,7 @@ def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) 
     def run(*_: torch.Tensor) -> Any:
         return subgraph.forward(*args)
 
-    # `checkpoint` takes the device from these arguments. Buffers that the subgraph writes to must not be among them.
+    # `checkpoint` reads the device from these arguments. It must not get the buffers that the subgraph writes to.
     differentiable = [value for value in args if isinstance(value, torch.Tensor) and value.requires_grad]
     keeps_random_state = kwargs.get("preserve_rng_state", True)
     return checkpoint(run, *differentiable, use_reentrant=False, preserve_rng_state=keeps_random_state)
@@ -69,7 +69,7 @@ _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd
 
 
 def has_collective(graph_module: torch.fx.GraphModule) -> bool:
-    """Whether a graph of Dynamo communicates with other processes, forward or backward."""
+    """Whether a graph communicates with other processes, in its forward or its backward pass."""
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     for part in graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
@@ -82,23 +82,20 @@ def has_collective(graph_module: torch.fx.GraphModule) -> bool:
 
 
 class GraphFacts(NamedTuple):
-    """Facts about a graph.
-
-    Attributes:
-        written: Positions of the inputs whose memory the graph writes to.
-        dtypes: The dtypes of all values that it computes.
-        has_subclasses: Whether an input or output is a tensor subclass.
-    """
+    """What `examine_graph` finds."""
 
     written: frozenset[int]
+    """The positions of the inputs that the graph writes to."""
     dtypes: frozenset[torch.dtype]
+    """The dtypes of the inputs and of all values that the graph computes."""
     has_subclasses: bool
+    """Whether an input or output is a tensor subclass."""
 
 
 def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> GraphFacts:
-    """Run a graph on fake tensors to find its facts.
+    """Run a graph on fake tensors, and record the dtypes that it computes and the inputs that it writes to.
 
-    AOTAutograd knows the inputs that a graph writes to, but not if the compiled graph comes from its cache.
+    AOTAutograd does not tell which inputs a graph writes to if the compiled graph comes from its cache.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -121,7 +118,7 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
         return int(tensor.untyped_storage()._cdata)
 
     written, dtypes = set[int](), set[torch.dtype]()
-    # With a shape environment, numbers that a graph reads from tensors are symbols. Without one they are an error.
+    # The shape environment makes the numbers that a graph reads from tensors symbols. Without it, they are errors.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     fakes = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in inputs]
     with mode, Examination(), torch.no_grad():  # type: ignore[no-untyped-call]
@@ -139,7 +136,7 @@ def _written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
     arguments = operator._schema.arguments
     written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
-    # The schemas of batch norms do not mark the running statistics as written.
+    # The schemas of batch norms do not say that they write to the running statistics.
     written |= {"running_mean", "running_var"}
     return [value for name, value in given.items() if name in written]
 
@@ -148,13 +145,13 @@ DOUBLE_OF = {
     **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
     torch.complex64: torch.complex128,
 }
-"""By dtype, its replacement in `computing_in_double`."""
+"""Maps each dtype that `computing_in_double` replaces to its replacement."""
 
 
 def computing_in_double(enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a graph computes in float64.
+    """A context in which a graph with float64 inputs computes in float64.
 
-    All inputs must be float64 already. This changes the casts in the graph, and the tensors that the graph creates.
+    Casts to a lower precision, and tensors that the graph creates, become float64 too.
     """
     if not enabled:
         return contextlib.nullcontext()
@@ -177,14 +174,11 @@ def computing_in_double(enabled: bool) -> contextlib.AbstractContextManager[Any]
 def is_as_accurate(
     expected: torch.Tensor, actual: torch.Tensor, reference: torch.Tensor, *, tolerance: float, lenient: bool
 ) -> bool:
-    """Whether ``actual`` is as close to a float64 reference as ``expected`` is.
+    """Whether a compiled result is about as close to a float64 reference as the eager result is.
 
-    Args:
-        expected: What eager computed.
-        actual: The result of the compiled graph.
-        reference: The same in float64.
-        tolerance: An absolute and relative error that is always allowed.
-        lenient: Whether ten times the error of ``expected`` is allowed, in place of two to ten times.
+    torch's own accuracy checks use the same function. ``actual`` is the compiled result, ``expected`` the eager one. An
+    absolute and relative error of ``tolerance`` is always allowed. Otherwise ``actual`` may have two to ten times the
+    error of ``expected``, or ten times for any size of tensor if ``lenient``.
     """
     from torch._dynamo.utils import same
 
@@ -207,7 +201,7 @@ OpOverload = torch._ops.OpOverload
 def add_node(
     graph: torch.fx.Graph, target: Any, arguments: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> torch.fx.Node:
-    """A call in a graph, with its value as a fake tensor in ``meta["val"]``."""
+    """Add a call to a graph. Its ``meta["val"]`` is its value as a fake tensor."""
     kwargs = dict(kwargs or {})
     node = graph.call_function(target, tuple(arguments), kwargs)
     values, keywords = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
@@ -218,7 +212,7 @@ def add_node(
 
 
 def is_decomposed(target: Any) -> bool:
-    """Whether Inductor replaces an operator by others while AOTAutograd traces, and has no lowering for it."""
+    """Whether AOTAutograd replaces an operator by others for Inductor, which cannot compile the operator itself."""
     from torch._inductor.decomposition import decompositions
     from torch._inductor.lowering import lowerings
 
@@ -226,7 +220,7 @@ def is_decomposed(target: Any) -> bool:
 
 
 def fake_tensor(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A fake tensor of the compile that is running."""
+    """Create a fake tensor in the fake mode of the compile that is running."""
     with torch._guards.TracingContext.get().fake_mode:  # type: ignore[union-attr]
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 

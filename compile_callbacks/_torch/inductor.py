@@ -65,11 +65,7 @@ def resolve_options(mode: str | None, options: Mapping[str, Any], dynamic: bool 
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that Inductor calls.
-
-    Raises:
-        RuntimeError: None of `cpp_compilers_tried` works.
-    """
+    """The C++ compiler that Inductor calls."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return get_cpp_compiler()
@@ -84,11 +80,7 @@ def cpp_compilers_tried() -> list[str]:
 
 
 def build_cpp(source: Path) -> Path:
-    """Build a shared library next to a C++ file, with the flags that Inductor uses for its kernels.
-
-    Raises:
-        RuntimeError: There is no compiler, or it fails.
-    """
+    """Build a shared library next to a C++ file, with the flags that Inductor uses for its kernels."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
 
     builder = CppBuilder(source.stem, str(source), CppTorchOptions(warning_all=False), str(source.parent))

@@ -15,14 +15,7 @@ from compile_callbacks._utils.messages import unknown
 
 
 def parse_device(name: str | None) -> torch.device:
-    """Return the device of a ``--device`` option.
-
-    Args:
-        name: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. ``None``: the GPU if there is one, else the CPU.
-
-    Raises:
-        ValueError: The name is unknown, or this machine does not have the device.
-    """
+    """Return the device of a ``--device`` option."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(with_code("CC201", unknown("--device", name, ["cpu", "cuda", "cuda:N"])))
@@ -31,16 +24,7 @@ def parse_device(name: str | None) -> torch.device:
 
 
 def as_device(device: object, argument: str = "device") -> torch.device:
-    """Check a device argument, and return the device with its index if its type has one.
-
-    Args:
-        device: A name such as ``"cuda"`` or ``"cuda:1"``, or a `torch.device`.
-        argument: The name of the argument, for messages.
-
-    Raises:
-        TypeError: The argument is neither a string nor a device.
-        ValueError: The name is unknown, the device is missing, or it is ``"meta"``, which holds no values.
-    """
+    """Check a device argument, and return the device with its index if its type has one."""
     if not isinstance(device, (str, torch.device)):
         message = f"{argument}={device!r} must be a string or a torch.device, not {type(device).__name__}"
         raise TypeError(with_code("CC202", message))

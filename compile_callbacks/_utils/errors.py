@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Hashable
@@ -30,24 +31,22 @@ class CompileWarning(UserWarning):
     """A part of the module does not run compiled as requested, or a setting has no effect."""
 
 
+_CODE = re.compile(r" \[CC\d*(: [^\]…]*)?[\]…]")  # an inner message may be cut off, which ends it with "…"
+
+
 def with_code(code: str, message: str) -> str:
-    """Append the code of a message, and the command that explains the code.
+    """Append the code of a message, and the command that explains the code. Codes within the message are removed.
 
     Example::
 
         >>> with_code("CC104", "target 'net' was never called")
         "target 'net' was never called [CC104: compile-callbacks explain CC104]"
     """
-    return f"{message} [{code}: compile-callbacks explain {code}]"
+    return f"{_CODE.sub('', message)} [{code}: compile-callbacks explain {code}]"
 
 
 def warn_user(code: str, message: str) -> None:
-    """Issue a `CompileWarning` at the user's line: the innermost caller outside this library, torch and Lightning.
-
-    Args:
-        code: The code of the message, ``"CC104"``.
-        message: The text: what happened to which target in which phase; the effect; the fix.
-    """
+    """Issue a `CompileWarning` at the user's line: the innermost caller outside this library, torch and Lightning."""
     warnings.warn(with_code(code, message), CompileWarning, stacklevel=_stack_level_of_user())
 
 
@@ -60,11 +59,6 @@ class WarnOnce:
     def warn(self, code: str, message: str, *, about: Hashable = None) -> bool:
         """Warn, unless a warning with this code was issued for the same subject.
 
-        Args:
-            code: The code of the message.
-            message: The text of the warning.
-            about: The subject, such as a phase or a target's key.
-
         Returns:
             Whether the warning was issued.
         """
@@ -76,9 +70,10 @@ class WarnOnce:
 
 
 def _stack_level_of_user() -> int:
-    """The ``stacklevel`` for the caller of this function that names the user's line.
+    """Return the ``stacklevel`` at which `warnings.warn` names the line of the user's code, for this function's caller.
 
-    Python 3.12 has ``skip_file_prefixes`` for it; this function can go when Python 3.11 is no longer supported.
+    That is the innermost frame whose file is in none of `_INTERNAL_PACKAGES`, or the outermost frame if all files are.
+    Python 3.12 does the same with ``skip_file_prefixes``. Delete this function when Python 3.11 is no longer supported.
     """
     internal = tuple(f"{folder}/" for package in _INTERNAL_PACKAGES if (folder := _folder_of(package)))
     level, frame = 1, sys._getframe(1)

@@ -22,9 +22,6 @@ def atomic_write(path: Path) -> Iterator[Path]:
     The temporary file is in the folder of ``path`` and has its suffix. Several processes can write at once: each has
     its own temporary file, and the last one wins.
 
-    Raises:
-        OSError: The file cannot be moved to ``path``.
-
     Example::
 
         >>> import tempfile
@@ -48,12 +45,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, data: Any, *, mode: int = 0o666) -> None:
-    """Write JSON-ready data to a file with these permissions, atomically.
-
-    Raises:
-        OSError: The file cannot be written.
-        TypeError: JSON has no form for the data.
-    """
+    """Write JSON-ready data to a file with these permissions, atomically."""
     text = json.dumps(data, indent=2) + "\n"
     with atomic_write(path) as temporary:
         temporary.touch(mode)

@@ -12,11 +12,7 @@ from compile_callbacks._utils.errors import with_code
 
 
 def reference_to(value: Any, module_name: str) -> str:
-    """Return ``"module:name"`` for an object that is a global of the module.
-
-    Raises:
-        ValueError: The object is not a global of the module.
-    """
+    """Return ``"module:name"`` for an object that is a global of the module."""
     for name, found in vars(sys.modules.get(module_name, object)).items():
         if found is value:
             return f"{module_name}:{name}"
@@ -25,12 +21,7 @@ def reference_to(value: Any, module_name: str) -> str:
 
 
 def resolve(reference: object) -> Any:
-    """Import the object that ``"module:name"`` or ``"module.name"`` refers to.
-
-    Raises:
-        TypeError: The reference is not a string.
-        ValueError: The reference has another form, or the module or the name does not exist.
-    """
+    """Import the object that ``"module:name"`` or ``"module.name"`` refers to."""
     if not isinstance(reference, str):
         message = f"{reference!r} must be a string of the form 'module:name', not {type(reference).__name__}"
         raise TypeError(with_code("CC202", message))
@@ -48,17 +39,7 @@ def resolve(reference: object) -> Any:
 def class_and_arguments(
     value: Mapping[str, Any], argument: str, kinds: tuple[type, ...]
 ) -> tuple[type, dict[str, Any]]:
-    """Return the class and the constructor arguments of a mapping in the form of LightningCLI's YAML.
-
-    Args:
-        value: The mapping: ``class_path``, and optionally ``init_args``, a mapping.
-        argument: The name of the argument that has this value, for messages.
-        kinds: The base classes that are accepted.
-
-    Raises:
-        TypeError: ``class_path`` is not a string, ``init_args`` is not a mapping, or the class has none of the bases.
-        ValueError: The mapping has another key, or the class cannot be imported.
-    """
+    """Return the class and the constructor arguments of a mapping in the form of LightningCLI's YAML."""
     if more := [name for name in value if name not in ("class_path", "init_args")]:
         message = f"{argument} has {more[0]!r} next to class_path; arguments of the class belong in init_args"
         raise ValueError(with_code("CC201", message))

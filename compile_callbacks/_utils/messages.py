@@ -16,11 +16,7 @@ _MAX_CHOICES = 12  # a longer list does not help the reader
 
 
 def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
-    """Check that a value is one of the choices.
-
-    Raises:
-        ValueError: The value is not one of the choices.
-    """
+    """Check that a value is one of the choices."""
     if value not in choices:
         raise ValueError(with_code("CC201", unknown(argument, value, choices)))
 
@@ -44,12 +40,7 @@ def unknown(argument: str, value: object, choices: Iterable[str]) -> str:
 
 
 def check_fields(data: object, dataclass: type) -> None:
-    """Check that data map names of a dataclass's fields to values.
-
-    Raises:
-        TypeError: The data are not a mapping.
-        ValueError: A name is not a field.
-    """
+    """Check that data map names of a dataclass's fields to values."""
     if not isinstance(data, Mapping):
         message = f"data={data!r} must be a mapping of {dataclass.__name__}'s fields, not {type(data).__name__}"
         raise TypeError(with_code("CC202", message))

@@ -185,7 +185,6 @@ class InductorCompile(Callback):
             self._check_together(trainer, pl_module)
         self._calls.begin(trainer, pl_module, fits=stage == "fit", keep_compiled=self.keep_compiled)
         self._adopt_compiled(pl_module)
-        loggers.log_settings(trainer, pl_module, several.modes_to_log(self._all_in(trainer), self))
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -365,11 +364,10 @@ class InductorCompile(Callback):
             if call is None:
                 return
             report = self._last.report = self.report
-            peers = self._all_in(trainer)
-            name, modes = several.name_in_logs(peers, self), several.modes_to_log(peers, self)
+            name = several.name_in_logs(self._all_in(trainer), self)
             loggers.log_scalars(trainer.loggers, report.scalars(name), trainer.global_step)
             graphs = self.arguments.recorded_graphs()
-            loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs, modes, name)
+            loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs, name)
             loggers.write_report(call.report_folder, trainer, report, exception, name)
             if exception is not None or call.nested or self.session is None or not report.has_figures:
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,7 +12,6 @@ from torch import nn
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.tune import Tune
 from compile_callbacks.profiling.baseline import Baseline
-from compile_callbacks.report.loggers import settings_to_log
 from compile_callbacks.runtime.target import overlap
 from compile_callbacks.runtime.targets import named_targets
 
@@ -65,15 +64,6 @@ def name_in_logs(callbacks: Sequence[InductorCompile], own: InductorCompile) -> 
 def state_key(targets: Names) -> str:
     """The key of a callback's state in a checkpoint. Unlike names in logs, the keys of different targets differ."""
     return str(targets if targets is None or isinstance(targets, str) else sorted(targets))
-
-
-def modes_to_log(callbacks: Sequence[InductorCompile], own: InductorCompile) -> Mapping[str, str]:
-    """The modes of all callbacks, which the first one logs, because TensorBoard shows one set of hyperparameters."""
-    first, *others = (callback.arguments for callback in callbacks)
-    modes = settings_to_log(first.configs, first.targets)
-    for other in others:
-        modes |= settings_to_log(other.configs, other.targets, _name_of(other.targets))
-    return modes if callbacks[0] is own else {}
 
 
 def shared_baselines(callbacks: Sequence[InductorCompile], own: InductorCompile) -> dict[Phase, Baseline]:

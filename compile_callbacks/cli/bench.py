@@ -83,11 +83,7 @@ def _parse_mode(text: str) -> Any:
 
 
 def _load(name: str, device: torch.device, shape: str | None) -> Subject:
-    """Call the factory ``package:factory``, and move its module and inputs to the device.
-
-    Raises:
-        ValueError: There is no such factory, it fails, or not exactly one of factory and ``shape`` gives the inputs.
-    """
+    """Call the factory ``package:factory``, and move its module and inputs to the device."""
     if shape is not None and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
         raise ValueError(f"--input={shape!r} must be a shape such as 4x3x224x224")
     torch.manual_seed(0)

@@ -140,13 +140,6 @@ def measure(
     """Measure at least ``steps`` steps of eager and of every mode, in alternating blocks.
 
     A disturbance of the machine then affects all modes alike. ``say`` takes lines of progress.
-
-    Returns:
-        One JSON-ready row for each mode, eager first; docs/reference/cli.md explains the fields. A mode that
-        fails is a row with the reason.
-
-    Raises:
-        ValueError: The module fails in eager mode, so there is no baseline.
     """
     candidates = [Candidate(name, modes.get(name), subject, phase, dtype) for name in (EAGER, *modes)]
     on_device = torch.cuda.device(subject.device) if subject.device.type == "cuda" else contextlib.nullcontext()

@@ -19,14 +19,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand. Only its own module is imported, so that ``--help`` does not wait for torch.
-
-    Args:
-        argv: The arguments; ``None`` for those of the process.
-
-    Returns:
-        The exit status: 0; 1 if ``doctor`` or ``bench`` found a failure; 2 for bad input.
-    """
+    """Run a subcommand. Only its own module is imported, so that ``--help`` does not wait for torch."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="compile-callbacks", description="What compiling costs, gains and needs.")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -106,23 +106,20 @@ class InductorConfig:
         if self.mode == "default":
             return
         if self.options:
+            both = {**_torch.inductor.resolve_options(self.mode, {}, None), **self.options}
             text = (
-                f"mode={self.mode!r} and options={dict(self.options)!r} cannot be combined, as in torch.compile. Add "
-                f"the mode's own options, torch._inductor.list_mode_options({self.mode!r}), to options"
+                f"mode={self.mode!r} and options={dict(self.options)!r} cannot be combined, as in torch.compile; give "
+                f"the options of both, options={both!r}"
             )
-            if by_template := _TEMPLATE_OF_MODE.get(self.mode):
-                text += f", or give template={by_template!r} in place of the mode"
+            if template := _TEMPLATE_OF_MODE.get(self.mode):
+                text += f", or template={template!r} with your options"
             raise ValueError(with_code("CC203", text))
         if self.template is not None:
             text = f"mode={self.mode!r} and template={self.template!r} cannot be combined; a template includes a mode"
             raise ValueError(with_code("CC203", text))
 
     def check_beside(self, passes: Sequence[Any]) -> None:
-        """Refuse a pass at a hook point that ``options`` also set, because torch runs one of them only.
-
-        Raises:
-            ValueError: A hook point is set twice.
-        """
+        """Refuse a pass at a hook point that ``options`` also set, because torch runs one of them only."""
         for graph_pass in passes:
             option = HOOK_OPTIONS[pass_hook(graph_pass)]
             if self.options.get(option) is not None:
@@ -278,17 +275,7 @@ unchanged, and the messages about its entries are those of `as_config`."""
 
 
 def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> InductorConfig | None:
-    """Return the config that a mode stands for; ``None`` for ``None`` and ``"eager"``, which compile nothing.
-
-    Args:
-        value: The mode: a mode's or a template's name, a mapping of `InductorConfig`'s fields, or a config.
-        argument: The name of the argument, for messages.
-        also: Further strings that the argument accepts, which messages list.
-
-    Raises:
-        ValueError: The mode or a field is unknown.
-        TypeError: The value has another type.
-    """
+    """Return the config that a mode stands for; ``None`` for ``None`` and ``"eager"``, which compile nothing."""
     if isinstance(value, Mapping) and "class_path" in value:
         _, value = class_and_arguments(value, argument, (InductorConfig,))
     if value is None or value == EAGER:
@@ -318,12 +305,7 @@ def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> Induc
 
 
 def as_compiling_config(value: object, argument: str = "mode") -> InductorConfig:
-    """Return the config that a mode stands for.
-
-    Raises:
-        ValueError: The mode or a field is unknown, or the mode compiles nothing (``None`` and ``"eager"``).
-        TypeError: The value has another type.
-    """
+    """Return the config that a mode stands for."""
     config = as_config(value, argument)
     if config is None:
         raise ValueError(with_code("CC203", f"{argument}={value!r} compiles nothing; give a mode of torch.compile"))

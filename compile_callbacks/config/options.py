@@ -22,12 +22,7 @@ _NAMES = re.compile(r"\w+(,\w+)*")
 
 
 def check_mode(mode: object, argument: str = "mode", also: tuple[str, ...] = ()) -> None:
-    """Check that a value is a mode of ``torch.compile``, or one of ``also``.
-
-    Raises:
-        ValueError: The mode is unknown.
-        TypeError: The value is not a string.
-    """
+    """Check that a value is a mode of ``torch.compile``, or one of ``also``."""
     if not isinstance(mode, str):
         text = f"{argument}={mode!r} must be the name of a mode, such as 'default', not {type(mode).__name__}"
         raise TypeError(with_code("CC202", text))
@@ -37,12 +32,7 @@ def check_mode(mode: object, argument: str = "mode", also: tuple[str, ...] = ())
 
 
 def as_options(options: object) -> Mapping[str, Any]:
-    """Check Inductor options, and return them read-only with Inductor's spelling (``"max_autotune"``).
-
-    Raises:
-        ValueError: The installed Inductor does not have an option, or an option is given in two spellings.
-        TypeError: A value has another type than Inductor's default, or ``options`` is not a mapping.
-    """
+    """Check Inductor options, and return them read-only with Inductor's spelling (``"max_autotune"``)."""
     if not isinstance(options, Mapping):
         text = f"options={options!r} must map option names to values, not {type(options).__name__}"
         raise TypeError(with_code("CC202", text))
@@ -64,16 +54,7 @@ def as_options(options: object) -> Mapping[str, Any]:
 
 
 def check_loaded(data: Mapping[str, Any], allow_passes: Sequence[str]) -> None:
-    """Refuse values of loaded settings that could run code: paths, commands and modules.
-
-    Args:
-        data: The fields of an `InductorConfig`.
-        allow_passes: The import paths of the graph passes that the caller trusts.
-
-    Raises:
-        ValueError: A pass is not in ``allow_passes``, or an option is not a boolean, a number or an enumerated string.
-        TypeError: ``allow_passes`` is not a list.
-    """
+    """Refuse values of loaded settings that could run code: paths, commands and modules."""
     if isinstance(allow_passes, str) or not isinstance(allow_passes, Sequence):
         text = f"allow_passes={allow_passes!r} must be a list of import paths, 'module:name'"
         raise TypeError(with_code("CC202", text))

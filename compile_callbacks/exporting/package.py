@@ -149,11 +149,7 @@ def compare_with_eager(
 
 
 def check_compared(path: Path, compared: Comparison, verify: VerifyPackage) -> None:
-    """Report a package that differs from eager, or was not compared.
-
-    Raises:
-        ExportError: The package differs, and ``verify`` is ``"raise"``.
-    """
+    """Report a package that differs from eager, or was not compared."""
     if compared.verdict == "not compared":
         warn_user("CC602", f"package {path} was not compared with eager: {compared.reason}")
     elif compared.verdict == "differs":

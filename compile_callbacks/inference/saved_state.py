@@ -20,12 +20,7 @@ SampleLike = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 def as_samples(samples: object) -> list[Sample]:
-    """Check one sample or a list of samples, and copy their tensors to CPU memory, so that a call cannot change them.
-
-    Raises:
-        TypeError: A sample is not a tensor, a tuple or a mapping with string keys.
-        ValueError: The list is empty.
-    """
+    """Check one sample or a list of samples, and copy their tensors to the CPU, so that a call cannot change them."""
     if not isinstance(samples, list):
         return [_as_sample("samples", samples)]
     if not samples:
@@ -40,11 +35,7 @@ def on_device(sample: Sample, device: torch.device) -> tuple[tuple[Any, ...], di
 
 
 def without_values(samples: list[Sample]) -> list[Any]:
-    """Convert samples to plain containers and values, with tensors on the meta device: without the user's data.
-
-    Raises:
-        ValueError: A sample contains an object of another type.
-    """
+    """Convert samples to plain containers and values, with tensors on the meta device: without the user's data."""
     plain = as_plain(samples, "samples")
     described: list[Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), plain)
     return described
@@ -76,9 +67,6 @@ def as_plain(value: Any, where: str) -> Any:
     Args:
         value: Nested lists, tuples and dicts of numbers, strings, booleans, ``None`` and tensors.
         where: The name of the value in messages.
-
-    Raises:
-        ValueError: A part has another type, also a subclass of these types.
     """
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
@@ -141,12 +129,7 @@ _FIELDS: dict[str, type] = {
 
 
 def check_saved(data: object) -> Mapping[str, Any]:
-    """Check that data have the format, the version and the fields that this library writes.
-
-    Raises:
-        TypeError: The data or a field has another type.
-        ValueError: The format or the version is another one, or a field is missing.
-    """
+    """Check that data have the format, the version and the fields that this library writes."""
     if not isinstance(data, Mapping):
         text = f"state must be the mapping that InductorBackend.to_dict() returned, not {type(data).__name__}"
         raise TypeError(with_code("CC607", text))
@@ -166,11 +149,7 @@ def check_saved(data: object) -> Mapping[str, Any]:
 
 
 def saved_device(data: Mapping[str, Any]) -> torch.device:
-    """Return the device that the data name.
-
-    Raises:
-        ValueError: It is not a device of torch.
-    """
+    """Return the device that the data name."""
     try:
         return torch.device(data["device"])
     except RuntimeError as error:
@@ -178,11 +157,7 @@ def saved_device(data: Mapping[str, Any]) -> torch.device:
 
 
 def load_weights(data: Mapping[str, Any], module: nn.Module) -> None:
-    """Load the saved weights into a module.
-
-    Raises:
-        ValueError: The module has another class, or weights of other names, shapes or dtypes; it is then unchanged.
-    """
+    """Load the saved weights into a module."""
     if data["module"] != (name := type(module).__qualname__):
         raise ValueError(with_code("CC607", f"state is of a module of class {data['module']!r}, not of {name!r}"))
     saved = OrderedDict(data["state_dict"])

@@ -234,12 +234,7 @@ def graph_pass(
 
 
 def as_passes(value: object, argument: str) -> tuple[Any, ...]:
-    """Check the passes of an argument, and create those that are given as data.
-
-    Raises:
-        TypeError: The value is not a list or tuple of passes.
-        ValueError: The data name a pass that cannot be imported.
-    """
+    """Check the passes of an argument, and create those that are given as data."""
     if isinstance(value, PASS_TYPES):
         return (value,)
     if not isinstance(value, (list, tuple)):

@@ -30,19 +30,16 @@ class UndescribableError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class DescribedCall:
-    """The arguments of a call at the time of the call.
-
-    Attributes:
-        text: The arguments as text.
-        code: The functions and classes among them, which `identity_of_call` describes.
-    """
+    """The arguments of a call, as they were at the time of the call."""
 
     text: str
+    """The arguments as text, with a number in place of each function and class."""
     code: tuple[Any, ...]
+    """These functions and classes, which `identity_of_call` describes."""
 
 
 def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DescribedCall | None:
-    """Describe arguments before they can change; ``None`` if one of them cannot be described."""
+    """Describe the arguments of a call before they can change; ``None`` if one cannot be described."""
     describer = _Describer()
     try:
         return DescribedCall(describer.text([args, dict(kwargs)]), tuple(describer.code))
@@ -51,20 +48,14 @@ def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described
 
 
 def identity_of_call(made: object, details: Iterable[str], call: DescribedCall) -> str | None:
-    """Return the identity of an object: equal in every process for the same code called with the same arguments.
+    """Return a hash of an object's code, of the call that created the object, and of further texts (``details``).
 
-    The identity covers the code of every class in the object's MRO outside torch and the standard library, of the
-    functions among the arguments, and of the functions, classes and values that this code refers to by a global name.
-    Code of installed packages counts by its name and version, except for the package of the object's own class. The
-    loaded code counts, not its source file, which may have been edited since.
+    The hash is the same in every process. It covers the code of the object's class and its base classes outside torch
+    and Python, the functions among the arguments, and the functions, classes and values that this code refers to by a
+    global name. An installed package counts by its version, except the package of the object's own class. The hash
+    reads the code that Python has loaded, because the source file may have changed since.
 
-    Args:
-        made: The object.
-        details: Further texts that count.
-        call: The call that created the object.
-
-    Returns:
-        A hash; ``None`` if a part cannot be described.
+    The result is ``None`` if a part cannot be described.
     """
     describer = _CodeDescriber(made, call.code)
     try:
@@ -75,9 +66,10 @@ def identity_of_call(made: object, details: Iterable[str], call: DescribedCall) 
 
 
 class _Describer:
-    """Returns the same text for the same value in every process. Functions and classes are collected for later.
+    """Describes values as text that is the same in every process.
 
-    Later means: when the global names that they refer to are defined.
+    This class only numbers functions and classes, and collects them in ``code``. `_CodeDescriber` describes them later,
+    when the global names that they refer to are defined.
     """
 
     def __init__(self) -> None:
@@ -129,7 +121,7 @@ class _Describer:
 
 
 class _CodeDescriber(_Describer):
-    """Describes code too, with the code and the values that it refers to."""
+    """Describes functions and classes by their code, and by the code and values that they refer to."""
 
     def __init__(self, made: object, code: Iterable[Any]) -> None:
         self._made = made

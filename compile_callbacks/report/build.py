@@ -40,19 +40,7 @@ def build_phase_report(
     trials: Sequence[Trial] = (),
     details: bool = True,
 ) -> PhaseReport:
-    """Build the report of a phase.
-
-    Args:
-        phase: The phase.
-        settings: Its config or `Tune`; ``None`` if it is not compiled.
-        targets: The targets.
-        recorder: Has the compile events.
-        timer: Has the step times.
-        memory: Has the peak memory.
-        left_alone: Whether the phase runs as the user compiled it.
-        trials: The candidates of a `Tune`.
-        details: Include the verdict, the speedup, the series and the events.
-    """
+    """Build the report of a phase."""
     chosen = next((trial.candidate for trial in trials if trial.verdict == "chosen"), None)
     config = None if chosen == EAGER else settings
     candidate = chosen if isinstance(settings, Tune) else None

@@ -32,15 +32,7 @@ def make_table(
     numbers: bool = True,
     width: int = _CELL_WIDTH,
 ) -> Table:
-    """Make a rich table.
-
-    Args:
-        head: The column titles.
-        rows: One row of cells for each line; cells are text, not markup.
-        title: The line above the table.
-        numbers: Align all columns except the first to the right.
-        width: Characters at which a cell of such a column wraps.
-    """
+    """Make a rich table."""
     from rich.box import Box  # here, because a process that prints no table does not need rich
     from rich.table import Table
     from rich.text import Text

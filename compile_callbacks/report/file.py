@@ -24,15 +24,7 @@ _PACKAGES = ("torch", "triton", "lightning", "compile-callbacks")
 def make_record(
     report: CompileReport, call: str, *, step: int, exception: BaseException | None, name: str = ""
 ) -> dict[str, Any]:
-    """Return the record of a trainer call as JSON-ready data.
-
-    Args:
-        report: The report.
-        call: The call, such as ``"fit"``.
-        step: The trainer's global step.
-        exception: The exception that ended the call.
-        name: The name of the callback, for all but the first one of the trainer.
-    """
+    """Return the record of a trainer call as JSON-ready data."""
     return {
         "version": VERSION,
         "call": call,
@@ -46,13 +38,7 @@ def make_record(
 
 
 def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> None:
-    """Append a record to the file in a folder, and create the folder if needed. A damaged file is replaced.
-
-    Args:
-        filesystem: The fsspec file system of the folder.
-        folder: A path or URL.
-        record: See `make_record`.
-    """
+    """Append a record to the file in a folder, and create the folder if needed. A damaged file is replaced."""
     path = f"{folder.rstrip('/')}/{FILE_NAME}"
     records: list[Any] = []
     try:
@@ -68,12 +54,7 @@ def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> No
 
 
 def read_records(path: Path) -> list[Any]:
-    """Return the records of a file, in order; each may be damaged.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is not a JSON list.
-    """
+    """Return the records of a file, in order; each may be damaged."""
     return _parse(path.read_bytes())
 
 
@@ -88,11 +69,7 @@ def _parse(content: bytes) -> list[Any]:
 
 
 def report_in(record: object) -> CompileReport:
-    """Return the report in a record; a figure that is missing or has a wrong type gets its default.
-
-    Raises:
-        ValueError: The record has another version, or contains no report.
-    """
+    """Return the report in a record; a figure that is missing or has a wrong type gets its default."""
     if not isinstance(record, dict) or record.get("version") != VERSION:
         raise ValueError(f"not a record of version {VERSION}")
     if not isinstance(record.get("report"), dict):

@@ -15,14 +15,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks._utils.errors import warn_user
-from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.config.inductor_config import EAGER
-from compile_callbacks.config.tune import Settings
+from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.passes.library.record_graphs import RecordedGraph
 from compile_callbacks.report import file as report_file
 from compile_callbacks.report.file import environment
@@ -119,15 +117,7 @@ def report_folder(trainer: Trainer) -> str | None:
 def write_report(
     folder: str | None, trainer: Trainer, report: CompileReport, exception: BaseException | None, name: str = ""
 ) -> None:
-    """Append a record of the trainer call to ``compile_report.json``, if anything was compiled.
-
-    Args:
-        folder: What `report_folder` returned.
-        trainer: The trainer.
-        report: The report.
-        exception: The exception that ended the call.
-        name: The name of the callback, for all but the first one of the trainer.
-    """
+    """Append a record of the trainer call to ``compile_report.json``, if anything was compiled."""
     if folder is None or not report.has_figures:
         return
     try:
@@ -137,46 +127,6 @@ def write_report(
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         warn_user("CC403", f"the compile report was not written to {folder}: {reason}. The run continues without it")
-
-
-def settings_to_log(
-    configs: Mapping[Phase, Settings], targets: Sequence[str] | str | None, name: str = ""
-) -> dict[str, str]:
-    """Return modes and targets as hyperparameters; none if no phase is compiled.
-
-    Args:
-        configs: The config or `Tune` of each phase.
-        targets: The names of the targets.
-        name: The name of the callback, for all but the first one of a trainer.
-    """
-    if not any(configs.values()):
-        return {}
-    compile_ = f"compile/{name}" if name else "compile"
-    modes = {f"{compile_}/{phase}_mode": config.describe() if config else EAGER for phase, config in configs.items()}
-    return {**modes, f"{compile_}/targets": targets if isinstance(targets, str) else ", ".join(targets or ["auto"])}
-
-
-@rank_zero_only
-def log_settings(trainer: Trainer, module: LightningModule, settings: Mapping[str, str]) -> None:
-    """Log `settings_to_log` as hyperparameters, once for each logger, in ``setup``.
-
-    TensorBoard shows only the first hyperparameters of a run. Lightning logs those of the module and the datamodule
-    after ``setup``, so this function logs them together with ours. If they have none, the user may still log some
-    by hand, so ours wait for `log_summary`.
-    """
-    logs_users = getattr(trainer, "enable_autolog_hparams", True)  # an argument of the Trainer since Lightning 2.6
-    candidates: list[Any] = [module, getattr(trainer, "datamodule", None)] if logs_users else []
-    sources = [source for source in candidates if getattr(source, "_log_hyperparams", False)]
-    for logger in trainer.loggers if settings else ():
-        if isinstance(logger, TensorBoardLogger) and (logger.hparams or not sources):
-            continue
-        if _first_time("settings", logger):
-            with _warn_if_it_fails(logger):
-                users: dict[str, Any] = {}
-                for source in sources if isinstance(logger, TensorBoardLogger) else ():
-                    users |= source.hparams_initial
-                users.pop("_class_path", None)  # LightningCLI's, which Lightning leaves out too
-                logger.log_hyperparams({**users, **settings})
 
 
 @rank_zero_only
@@ -195,19 +145,9 @@ def log_summary(
     report: CompileReport,
     step: int,
     graphs: Sequence[RecordedGraph] = (),
-    settings: Mapping[str, str] | None = None,
     name: str = "",
 ) -> None:
-    """Log the whole report: text and images with TensorBoard; a table, file or text with other loggers that take one.
-
-    Args:
-        loggers: The trainer's loggers.
-        report: The report.
-        step: The trainer's global step.
-        graphs: Graphs that were recorded in the run, for TensorBoard's text tab.
-        settings: See `settings_to_log`; for TensorBoard's hparams tab, if nobody logged hyperparameters.
-        name: The name of the callback, for all but the first one of a trainer.
-    """
+    """Log the whole report: text and images with TensorBoard; a table or text with other loggers that take one."""
     tag = f"compile_report/{name}" if name else "compile_report"
     for logger in loggers if report.has_figures else ():
         with _warn_if_it_fails(logger):
@@ -216,9 +156,6 @@ def log_summary(
                 _add_report(logger.experiment, report, step, tag)
                 _add_plot(logger.experiment, report, step)
                 _add_graphs(logger.experiment, graphs, step)
-                if settings and not logger.hparams and _first_time("settings", logger):
-                    figures = {name: value for name, value in report.scalars().items() if name.startswith("step/")}
-                    logger.log_hyperparams(dict(settings), figures, step)
             elif callable(log_table := getattr(logger, "log_table", None)):  # WandbLogger
                 phases = report.compiled_phases
                 reports = [report.phase(phase) for phase in phases]

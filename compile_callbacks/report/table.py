@@ -204,12 +204,7 @@ _CORRECTNESS: tuple[_Row, ...] = (
 
 
 def to_markdown(report: CompileReport, environment: Mapping[str, str]) -> str:
-    """Render a report as Markdown: the verdict, what to do next, the reasons behind the counts, and the figures.
-
-    Args:
-        report: The report.
-        environment: Versions and device by name.
-    """
+    """Render a report as Markdown: the verdict, what to do next, the reasons behind the counts, and the figures."""
     phases, todo = report.compiled_phases, next_step(report)
     reports = [report.phase(phase) for phase in phases]
     empty = [""] * len(phases)

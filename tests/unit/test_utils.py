@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.files import ABANDONED_SECONDS, atomic_write, read_json, write_json
 from compile_callbacks._utils.import_ref import resolve
 from compile_callbacks._utils.messages import describe_failure
@@ -86,3 +87,8 @@ def test_describe_failure_shows_the_output_of_a_failed_process(code, text):
     described = describe_failure(with_causes(caught.value, RuntimeError("C++ compile error")))
     assert described.startswith("python")
     assert described.endswith(text)
+
+
+@pytest.mark.parametrize("inner", ["[CC702: compile-callbacks explain CC702]", "[CC702: compile-callb…", "[CC7…"])
+def test_a_message_has_one_code(inner):
+    assert with_code("CC701", f"a pass failed {inner}").count("CC7") == 2  # the code, and the command that explains it
