@@ -107,7 +107,7 @@ def _absorb(graph: Graph, conv: Node, steps: list[tuple[Node, Any]]) -> None:
     def uncast(node: Any) -> Node:
         """The weight in the dtype of the arithmetic, before autocast has cast it if possible."""
         is_cast = node.target is _CAST and _dtype(node.args[0]) == dtype
-        return node.args[0] if is_cast else cast(node, dtype)  # type: ignore[no-any-return]
+        return node.args[0] if is_cast else cast(node, dtype)
 
     with graph.inserting_before(last):
         scale, shift = number(1.0), None if bias is None else per_channel(uncast(bias))
