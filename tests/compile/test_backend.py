@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import CompileError, CompileWarning, InductorBackend, compile_phases, restore
+from compile_callbacks import CompileError, InductorBackend, compile_phases, restore
 from compile_callbacks.inference.backend import TRANSITIONS
 from tests.support.backend_models import RUNS, Model, assert_same_state, batch, eagerly, linear, state_of
-from tests.support.models import CLASSES, FEATURES
+from tests.support.models import FEATURES
 from tests.support.uncached import Uncached
 from tests.support.wrong_passes import WrongForward
 
@@ -126,14 +125,10 @@ def test_a_backend_is_activated_from_torchs_cache_and_compared_with_eager():
     ("settings", "samples", "device", "error", "text"),
     [
         ({}, [batch(), batch(13)], "cpu", AssertionError, "thirteen, by design"),
-        ({}, (batch(), 2, (), 4), "cpu", TypeError, "positional"),
         ({"mode": {"passes": (Broken(),)}, "on_error": "raise"}, batch(), "cpu", CompileError, "by design"),
         ({"mode": {"passes": (WrongForward("infer"),)}, "verify": "raise"}, batch(), "cpu", CompileError, "differ"),
         ({}, batch(), "meta", ValueError, "device='meta' cannot be used"),
-        ({}, batch(), "cuda:99", ValueError, "device='cuda:99' cannot be used"),
-        ({}, batch(), "gpu", ValueError, "device='gpu' cannot be used"),
         ({}, batch(), 0, TypeError, "device=0"),
-        ({}, [], "cpu", ValueError, "samples is empty"),
     ],
 )
 def test_a_build_that_fails_restores_the_module(settings, samples, device, error, text):
@@ -153,9 +148,7 @@ def test_a_build_that_fails_restores_the_module(settings, samples, device, error
     ("samples", "error", "text"),
     [
         (None, TypeError, "samples must be a tensor, a tuple .* not NoneType"),
-        (iter([batch()]), TypeError, "samples must be a tensor"),
         ([batch(), 3], TypeError, r"samples\[1\] must be a tensor.* not int; \(x,\) is"),
-        ([[batch()]], TypeError, r"samples\[0\] must be a tensor"),
         ({1: batch()}, TypeError, "samples has the keyword argument 1"),
     ],
 )
@@ -164,66 +157,7 @@ def test_wrong_samples_are_refused_by_their_index(samples, error, text):
         InductorBackend().build(linear(), samples)
 
 
-def test_the_module_changes_a_copy_of_a_sample_and_the_input_of_infer():
-    class Writes(nn.Module):
-        def forward(self, x):
-            return x.add_(1)
-
-    x = torch.zeros(3)
-    backend = InductorBackend().build(Writes(), x)
-    assert x.sum() == 0
-    torch.testing.assert_close(backend.infer(x), torch.ones(3))
-    torch.testing.assert_close(x, torch.ones(3))
-    backend.deactivate()
-    backend.activate()
-
-
 # ------------------------------------------------------------------------------------------ infer
-
-
-def test_infer_accepts_tensors_of_any_kind_without_a_new_graph():
-    class ImaginaryPart(nn.Module):
-        def forward(self, x):
-            return x.imag
-
-    inputs = {"x": batch(), "scale": torch.tensor(2.0), "more": [{"bias": torch.ones(CLASSES)}]}
-    backend = InductorBackend().build(Model(), inputs)
-    expected, graphs = eagerly(**inputs), backend.report.infer.graphs
-    with torch.enable_grad():
-        out = backend.infer(**{**inputs, "x": batch().requires_grad_()})
-        assert not out.requires_grad
-        torch.testing.assert_close(out, expected)
-    with torch.inference_mode():
-        x = batch().t().contiguous().t().contiguous()
-        out = backend.infer(x=x, scale=torch.tensor(2.0), more=[{"bias": torch.ones(CLASSES)}])
-    assert not out.is_inference()
-    torch.testing.assert_close(out, expected)
-    assert backend.report.infer.graphs == graphs
-
-    with torch.inference_mode():  # memory and strides do not describe a conjugated tensor
-        conjugated = torch.complex(batch(), batch()).conj()
-    torch.testing.assert_close(InductorBackend().build(ImaginaryPart(), conjugated).infer(conjugated), -batch())
-
-
-def test_infer_evaluates_a_module_that_was_put_into_training_mode():
-    module = Model()
-    backend = InductorBackend().build(module, batch())
-    module.train()
-    torch.testing.assert_close(backend.infer(batch()), eagerly(batch()))
-    assert not any(part.training for part in module.modules())
-    assert module(batch()).requires_grad  # with grad enabled, the module itself runs eagerly
-    assert backend.report.infer.graphs == 1
-
-
-def test_hooks_of_the_module_run():
-    module = Model()
-    handle = module.net[0][3].register_forward_hook(lambda module, args, output: output / 2)
-    backend = InductorBackend().build(module, batch())
-    torch.testing.assert_close(backend.infer(batch()), eagerly(batch()) / 2)
-    handle.remove()
-    torch.testing.assert_close(backend.infer(batch()), eagerly(batch()))
-    module.register_forward_hook(lambda module, args, output: output + 1)
-    torch.testing.assert_close(backend.infer(batch()), eagerly(batch()) + 1)
 
 
 @pytest.mark.parametrize("new_shapes", ["eager", "raise"])
@@ -238,11 +172,6 @@ def test_new_shapes_are_those_of_no_sample(new_shapes):
         with pytest.raises(CompileError, match=r"\(5, 8\)"):
             backend.infer(batch(5))
     assert backend.report.infer.graphs == 2
-
-
-def test_cuda_graphs_on_a_cpu_are_warned_about():
-    with pytest.warns(CompileWarning, match="not on a GPU"):
-        InductorBackend("reduce-overhead").build(linear(), batch())
 
 
 # ------------------------------------------------------------------------------------------ other owners
@@ -290,43 +219,17 @@ def test_a_copy_of_the_module_is_uncompiled_and_a_backend_has_no_copy():
             copied(backend)
 
 
-def test_a_module_that_cannot_be_moved_back_is_uncompiled_nevertheless():
-    module = linear()
-    backend = InductorBackend().build(module, batch())
-    module.to = mock.Mock(side_effect=MemoryError("by design"))
-    with pytest.raises(MemoryError, match="by design"):
-        backend.deactivate()
-    del module.to
-    assert backend.state == "inactive"
-    assert set(vars(module)) == set(vars(linear()))
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
         ({"mode": "defualt"}, ValueError, "did you mean 'default'"),
-        ({"mode": 3}, TypeError, "mode=3"),
         ({"mode": None}, ValueError, "mode=None compiles nothing"),
-        ({"mode": "eager"}, ValueError, "mode='eager' compiles nothing"),
         ({"mode": {"optoins": {}}}, ValueError, "mode field='optoins'"),
         ({"verify": "no"}, ValueError, "verify='no'"),
-        ({"on_error": "stop"}, ValueError, "on_error='stop'"),
         ({"new_shapes": "stop"}, ValueError, "new_shapes='stop'"),
-        ({"name": 3}, TypeError, "name=3"),
         ({"name": "a\nb"}, ValueError, "name="),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(settings, error, text):
     with pytest.raises(error, match=text):
         InductorBackend(**settings)
-
-
-def test_wrong_modules_are_refused():
-    for module in (None, torch.relu, nn.Linear):
-        with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
-            InductorBackend().build(module, batch())
-    module = nn.Sequential(linear(), nn.Linear(CLASSES, 2, device="meta"))
-    with pytest.raises(ValueError, match="several devices, cpu, meta"):
-        InductorBackend().build(module, batch())
-    with pytest.raises(ValueError, match="without values"):
-        InductorBackend().build(module[1], batch())

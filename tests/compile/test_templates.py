@@ -123,22 +123,6 @@ def test_a_template_runs_on_a_gpu_or_names_its_fallback(make, name):
     assert all(any(reason in str(warning.message) for warning in caught) for reason in reasons)
 
 
-def test_options_override_freezing_which_overrides_the_template():
-    assert InductorConfig(template="freezing", freezing=False).resolved_options()["freezing"] is False
-    assert InductorConfig(freezing=False, options={"freezing": True}).resolved_options()["freezing"] is True
-    options = InductorConfig(template="aten", options={"max_autotune_gemm_backends": "ATEN,TRITON"}).resolved_options()
-    assert options["max_autotune_gemm_backends"] == "ATEN,TRITON"
-    assert options["max_autotune_conv_backends"] == "ATEN"
-
-
-def test_an_option_that_torch_lacks_is_left_out_and_named():
-    template = templates.Template(name="mine", description="", options={"epilogue_fussion": True, "freezing": True})
-    assert template.resolved_options() == {"freezing": True}
-    reason = template.falls_back(torch.device("cpu"))
-    assert "needs Inductor's epilogue_fussion=True, which torch" in reason
-    assert "falls back to its other options" in reason
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -170,29 +154,3 @@ PASSES = [f"{__name__}:{name}" for name in ("changes_nothing", "no_such")] + ["n
 )
 def test_settings_are_loaded_as_they_were_saved(config):
     assert InductorConfig.from_dict(json.loads(json.dumps(config.to_dict())), allow_passes=PASSES) == config
-
-
-@pytest.mark.parametrize(
-    ("data", "error", "message"),
-    [
-        ([1], TypeError, "must be a mapping"),
-        ({"mod": "default"}, ValueError, "field='mod'.*'mode'"),
-        ({"passes": PASSES[0]}, TypeError, "passes="),
-        ({"passes": ["changes_nothing"]}, ValueError, "'module:name'"),
-        ({"passes": [PASSES[1]]}, ValueError, "cannot be imported"),
-        ({"passes": ["no_such_module:it"]}, ValueError, "cannot be imported"),
-        ({"passes": ["json:dumps"]}, TypeError, "passes contains"),
-    ],
-)
-def test_wrong_data_are_refused_by_name(data, error, message):
-    with pytest.raises(error, match=message):
-        InductorConfig.from_dict(data, allow_passes=[*PASSES, "changes_nothing"])
-
-
-def test_a_pass_that_is_not_a_global_cannot_be_saved():
-    @graph_pass
-    def local(graph, is_inference):
-        pass
-
-    with pytest.raises(ValueError, match="cannot be saved"):
-        InductorConfig(passes=[local]).to_dict()
