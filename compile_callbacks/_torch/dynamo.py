@@ -238,7 +238,7 @@ def mark_dimensions(tensor: torch.Tensor, dimensions: Sequence[int]) -> Callable
     """Have the compile that traces a tensor treat dimensions as dynamic. Torch specializes one if the code needs it.
 
     Returns:
-        Removes the marks. A mark that stays would make torch recompile where the same tensor is an input again.
+        Removes the marks. With a mark left, torch would recompile if the same tensor is an input again.
     """
     marked = [part for part in (tensor, *_inner_tensors(tensor)) if not any(hasattr(part, name) for name in _MARKS)]
     maybe_mark_dynamic(tensor, list(dimensions))

@@ -107,7 +107,7 @@ def compile_graph(
     """Compile a graph of Dynamo with ``compile_fx``, as ``backend="inductor"`` does. This changes the graph.
 
     The backward graph is compiled together with the forward graph (``force_non_lazy_backward_lowering``, which torch's
-    ahead-of-time path sets). Otherwise a failure would surface in the user's ``backward()``, where the step can no
+    ahead-of-time path sets). Otherwise a failure would surface in the user's ``backward()``, when the step can no
     longer run eagerly. The memory budget is a setting of AOTAutograd's partitioner; ``None`` leaves it alone.
     """
     from torch._functorch import config as functorch_config

@@ -94,19 +94,10 @@ def _tensors(name: str, value: Any, left: list[int], depth: int) -> Iterator[tup
                 yield from _tensors(f"{name}[{key!r}]", item, left, depth - 1)
 
 
-def shapes(value: Any) -> str:
-    """Return the tensor shapes in the inputs of a call, for messages."""
-    return _shapes(value, _MAX_DEPTH)
-
-
-def _shapes(value: Any, depth: int) -> str:
-    if isinstance(value, torch.Tensor):
-        return str(tuple(value.shape))
-    if depth and isinstance(value, (list, tuple)):
-        return ", ".join(_shapes(item, depth - 1) for item in islice(value, _MAX_VALUES))
-    if depth and (entries := _entries(value)) is not None:
-        return ", ".join(f"{key}={_shapes(item, depth - 1)}" for key, item in islice(entries, _MAX_VALUES))
-    return type(value).__name__
+def shapes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the tensor shapes in the inputs of a call, for messages: ``"args[0] (2, 3), kwargs['x'] (4,)"``."""
+    first = islice(inputs_of(args, kwargs), _MAX_VALUES)
+    return ", ".join(f"{name} {tuple(value.shape)}" for name, value in first if isinstance(value, torch.Tensor))
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]] | None:

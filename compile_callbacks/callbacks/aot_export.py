@@ -24,12 +24,14 @@ from compile_callbacks._utils.messages import check_choice, describe_failure, in
 from compile_callbacks.config.inductor_config import Mode, as_compiling_config
 from compile_callbacks.exporting.call_spec import ExampleCall
 from compile_callbacks.exporting.loaded_package import ExportError, load_after_smoke_test
-from compile_callbacks.exporting.package import compare_with_eager, evaluating, export
-from compile_callbacks.exporting.package_options import (
+from compile_callbacks.exporting.package import (
     VerifyPackage,
     check_dynamic_batch,
     check_path,
     check_writable,
+    compare_with_eager,
+    evaluating,
+    export,
 )
 from compile_callbacks.profiling.step_stats import median_ms
 from compile_callbacks.report.console import print_line

@@ -40,10 +40,10 @@ class InductorConfig:
         fullgraph: Whether a graph break is a compiler failure.
         dynamic: ``True`` compiles for dynamic shapes from the start, ``False`` recompiles for each shape, ``None``
             compiles for dynamic shapes after the first change.
-        activation_memory_budget: How much of the memory of activations the backward pass may use, from 1.0, which keeps
-            what it needs, to 0.0, which recomputes as much as possible, as activation checkpointing does; in between,
-            torch recomputes what is cheapest. torch estimates the memory, and a smaller budget may have a higher peak:
-            measure the peak. ``None``: torch's own setting, which is 1.0.
+        activation_memory_budget: The share of activations that are saved for the backward pass: 1.0 saves all that it
+            needs, 0.0 recomputes as many as possible, as activation checkpointing does. In between, torch recomputes
+            the cheapest operators. torch estimates the memory, and a smaller budget may have a higher peak: measure the
+            peak. ``None``: torch's own setting, which is 1.0.
         passes: Custom graph passes, in this order: `GraphPass` objects, or objects of torch's own pass classes, which
             run at ``"post_grad_post"``. As data: ``"module:name"``, or a mapping of ``class_path`` and ``init_args``.
         fold_weights: Whether inference graphs compute values that depend only on weights once for each version of the

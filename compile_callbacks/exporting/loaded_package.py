@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +20,9 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.exporting.call_spec import CallSpec
-from compile_callbacks.exporting.package_options import Format
+
+Format = Literal["aoti", "export"]
+"""The content of a ``.pt2`` file: compiled code, or the program of ``torch.export``."""
 
 METADATA_KEY = "compile_callbacks"
 """The key of the library's entry in a package's metadata."""

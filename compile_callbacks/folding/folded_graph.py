@@ -19,19 +19,12 @@ from compile_callbacks.folding.split import Split, split
 
 @dataclass(frozen=True)
 class Folding:
-    """Folds the graphs of one compile.
+    """Folds the graphs of one compile."""
 
-    Attributes:
-        limit_mib: The most memory that the folded tensors of a graph may take.
-        on_refresh: Called each time that a graph has computed its folded tensors.
-        graphs: The folded graphs, those from torch's cache included.
-        failures: Why graphs are not folded.
-    """
-
-    limit_mib: float
-    on_refresh: Callable[[], None] = lambda: None
-    graphs: list[FoldedGraph] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    limit_mib: float  # the most memory that the folded tensors of a graph may take
+    on_refresh: Callable[[], None] = lambda: None  # called each time that a graph has computed its folded tensors
+    graphs: list[FoldedGraph] = field(default_factory=list)  # the folded graphs, those from torch's cache included
+    failures: list[str] = field(default_factory=list)  # why graphs are not folded
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -85,10 +78,7 @@ def _compile_constants(parts: Split, example_inputs: Sequence[Any]) -> Any:
 class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
     """Calls the main subgraph with tensors that the constant subgraph computed from the current weights.
 
-    The memory of these tensors stays at its address, so that CUDA graphs can replay on it.
-
-    Attributes:
-        folded_bytes: The memory of the folded tensors.
+    The memory of these tensors keeps its address, so that CUDA graphs can replay on it.
     """
 
     def __init__(self, parts: Split, constants: Any, main: Any) -> None:

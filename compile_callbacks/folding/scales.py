@@ -24,10 +24,8 @@ def absorb_scales(graph: Graph, weight_only: set[Node], limit_bytes: int) -> Non
     follow, and it is not rounded to the dtype of the weight. Matrix products are left alone, because batch norms rarely
     follow them directly.
 
-    Args:
-        graph: The graph, which is changed.
-        weight_only: The nodes that depend only on weights, the weights included.
-        limit_bytes: The memory that the scaled weights may take.
+    ``weight_only`` are the weights, and the nodes that depend only on weights. The scaled weights take at most
+    ``limit_bytes``.
     """
     for conv in graph.find_nodes(op="call_function", target=_aten.convolution.default):
         _, weight, bias, *_, transposed, _, _ = conv.args

@@ -35,35 +35,20 @@ _READS_FROM_MEMORY = (
 
 @dataclass(frozen=True)
 class Split:
-    """An inference graph as two subgraphs.
+    """An inference graph as two subgraphs."""
 
-    Attributes:
-        constants: Computes the folded tensors: ``(*folded, *weights) -> ()``. It writes to ``folded``.
-        reads: The indices of ``weights`` among the arguments of the whole graph.
-        main: Computes the rest: ``(*folded, *others) -> outputs``.
-        keeps: The indices of ``others`` among the arguments of the whole graph.
-        static: The indices of the arguments of ``main`` whose addresses are constant.
-        folded: The folded tensors, as fake tensors.
-    """
-
-    constants: GraphModule
-    reads: tuple[int, ...]
-    main: GraphModule
-    keeps: tuple[int, ...]
-    static: tuple[int, ...]
-    folded: tuple[torch.Tensor, ...]
+    constants: GraphModule  # (*folded, *weights) -> (): computes the folded tensors, and writes them to `folded`
+    reads: tuple[int, ...]  # the indices of `weights` among the arguments of the whole graph
+    main: GraphModule  # (*folded, *others) -> outputs
+    keeps: tuple[int, ...]  # the indices of `others` among the arguments of the whole graph
+    static: tuple[int, ...]  # the indices of the arguments of `main` whose addresses are constant
+    folded: tuple[torch.Tensor, ...]  # the folded tensors, as fake tensors
 
 
 def split(module: GraphModule, static: Collection[int], limit_bytes: int) -> Split | None:
-    """Split an inference graph.
+    """Split a copy of an inference graph; ``None`` if folding saves nothing.
 
-    Args:
-        module: The graph, which is not changed.
-        static: The indices of weights among its arguments.
-        limit_bytes: The maximum memory of the folded tensors.
-
-    Returns:
-        The subgraphs; ``None`` if folding saves nothing.
+    The arguments of the graph at the indices ``static`` are weights. The folded tensors take at most ``limit_bytes``.
     """
     graph = copy.deepcopy(module.graph)
     placeholders = graph.find_nodes(op="placeholder")
@@ -120,9 +105,6 @@ def _folded_placeholder(graph: Graph, number: int, node: Node) -> Node:
     return placeholder
 
 
-# ------------------------------------------------------------------------------------------ what depends on weights
-
-
 def _is_plain(value: Any) -> bool:
     """Whether a value is one tensor whose sizes, strides and offset are known while compiling."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -177,9 +159,6 @@ def _is_view(node: Node) -> bool:
         return _is_view(node.args[0])  # type: ignore[arg-type]
     returns = node.target._schema.returns if isinstance(node.target, _torch.graphs.OpOverload) else ()
     return any(returned.alias_info is not None for returned in returns)
-
-
-# ------------------------------------------------------------------------------------------ which nodes to fold
 
 
 def _use_channels_last(graph: Graph, depending: set[Node]) -> None:

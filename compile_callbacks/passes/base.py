@@ -103,7 +103,7 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
               own post-grad passes. In training the forward and the backward graph are separate.
 
     Note:
-        torch copies its options. A pass is copied by reference, so that you can read what the pass recorded. Do not
+        torch copies its options. A copy of a pass is the pass itself, so that you can read its records. Do not
         store a Trainer, module or logger in a pass. A pass does not run if torch's cache has the compiled graph.
 
     Example::

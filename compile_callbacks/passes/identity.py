@@ -30,7 +30,7 @@ class UndescribableError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class DescribedCall:
-    """The arguments of a call, as they were at the time of the call."""
+    """The arguments of a call, at the time of the call."""
 
     text: str
     """The arguments as text, with a number in place of each function and class."""

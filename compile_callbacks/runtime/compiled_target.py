@@ -187,7 +187,7 @@ class CompiledTarget:
                 raise
         target, phase = self.key[:2]
         message = (
-            f"target {target!r} was called in the {phase} phase with inputs of the shapes {shapes((args, kwargs))}, "
+            f"target {target!r} was called in the {phase} phase with inputs of the shapes {shapes(args, kwargs)}, "
             "for which it is not compiled, and new_shapes='raise'. Give 'recompile' or 'eager' to allow them"
         )
         raise CompileError(with_code("CC107", message))

@@ -54,7 +54,7 @@ def test_large_batches_take_little_time(make):
         workload_of("train", batch, "1 of 1")
         seconds.append(time.perf_counter() - started)
     assert statistics.median(seconds) < 2e-4  # 15 to 35 µs on an idle core; an unbounded walk takes milliseconds
-    assert shapes(batch)
+    assert len(shapes([batch], {})) < 2000
 
 
 def test_signature_differs_by_shape_dtype_grad_and_place():

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compile_callbacks.passes.base import GraphPass
-from compile_callbacks.passes.library.operators import define
+from compile_callbacks.passes.library import define
 from compile_callbacks.passes.nodes import call_before, find_nodes
 
 _aten = torch.ops.aten

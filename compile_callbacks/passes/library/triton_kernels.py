@@ -1,4 +1,4 @@
-"""The Triton kernels of the passes in this folder, which `operators.define` imports at the first call on a GPU."""
+"""The Triton kernels of the passes in this folder, which are imported at the first call of an operator on a GPU."""
 
 from __future__ import annotations
 
