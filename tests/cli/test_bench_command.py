@@ -61,17 +61,11 @@ def test_bench_notes_settings_without_effect(bench):
     [
         (["resnet18"], "must have the form package:factory"),
         ([f"{SUBJECTS}:clasifier"], "did you mean 'classifier'"),
-        ([f"{SUBJECTS}:no_module"], "must return a torch.nn.Module"),
         ([f"{SUBJECTS}:images"], "--input 4x3x224x224"),
-        (["no_such_package:make"], "cannot be imported"),
-        ([f"{SUBJECTS}:fails"], "fails in eager mode"),
         ([f"{SUBJECTS}:classifier", "--modes", "max-autotun"], "did you mean 'max-autotune'"),
         ([f"{SUBJECTS}:classifier", "--modes", "{bad"], "is not valid JSON"),
-        ([f"{SUBJECTS}:classifier", "--modes", '{"optoins": 1}'], "did you mean 'options'"),
         ([f"{SUBJECTS}:classifier", "--input", "4x8"], "has no effect"),
-        ([f"{SUBJECTS}:images", "--input", "4x-8"], "must be a shape"),
         ([f"{SUBJECTS}:classifier", "--steps", "0"], "--steps=0 must be 1 or more"),
-        ([f"{SUBJECTS}:classifier", "--phase", "trian"], "did you mean 'train'"),
         ([f"{SUBJECTS}:classifier", "--precision", "fp8"], "--precision='fp8'"),
     ],
 )

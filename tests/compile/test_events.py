@@ -12,7 +12,7 @@ from torch import nn
 from compile_callbacks import InductorCompile, compile_phases, report_of, restore
 from tests.support.models import FEATURES, Classifier, loader, seeded, trainer
 
-pytestmark = pytest.mark.all_versions
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
 

@@ -50,19 +50,6 @@ class Broken(nn.Module):
         return self.second(hidden.unflatten(1, (4, 4)).flatten(1))
 
 
-class Passing(nn.Module):
-    """The second graph returns a result of the first one, unchanged and as a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        hidden = torch.tanh(self.first(x))
-        torch._dynamo.graph_break()
-        return hidden.view(-1), hidden, torch.tanh(self.second(hidden))
-
-
 def penalty(net, x, y):
     """The loss of a critic: norms of gradients of inputs."""
     (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
@@ -95,13 +82,6 @@ def kept(net, x, y):
 def both(net, x, y):
     """Passes that keep their graph, and gradients that are differentiated."""
     return kept(net, x, y) + penalty(net, x, y)
-
-
-def several_outputs(net, x, y):
-    *others, last = net(x)
-    (gradient,) = torch.autograd.grad(sum(out.square().sum() for out in others), x, create_graph=True)
-    (of_last,) = torch.autograd.grad(last.sum(), x, create_graph=True)
-    return cross_entropy(last, y) + gradient.norm() + of_last.square().sum()
 
 
 class Repeated(Classifier):
@@ -159,7 +139,6 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_each_time_and_no_warning(
     [
         (both, Broken, {}),
         (both, blocks, {"targets": "repeated"}),
-        (several_outputs, Passing, {}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

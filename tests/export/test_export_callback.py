@@ -12,14 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
 
 from compile_callbacks import AOTInductorExport, CompileWarning, ExportError, InductorCompile, export, load_exported
-from compile_callbacks.exporting import ExportReport
-from compile_callbacks.exporting.call_spec import ExampleCall
 from tests.support.against_eager import assert_same_module
 from tests.support.export_runs import expected, fit, negate_output
-from tests.support.models import FEATURES, Classifier, loader, mlp, trainer
+from tests.support.models import FEATURES, Classifier, mlp
 from tests.support.processes import run_in_new_process
 
 pytestmark = pytest.mark.all_versions
@@ -54,11 +51,6 @@ class MakesItsNet(Classifier):
 
     def configure_model(self):
         self.net = self.net or mlp()
-
-
-class DrawsNoise(Classifier):
-    def forward(self, x):
-        return self.net(x) + torch.rand_like(x[:, :1])
 
 
 @pytest.fixture
@@ -170,47 +162,6 @@ def test_target_and_inputs_choose_what_is_exported(tmp_path, make, settings, nam
     torch.testing.assert_close(load_exported(callback.path)(**{name: x}), expected(module, x), **CLOSE)
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_a_package_has_the_precision_of_the_trainer(tmp_path):
-    callback = AOTInductorExport(tmp_path / "net.pt2", weights="last")
-    fit(callback, precision="bf16-mixed")
-    assert load_exported(callback.path)(X).dtype == torch.bfloat16
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_a_package_that_cannot_be_compared_is_exported_with_a_warning(tmp_path):
-    callback = AOTInductorExport(tmp_path / "net.pt2", weights="last")
-    with pytest.warns(CompileWarning, match="was not compared with eager: random numbers"):
-        fit(callback, make=DrawsNoise)
-    assert callback.report.verified == "not compared"
-    assert callback.path.exists()
-    unverified = AOTInductorExport(callback.path, weights="last", verify="off")
-    fit(unverified, make=DrawsNoise)
-    assert unverified.report.verified is None
-
-
-def test_a_batch_is_converted_to_inputs():
-    class Takes(nn.Module):
-        def forward(self, ids, mask=None):
-            return ids
-
-    class TakesAll(nn.Module):
-        def forward(self, **inputs):
-            return inputs
-
-    x, y = torch.ones(1), torch.zeros(1)
-    for batch, module, call in [
-        (x, Takes(), ((x,), {})),
-        ((x, y), Takes(), ((x,), {})),
-        ([[x, y], y], Takes(), (([x, y],), {})),
-        ([], Takes(), (([],), {})),
-        ({"ids": x, "mask": y, "labels": y}, Takes(), ((), {"ids": x, "mask": y})),
-        ({"other": x}, Takes(), (({"other": x},), {})),
-        ({"ids": x, "labels": y}, TakesAll(), ((), {"ids": x, "labels": y})),
-    ]:
-        assert ExampleCall.of_batch(batch, module) == call
-
-
 # ------------------------------------------------------------------------------------------ failures
 
 
@@ -225,18 +176,6 @@ def test_a_module_that_cannot_be_exported_is_a_warning(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_a_missing_checkpoint_is_a_warning(tmp_path):
-    class Loses(ModelCheckpoint):
-        def on_train_end(self, *args):
-            super().on_train_end(*args)
-            self.best_model_path = str(tmp_path / "gone.ckpt")
-
-    callback = AOTInductorExport(tmp_path / "net.pt2")
-    with pytest.warns(CompileWarning, match=r"net\.pt2 was not written: FileNotFoundError: .*gone\.ckpt"):
-        fit(callback, Loses(tmp_path / "checkpoints"), enable_checkpointing=True)
-
-
 def test_sharded_weights_and_missing_inputs_are_warnings(tmp_path):
     class Sharded:
         is_global_zero, strategy, loggers, global_step = True, FSDPStrategy(), (), 0
@@ -246,26 +185,6 @@ def test_sharded_weights_and_missing_inputs_are_warnings(tmp_path):
         callback.on_fit_end(Sharded(), Classifier())
     with pytest.warns(CompileWarning, match="ran no batch, and example_input_array is not set"):
         fit(callback, limit_train_batches=0, limit_val_batches=0)
-
-
-def test_a_wrong_path_or_target_is_an_error_before_training(tmp_path):
-    (tmp_path / "file").touch()
-    module = Classifier()
-    with pytest.raises(OSError, match="path cannot be written"):
-        trainer(AOTInductorExport(tmp_path / "file" / "net.pt2")).fit(module, loader())
-    with pytest.raises(ValueError, match="target='nett' is no"):
-        trainer(AOTInductorExport(tmp_path / "net.pt2", target="nett")).fit(module, loader())
-    assert module.losses == []
-
-
-def test_only_rank_zero_exports(tmp_path):
-    class OtherRank:
-        is_global_zero = False
-
-    callback = AOTInductorExport(tmp_path / "net.pt2", weights="last")
-    callback.on_fit_end(OtherRank(), Classifier())
-    assert callback.report == ExportReport()
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,11 @@ import shutil
 import warnings
 
 import pytest
-import torch
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases, restore
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 from tests.support.processes import run_in_new_process
-from tests.support.uncached import Uncached
 
 # Both phases. Prediction compiles what validation compiled again, because it runs under inference_mode.
 RUN = """
@@ -108,6 +106,7 @@ def variables():
 
 
 @pytest.mark.all_versions
+@pytest.mark.usefixtures("no_codegen")
 def test_a_folder_that_is_refused_costs_one_warning(tmp_path):
     tmp_path.chmod(0o777)
     callback = InductorCompile("default", None, cache_dir=tmp_path, baseline_steps=0, verify="off")
@@ -123,6 +122,7 @@ def test_a_folder_that_is_refused_costs_one_warning(tmp_path):
 
 
 @pytest.mark.all_versions
+@pytest.mark.usefixtures("no_codegen")
 def test_compile_phases_uses_the_folder_until_restore_or_until_the_module_is_deleted(tmp_path):
     before = variables()
     module = compile_phases(nn.Linear(FEATURES, CLASSES), cache_dir=tmp_path, verify="off")
@@ -134,24 +134,6 @@ def test_compile_phases_uses_the_folder_until_restore_or_until_the_module_is_del
     del module
     gc.collect()
     assert variables() == before
-
-
-@pytest.mark.all_versions
-def test_a_run_in_which_torch_does_not_use_its_cache_warns(tmp_path):
-    module = nn.Linear(FEATURES, CLASSES)
-    compile_phases(module, train_mode=None, verify="off", passes=[Uncached()], cache_dir=tmp_path)
-    with torch.no_grad():
-        module(torch.randn(2, FEATURES))
-    with pytest.warns(CompileWarning, match="cache_dir has no effect: torch did not use its cache"):
-        restore(module)
-
-
-@pytest.mark.all_versions
-def test_a_cache_dir_without_a_compiled_phase_warns(tmp_path):
-    with pytest.warns(CompileWarning, match="cache_dir has no effect"):
-        InductorCompile(None, None, cache_dir=tmp_path)
-    with pytest.warns(CompileWarning, match="cache_dir has no effect"):
-        restore(compile_phases(torch.relu, train_mode=None, infer_mode=None, cache_dir=tmp_path))
 
 
 @pytest.mark.all_versions

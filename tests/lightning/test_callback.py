@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +15,7 @@ from torch import nn
 from compile_callbacks import CompileWarning, GraphPass, InductorCompile, InductorConfig, compile_phases
 from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
 
-pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go")]
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 
 
 class Recorder(GraphPass):
@@ -71,15 +69,12 @@ def test_every_entry_point_in_any_order_compiles_once_a_phase():
     assert graphs(callback) == (1, 0)  # another module starts a new report
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_copies_made_while_training_use_their_own_weights(duplicate):
+def test_a_copy_made_while_training_uses_its_own_weights():
     answers = []
 
     class Copier(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            own_trainer, pl_module._trainer = pl_module._trainer, None  # a Trainer cannot be pickled
-            twin = duplicate(pl_module)
-            pl_module._trainer = own_trainer
+            twin = copy.deepcopy(pl_module)
             with torch.no_grad():
                 for parameter in twin.parameters():
                     parameter.zero_()
@@ -87,42 +82,6 @@ def test_copies_made_while_training_use_their_own_weights(duplicate):
 
     trainer(InductorCompile(baseline_steps=0), Copier()).fit(Classifier(), loader(3))
     assert answers == [0.0, 0.0, 0.0]
-
-
-class Runs(pl.Callback):
-    """Runs the model where Lightning's model summary and a logger's graph do, and keeps the traced modules."""
-
-    def on_fit_start(self, trainer, pl_module):
-        pl_module(torch.ones(4, 8))
-        self.traced = [self.trace(pl_module)]
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        self.traced.append(self.trace(pl_module))
-
-    @staticmethod
-    def trace(pl_module):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # newer torch: torch.jit is deprecated
-            return torch.jit.trace(pl_module.net, torch.ones(4, 8), check_trace=False)  # a check runs it, compiled
-
-
-@pytest.mark.parametrize("keep_compiled", [False, True])
-def test_a_model_that_runs_before_its_training_or_is_traced_runs_eagerly(keep_compiled):
-    callback, runs, module = InductorCompile(baseline_steps=0, keep_compiled=keep_compiled), Runs(), Classifier()
-    for _ in range(2):
-        trainer(callback, runs, num_sanity_val_steps=0).fit(module, loader(2))
-        assert callback.report.train.verified == "equal 1"
-        assert graphs(callback) == (1, 0)
-        eager = copy.deepcopy(module.net)
-        torch.testing.assert_close(runs.traced[-1](torch.ones(4, 8)), eager(torch.ones(4, 8)))
-    reference, x = copy.deepcopy(module), torch.randn(4, 8)
-    torch.testing.assert_close(module(x), reference(x))
-    with torch.no_grad():
-        torch.testing.assert_close(module.eval()(x), reference.eval()(x))
-    assert ("_compiled_call_impl" in vars(module)) == keep_compiled
-    callback.keep_compiled = False
-    trainer(callback).validate(module, loader(2), verbose=False)
-    assert "_compiled_call_impl" not in vars(module)
 
 
 class Uncompilable(nn.Module):
@@ -212,8 +171,16 @@ def compiled_by_user(how, backend):
     return module
 
 
-@pytest.mark.parametrize("how", ["in place", "wrapped", "module"])
-@pytest.mark.parametrize(("mode", "shown"), [(None, "user"), ("eager", "eager"), ("default", "default")])
+@pytest.mark.parametrize(
+    ("how", "mode", "shown"),
+    [
+        ("in place", None, "user"),
+        ("wrapped", None, "user"),
+        ("wrapped", "eager", "eager"),
+        ("in place", "default", "default"),
+        ("module", "default", "default"),
+    ],
+)
 def test_a_phase_with_mode_none_runs_the_users_compiled_module(how, mode, shown, caplog):
     backend = Backend()
     module, plain = compiled_by_user(how, backend), seeded(PlainStep)
@@ -231,16 +198,6 @@ def test_a_phase_with_mode_none_runs_the_users_compiled_module(how, mode, shown,
         assert list(module.state_dict()) == list(plain.state_dict())
         module.net(torch.ones(2, FEATURES))
         assert backend.calls["train"] == (7 if mode is None else 1)  # after the run, it is compiled as before
-
-
-def test_two_modes_none_change_nothing():
-    backend = Backend()
-    module = compiled_by_user("wrapped", backend)
-    wrapper, callback = module.net, InductorCompile(None, None)
-    trainer(callback, num_sanity_val_steps=0).fit(module, loader(4), loader(2))
-    assert (callback.report.train.mode, callback.report.infer.mode) == ("user", "user")
-    assert module.net is wrapper
-    assert backend.calls == {"train": 4, "infer": 2}
 
 
 def test_compile_phases_leaves_a_phase_with_mode_none_alone():
@@ -261,23 +218,15 @@ def test_compile_phases_leaves_a_phase_with_mode_none_alone():
     ("arguments", "error", "message"),
     [
         ({"train_mode": "max-autotun"}, ValueError, "train_mode='max-autotun' is unknown; did you mean 'max-autotune'"),
-        ({"infer_mode": 3}, TypeError, "infer_mode=3"),
         ({"train_mode": False}, TypeError, "train_mode=False .*'eager' runs .*None leaves the phase alone.*CC202"),
         ({"mode": "lite"}, TypeError, r"InductorCompile\(train_mode='lite', infer_mode='lite'\).*CC201"),
         ({"backend": "inductor"}, TypeError, r"Choose the settings: InductorCompile\(train_mode=..., infer_mode=...\)"),
         ({"dynamic": True}, TypeError, r"InductorCompile\(train_mode={'dynamic': True}\)"),
         ({"new_shape": "raise"}, TypeError, "has no argument 'new_shape'. Did you mean 'new_shapes'"),
         ({"train_mode": {"mode": "lite", "options": {"max_autotune": True}}}, ValueError, "train_mode: .*options"),
-        ({"targets": 3}, TypeError, "targets=3"),
         ({"targets": []}, ValueError, "targets"),
-        ({"passes": [3]}, TypeError, "passes.*3"),
         ({"baseline_steps": -1}, ValueError, "baseline_steps=-1"),
-        ({"baseline_steps": 1.5}, TypeError, "baseline_steps=1.5"),
-        ({"baseline_steps": True}, TypeError, "baseline_steps=True"),
-        ({"on_error": "eagre"}, ValueError, "on_error='eagre' is unknown; did you mean 'eager'?"),
         ({"verify": False}, ValueError, "verify=False .*verify='off' compares nothing"),
-        ({"new_shapes": "warning"}, ValueError, "new_shapes='warning'"),
-        ({"keep_compiled": "yes"}, TypeError, "keep_compiled='yes'"),
     ],
 )
 def test_wrong_arguments_are_refused_with_those_that_work(arguments, error, message):
@@ -301,11 +250,3 @@ def test_a_target_that_matches_nothing_is_refused_before_training():
     with pytest.raises(ValueError, match="targets='nett' is unknown; did you mean 'net'"):
         trainer(InductorCompile(targets=["nett"])).fit(module, loader(2))
     assert module.losses == []
-
-
-def test_repr_shows_the_modes_and_the_arguments_that_differ_from_their_defaults():
-    assert repr(InductorCompile()) == "InductorCompile(train_mode='default', infer_mode='default')"
-    ours = InductorCompile("auto", None, targets=["net"], verify="off", keep_compiled=True)
-    assert repr(ours) == (
-        "InductorCompile(train_mode='auto', infer_mode=None, targets=['net'], verify='off', keep_compiled=True)"
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from compile_callbacks import InductorCompile
 from tests.support.models import loader, seeded, trainer
 
-pytestmark = pytest.mark.all_versions
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 KEY = "compile_callbacks"
 
@@ -72,34 +71,15 @@ def test_a_resumed_run_has_the_earlier_report_and_baseline(checkpoint, tmp_path)
         of_state(dict.clear),
         replaced("version", 99),
         replaced("report", [[1]]),
-        replaced("baselines", None),
-        of_state(lambda state: state.pop("device")),
-        replaced("winners", {"train": 5, 7: "x"}),
-        replaced("baselines", {"train": [[["train", "kind", [["wide"]]], [1.0] * 9]]}),
         replaced("baselines", {"train": [[["train", "kind", [[4]]], [float("nan")] * 9]]}),
-        replaced("baselines", {"train": [[["train", "kind", [[4]]], [10**400]]]}),
-        replaced("baselines", {"train": [[["train", "kind", [[4]], "more"], [1.0]]]}),
     ],
-    ids=[
-        "list",
-        "number",
-        "empty",
-        "version",
-        "report",
-        "baselines",
-        "device",
-        "winners",
-        "shape",
-        "nan",
-        "huge",
-        "long",
-    ],
+    ids=["list", "number", "empty", "version", "report", "baselines"],
 )
 def test_a_state_of_another_form_costs_its_figures(checkpoint, tmp_path, change, request):
     report = resumed(checkpoint, tmp_path, change)
     changed = request.node.callspec.id
-    assert bool(report.train.diagnostics.restored) == (changed in ("report", "winners"))
-    assert (report.before is None) == (changed in ("list", "number", "empty", "version", "report"))
+    assert bool(report.train.diagnostics.restored) == (changed == "report")
+    assert (report.before is None) == (changed != "baselines")
 
 
 def test_a_checkpoint_that_is_loaded_within_a_run_is_no_resume():
@@ -112,25 +92,9 @@ def test_a_checkpoint_that_is_loaded_within_a_run_is_no_resume():
     assert ours.report.train.diagnostics.restored == ()
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
-def test_the_report_of_a_copy_that_ran_is_that_of_the_original(copied):
+def test_the_report_of_a_copy_that_ran_is_that_of_the_original():
     ours = InductorCompile(baseline_steps=0)
-    twin = copied(ours)
+    twin = copy.deepcopy(ours)
     fit(twin)
     assert ours.report == twin.report
     assert ours.report.train.graphs == 1
-
-
-def test_the_report_of_a_callback_that_ran_is_its_own():
-    ours = InductorCompile(baseline_steps=0)
-    twin = copy.deepcopy(ours)
-    fit(ours)
-    trainer(twin).validate(seeded(), loader(2), verbose=False)
-    assert (ours.report.train.graphs, ours.report.infer.graphs) == (1, 0)
-    assert (twin.report.train.graphs, twin.report.infer.graphs) == (0, 1)
-
-
-def test_a_pickle_of_a_callback_starts_without_a_report():
-    ours = InductorCompile(baseline_steps=0)
-    fit(ours)
-    assert pickle.loads(pickle.dumps(ours)).report.train.graphs == 0

@@ -63,17 +63,6 @@ def test_a_checkpoint_of_a_module_that_was_compiled_by_hand_loads(tmp_path):
     torch.testing.assert_close(dict(resumed.state_dict()), weights)
 
 
-def test_a_checkpoint_loads_into_a_module_that_is_compiled_by_hand(tmp_path):
-    module = seeded()
-    fit(module, tmp_path).save_checkpoint(tmp_path / "clean.ckpt")
-    expected = torch.cat(trainer().predict(module, loader(3)))
-    for make in (by_hand, Classifier):
-        predicted = trainer(InductorCompile(baseline_steps=0)).predict(
-            make(), loader(3), ckpt_path=tmp_path / "clean.ckpt"
-        )
-        torch.testing.assert_close(torch.cat(predicted), expected, rtol=1e-4, atol=1e-6)
-
-
 def test_a_key_that_does_not_fit_is_still_an_error():
     module, ours, run = Classifier(), InductorCompile(), trainer()
     ours.setup(run, module, "fit")

@@ -21,12 +21,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile, InductorConfig
-from tests.support.faults import FAILING_COMPILERS, FAULTS, MATRIX, PLACES, Fault, Net, assert_same_run, fit
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
-from tests.support.uncached import Uncached
+from tests.support.faults import FAULTS, MATRIX, PLACES, Fault, Net, assert_same_run, fit
+from tests.support.models import CLASSES, FEATURES, seeded, trainer
+
+pytestmark = pytest.mark.usefixtures("no_codegen")
 
 
-@pytest.mark.parametrize(("fault", "place"), [*MATRIX, *FAILING_COMPILERS])
+@pytest.mark.parametrize(("fault", "place"), MATRIX)
 def test_a_failure_costs_speed_and_nothing_else(fault, place):
     callback = fault.callback(place)
     with pytest.warns(CompileWarning) as caught, fault.strike(place):
@@ -176,16 +177,13 @@ class Lengths(torch.utils.data.Dataset):
 
 
 @pytest.mark.all_versions
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_shapes_beyond_the_recompile_limit_are_reported_as_eager(fullgraph):
+def test_shapes_beyond_the_recompile_limit_are_reported_as_eager():
     def losses(*callbacks: Any) -> list[float]:
         module = seeded()
         trainer(*callbacks).fit(module, DataLoader(Lengths(), batch_size=None))
         return module.losses
 
-    callback = InductorCompile(
-        InductorConfig(dynamic=False, fullgraph=fullgraph), None, targets=["net"], baseline_steps=0
-    )
+    callback = InductorCompile(InductorConfig(dynamic=False), None, targets=["net"], baseline_steps=0)
     with (
         torch._dynamo.config.patch(recompile_limit=3),
         pytest.warns(CompileWarning, match="'net'.*recompile.limit") as caught,
@@ -198,36 +196,3 @@ def test_shapes_beyond_the_recompile_limit_are_reported_as_eager(fullgraph):
 
 
 # ------------------------------------------------------------------------------------------ no memory to choose with
-
-
-@pytest.mark.all_versions
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:target 'net' runs eagerly.*memory")
-def test_too_little_memory_to_autotune_in_costs_speed_and_nothing_else():
-    def wide():
-        square = [nn.Linear(4096, 4096) for _ in range(3)]
-        return nn.Sequential(nn.Linear(FEATURES, 4096), *square, nn.Linear(4096, CLASSES))
-
-    def train(*callbacks):
-        module = seeded(lambda: Classifier(wide()))
-        trainer(*callbacks, accelerator="cuda").fit(module, loader(4, batch_size=256))
-        return module.losses
-
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    eager = train()
-    needed = torch.cuda.max_memory_reserved()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties().total_memory
-    callback = InductorCompile(
-        "max-autotune-no-cudagraphs", None, targets=["net"], passes=[Uncached()], baseline_steps=0, verify="off"
-    )
-    try:
-        torch.cuda.set_per_process_memory_fraction((needed + 2**27) / total)
-        compiled = train(callback)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-3)
-    for event in callback.report.train.diagnostics.events:
-        if event["kind"] == "fallback":
-            assert "memory" in event["reason"]

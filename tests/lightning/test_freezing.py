@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from compile_callbacks import CompileWarning, InductorBackend, InductorCompile
-from compile_callbacks.runtime.freezing import content_hashes
-from tests.support.convolutional import Convolutional, eager, images
 from tests.support.models import CLASSES, FEATURES, loader, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
@@ -102,41 +101,9 @@ def test_validation_in_fit_follows_the_weights_without_recompiling_each_epoch():
     assert callback.report.infer.graphs == 1
 
 
-class SwapsAtStageStart(pl.Callback):
-    """Copies other weights in for a stage through ``.data``, as an EMA does, and edits a weight within the stage."""
-
-    def on_test_start(self, trainer, pl_module):
-        pl_module.net[4].weight.data.copy_(torch.ones_like(pl_module.net[4].weight))
-
-    def on_test_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        if batch_idx == 1:
-            with torch.no_grad():
-                pl_module.net[4].weight.mul_(2)
-
-
-def test_weights_that_are_swapped_for_a_stage_or_edited_in_it_are_not_stale():
-    module, callback = Convolutional(), frozen()
-    assert_predicts_as_eager(callback, module)
-    module.outputs.clear()
-    trainer(callback, SwapsAtStageStart()).test(module, images(), verbose=False)
-    compiled, module.outputs = torch.cat(module.outputs), []
-    trainer(SwapsAtStageStart()).test(module, images(), verbose=False)
-    torch.testing.assert_close(compiled, torch.cat(module.outputs), rtol=1e-4, atol=1e-4)
-
-
 def test_freezing_in_training_is_warned_about():
     with pytest.warns(CompileWarning, match="train_mode's option 'freezing' has no effect"):
         InductorCompile(FREEZING, None)
-
-
-def test_hashes_cover_every_kind_of_tensor():
-    module = nn.Module()
-    for index, dtype in enumerate((torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex64)):
-        module.register_buffer(f"b{index}", torch.ones(2, 3, dtype=dtype).t())
-    before = content_hashes(module)
-    assert content_hashes(copy.deepcopy(module)) == before
-    module.b4[0, 0] = 2j
-    assert content_hashes(module) != before
 
 
 # ------------------------------------------------------------------------------------------ other kinds of weights
@@ -190,8 +157,6 @@ def replace(net):
     [
         (lazy, edit_lazy),
         (lambda: Sparse("coo"), scale),
-        (lambda: Sparse("coo"), replace),
-        (lambda: Sparse("csr"), scale),
         (lambda: Sparse("csr"), replace),
     ],
 )
@@ -231,19 +196,35 @@ def test_weights_of_a_tensor_subclass_are_frozen_and_follow_an_edit():
     assert backend.report.infer.graphs == 2
 
 
-class OneDnn(nn.Linear):
-    """Has a buffer whose memory cannot be read."""
-
+class Convolutional(pl.LightningModule):
     def __init__(self):
-        super().__init__(FEATURES, CLASSES)
-        self.register_buffer("packed", torch.ones(3).to_mkldnn())
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+        self.outputs = []
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.outputs.append(self.net(batch[0]))
+
+    def test_step(self, batch, batch_idx):
+        self.outputs.append(self.net(batch[0]))
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.5)
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
-def test_freezing_has_no_effect_if_a_buffer_cannot_be_read():
-    x = torch.ones(4, FEATURES)
-    with pytest.warns(CompileWarning, match="no effect on target 'forward' in the infer phase: 'packed'"):
-        backend = InductorBackend(FREEZING).build(OneDnn(), x)
-    assert backend.infer(x).shape == (4, CLASSES)
-    assert backend.report.infer.graphs == 1
-    backend.deactivate()
+def images(batches=2):
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(TensorDataset(torch.randn(4 * batches, 3, 8, 8, generator=generator)), 4)
+
+
+def eager(module):
+    module = copy.deepcopy(module).eval()
+    with torch.no_grad():
+        return torch.cat([module.net(batch) for (batch,) in images()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -90,13 +89,6 @@ def test_summary_is_a_table_a_file_or_a_text_where_the_logger_has_a_place_for_it
     assert plain.calls == []
 
 
-def test_a_run_without_figures_leaves_no_summary():
-    logger = LikeComet()
-    log_scalars([logger], CompileReport().scalars(), step=0)
-    log_summary([logger], CompileReport(), step=0)
-    assert logger.calls == []
-
-
 def test_a_logger_that_raises_is_warned_about_once_and_costs_the_others_nothing():
     broken, kept = Broken(), Recorded()
     with pytest.warns(CompileWarning, match="Broken did not accept the compile report: OSError: disk full") as caught:
@@ -119,20 +111,6 @@ def test_scalars_are_logged_within_an_epoch_without_synchronizing(monkeypatch):
     assert set(logged[16]) >= {"step/train/eager_ms", "step/train/compiled_ms", "step/train/net_seconds_saved"}
 
 
-def test_a_logger_without_a_working_experiment_keeps_its_scalars():
-    class Offline(Recorded):
-        @property
-        def experiment(self):
-            raise ConnectionError("no route")
-
-    logger = Offline()
-    log_scalars([logger], {"compile/train/seconds": 1.0}, step=1)
-    with pytest.warns(CompileWarning, match="Offline did not accept the compile report: ConnectionError: no route"):
-        log_summary([logger], REPORT, step=1)
-    log_summary([logger], REPORT, step=1)  # warns once
-    assert logger.calls == [("log_metrics", {"compile/train/seconds": 1.0}, 1)]
-
-
 def test_loggers_are_written_on_rank_zero_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     logger, board = LikeComet(), TensorBoardLogger(tmp_path)
@@ -140,10 +118,3 @@ def test_loggers_are_written_on_rank_zero_alone(monkeypatch, tmp_path):
     log_summary([logger, board], REPORT, step=1)
     assert logger.calls == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_fast_dev_run_logs_nothing(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CompileWarning)
-        trainer(InductorCompile(), logger=TensorBoardLogger(tmp_path), fast_dev_run=2).fit(Classifier(), loader(2))
-    assert list(tmp_path.rglob("*tfevents*")) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import sys
 import types
@@ -11,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import InductorCompile, compile_phases, report_of, restore
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, seeded, trainer
+from compile_callbacks import InductorCompile
+from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
 from tests.support.processes import run_in_new_process
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -67,8 +66,6 @@ class Patched(Classifier):
     ("method", "patch", "at_batch"),
     [
         ("forward", as_closure, None),
-        ("forward", as_method, None),
-        ("encode", as_closure, None),
         ("encode", as_method, None),
         ("encode", as_closure, 3),
     ],
@@ -85,25 +82,6 @@ def test_a_replaced_method_runs_as_in_eager_and_stays(method, patch, at_batch):
     torch.testing.assert_close(compiled.losses, eager.losses)
     torch.testing.assert_close(getattr(compiled.net, method)(X), getattr(eager.net, method)(X))
     assert callback.report.train.graphs == 1
-
-
-def test_a_method_of_the_instance_alone_is_a_target():
-    module = mlp()
-    module.encode = lambda x: module(x) * 2
-    expected = module.encode(X)
-    compile_phases(module, targets="encode")
-    torch.testing.assert_close(module.encode(X), expected)
-    assert report_of(module).train.graphs == 1
-    restore(module)
-
-
-def test_repeated_blocks_with_a_replaced_forward_run_as_in_eager():
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()) for _ in range(3)))
-    module[1].forward = as_closure(module[1], "forward")
-    expected = module(X)
-    compile_phases(module, targets="repeated")
-    torch.testing.assert_close(module(X), expected)
-    restore(module)
 
 
 USER_MODULE = """
@@ -177,15 +155,3 @@ def test_a_pickle_of_a_run_loads_without_this_library(tmp_path, monkeypatch):
         callback = InductorCompile(targets=["net.encode", "net.linear"], baseline_steps=0)
         trainer(callback, limit_val_batches=0).fit(model, loader(4))
     assert run_in_new_process(LOAD, tmp_path, tmp_path / "original", tmp_path / "patched").split() == ["0.0", "1.0"]
-
-
-def test_a_copy_of_a_compiled_module_calls_its_own_method():
-    module = Encoder()
-    compile_phases(module, targets="encode")
-    module.encode(X)
-    twin = copy.deepcopy(module)
-    with torch.no_grad():
-        for weight in twin.parameters():
-            weight.zero_()
-    assert twin.encode(X).tolist() == torch.zeros(4, CLASSES).tolist()
-    restore(module)

@@ -70,7 +70,7 @@ def assert_clean(*modules):
 
 @pytest.mark.parametrize(
     ("hook", "ours_first"),
-    [("on_train_epoch_end", True), ("on_train_batch_end", False), ("on_validation_epoch_end", True)],
+    [("on_train_epoch_end", True), ("on_train_batch_end", False)],
 )
 def test_fit_stays_compiled_after_a_validation_in_a_hook(hook, ours_first, tmp_path):
     ours = compiler()
@@ -94,52 +94,3 @@ def test_fit_stays_compiled_after_a_validation_in_a_step():
 
     ours = compiler()
     assert fit(ours, module=seeded(InStep)).train_compiled == [True] * 6
-
-
-def test_another_module_is_validated_compiled_and_the_fit_continues():
-    ours, other = compiler(), seeded(Tells)
-    module = fit(ours, Validates(ours, module=other))
-    assert module.train_compiled == [True] * 6
-    assert other.validation_compiled == [True] * 4
-    assert_clean(module, other)
-    assert (ours.report.train.graphs, ours.report.infer.graphs) == (1, 1)
-
-
-def test_a_trainer_that_validates_at_the_end_of_its_fit_writes_both_reports(tmp_path):
-    ours = compiler()
-    module = fit(ours, Validates(ours, "on_train_end", same_trainer=True), default_root_dir=tmp_path)
-    assert [record["call"] for record in json.loads((tmp_path / FILE_NAME).read_text())] == ["validate", "fit"]
-    assert all(module.validation_compiled)
-    assert_clean(module)
-
-
-class Fails(Tells):
-    def training_step(self, batch, batch_idx):
-        raise KeyError("by design")
-
-    validation_step = training_step
-
-
-def test_fit_stays_compiled_after_an_inner_call_that_raised():
-    class Catches(Validates):
-        def validate(self, *args):
-            with pytest.raises(KeyError, match="by design"):
-                super().validate(*args)
-
-    ours, other = compiler(), Fails()
-    module = fit(ours, Catches(ours, module=other))
-    assert module.train_compiled == [True] * 6
-    assert_clean(module, other)
-
-
-def test_a_fit_without_an_end_does_not_count_as_the_outer_call():
-    class RaisesToo(pl.Callback):
-        def on_exception(self, *args):
-            raise ValueError("in on_exception")
-
-    ours = compiler()
-    with pytest.raises(ValueError, match="in on_exception"):
-        fit(RaisesToo(), ours, module=Fails())
-    module = fit(ours)
-    assert module.train_compiled == [True] * 6
-    assert_clean(module)

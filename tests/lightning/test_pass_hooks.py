@@ -14,7 +14,6 @@ from compile_callbacks.passes.base import HOOK_OPTIONS, graph_kind
 from compile_callbacks.passes.manager import pass_options
 from compile_callbacks.report.table import to_markdown
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, trainer
-from tests.support.processes import run_in_new_process
 from tests.support.uncached import Uncached
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -58,37 +57,6 @@ def test_passes_get_the_flag_and_the_phase_in_a_fit_and_in_predict():
     assert [{(phase, flag) for phase, _, flag in watch.seen} for watch in passes] == [{("infer", True)}] * len(passes)
 
 
-class FrozenPart(Classifier):
-    """A target without trainable weights: its graph in the train phase is an inference graph for torch."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(FEATURES, FEATURES).requires_grad_(False))
-        self.head = nn.Linear(FEATURES, CLASSES)
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.head(self.net(batch[0])), batch[1])
-
-
-def test_a_frozen_module_in_training_has_an_inference_graph_in_the_train_phase():
-    trainer(callback_with(*(passes := watches()))).fit(FrozenPart(), loader(2))
-    assert [{(phase, flag) for phase, _, flag in watch.seen} for watch in passes] == [{("train", True)}] * len(passes)
-
-
-def test_passes_in_the_options_of_torch_compile_get_the_flag():
-    passes = watches()
-    options = {HOOK_OPTIONS[watch.hook]: watch for watch in passes}
-    function = torch.compile(lambda x: (x * 2).sin(), options=options)
-    with torch.no_grad():
-        function(torch.ones(3))
-    assert [{flag for _, _, flag in watch.seen} for watch in passes] == [{True}] * len(passes)
-    for watch in passes:
-        watch.seen.clear()
-    function(torch.ones(3, requires_grad=True)).sum().backward()
-    for watch in passes:
-        assert {(phase, flag) for phase, _, flag in watch.seen} == {(None, False)}
-        assert {kind for _, kind, _ in watch.seen} == TRAIN_KINDS[watch.hook]
-
-
 watch_by_path = Watch()
 
 
@@ -117,47 +85,6 @@ def test_a_pass_in_options_runs_by_its_import_path(separator):
 def test_a_wrong_pass_in_options_is_refused(value, error, text):
     with pytest.raises(error, match=rf"options\['post_grad_custom_post_pass'\].*{text}"):
         InductorConfig(options={"post_grad_custom_post_pass": value})
-
-
-@pytest.mark.parametrize("function", [3, lambda graph: None, lambda a, b, c: None])
-def test_a_function_that_does_not_take_graph_and_flag_is_refused(function):
-    with pytest.raises(TypeError, match="function="):
-        graph_pass(function)
-
-
-def test_an_unknown_hook_point_is_refused():
-    with pytest.raises(ValueError, match="did you mean 'post_grad_pre'"):
-        graph_pass(hook="post_grad_per")(lambda graph, is_inference: None)
-    with pytest.raises(ValueError, match=r"Wrong\.hook='never'"):
-        type("Wrong", (GraphPass,), {"hook": "never"})
-
-
-class OfTorch(torch._inductor.custom_graph_pass.CustomGraphPass):
-    """A pass of torch's own class, which cannot be copied."""
-
-    calls = 0
-
-    def __call__(self, graph):
-        OfTorch.calls += 1
-
-    def uuid(self):
-        return None
-
-    def __deepcopy__(self, memo):
-        raise TypeError("not me")
-
-
-def test_passes_of_torchs_own_classes_run_by_reference():
-    trainer(callback_with(OfTorch(), train_mode=None)).predict(Classifier(), loader(1))
-    assert OfTorch.calls == 1
-    base = getattr(torch._inductor.custom_graph_pass, "CustomInferenceAwareGraphPass", None)
-    if base is None:  # torch 2.11
-        return
-    seen = []
-    body = {"__call__": lambda self, graph, is_inference: seen.append(is_inference), "uuid": lambda self: None}
-    with torch.no_grad():
-        torch.compile(lambda x: x * 5, options=pass_options((type("Aware", (base,), body)(),), "infer"))(torch.ones(3))
-    assert seen == [True]
 
 
 # ------------------------------------------------------------------------------------------ report and cache
@@ -209,7 +136,7 @@ class Named(GraphPass):
         pass
 
 
-@pytest.mark.parametrize("hook", HOOK_OPTIONS)
+@pytest.mark.parametrize("hook", ["joint_pre", "post_grad_post"])
 def test_equal_passes_hit_torchs_cache_and_another_argument_misses(hook):
     def hits(factor):
         torch._dynamo.reset()
@@ -222,32 +149,7 @@ def test_equal_passes_hit_torchs_cache_and_another_argument_misses(hook):
     assert [hits(1), hits(1), hits(2), hits(2)] == [0, 1, 0, 1]
 
 
-SCRIPT = """
-import torch
-from compile_callbacks import GraphPass
-from compile_callbacks.passes.manager import pass_options
-from torch._dynamo.utils import counters
-
-class First(GraphPass):
-    def __call__(self, graph, is_inference):
-        pass
-
-with torch.no_grad():
-    torch.compile(lambda x: x * 2, options=pass_options([First()], "infer"))(torch.ones(3))
-print(counters["aot_autograd"]["autograd_cache_hit"])
-"""
-
-
-def test_another_process_hits_torchs_cache(tmp_path):
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    assert [int(run_in_new_process(SCRIPT, environment=environment).split()[-1]) for _ in range(2)] == [0, 1]
-
-
 # ------------------------------------------------------------------------------------------ failures
-
-
-def returns(graph, is_inference):
-    return graph
 
 
 def removes_an_output(graph, is_inference):
@@ -269,21 +171,14 @@ def uses_a_node_of_another_graph(graph, is_inference):
     first.args = (stranger, *first.args[1:])
 
 
-def adds_an_input(graph, is_inference):
-    with graph.inserting_before(next(iter(graph.nodes))):
-        graph.placeholder("another")
-
-
 def raises(graph, is_inference):
     raise KeyError("a key that is not there")
 
 
 WRONG = {
-    returns: "returned Graph: a pass changes the graph in place",
     removes_an_output: "number of the graph's outputs from 1 to 0",
     changes_an_output: r"output 0 from float32\[4, 3\]",
     uses_a_node_of_another_graph: "not well formed: .*stranger",
-    adds_an_input: "changed the graph's inputs",
     raises: "raised KeyError",
 }
 

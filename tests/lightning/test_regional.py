@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from compile_callbacks import InductorCompile, InductorConfig, Tune
+from compile_callbacks import InductorCompile, InductorConfig
 from compile_callbacks._utils.errors import CompileError, CompileWarning
 from compile_callbacks.runtime.repeated import RepeatedBlocks
-from compile_callbacks.runtime.targets import check_target_names, resolve_targets
+from compile_callbacks.runtime.targets import resolve_targets
 from tests.support.against_eager import assert_same_module, assert_same_values
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 
@@ -94,35 +94,6 @@ def test_the_outermost_repetition_wins():
     assert names(beside) == ["{0-1}"]
 
 
-def test_a_block_in_several_places_is_repeated():
-    block = Block()
-    (found,) = resolve_targets(nn.Sequential(block, block, block), "repeated", nn.Module)
-    assert (len(found.members), found.label(1)) == (1, "* (3 blocks, one graph)")
-
-
-@pytest.mark.parametrize(
-    "unlike",
-    [
-        lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU()),
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH).bfloat16(), nn.ReLU()),
-        lambda: nn.Linear(WIDTH, WIDTH),
-    ],
-    ids=["shape", "class", "dtype", "a layer"],
-)
-def test_unlike_blocks_are_not_repeated(unlike):
-    module = nn.ModuleList([unlike(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Linear(WIDTH, WIDTH)])
-    with pytest.raises(ValueError, match=r"targets='repeated' finds nothing .* in ModuleList: .* None to have it"):
-        resolve_targets(module, "repeated", nn.Module)
-
-
-def test_a_part_of_that_name_is_reached_in_a_list():
-    module = Classifier()
-    module.repeated = nn.Linear(2, 2)
-    assert check_target_names(["repeated"]) == ("repeated",)
-    assert names(module, check_target_names(["repeated"])) == ["repeated"]
-
-
 # ------------------------------------------------------------------------------------------ one graph
 
 
@@ -138,17 +109,6 @@ def test_blocks_share_one_graph_and_the_run_equals_eager():
         assert phase.verified == f"equal {phase.graphs}"
 
 
-def test_blocks_with_buffers_keep_their_own():
-    def with_statistics(count):
-        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(count)]
-
-    callback = regional()
-    module = fit(stacked(make=with_statistics), callback)
-    assert_same_values(module, fit(stacked(make=with_statistics)))
-    assert callback.report.train.graphs == 1
-    assert not torch.equal(module.net.layers[0][1].running_mean, module.net.layers[1][1].running_mean)
-
-
 def test_a_graph_for_the_block_whose_input_needs_no_gradient():
     callback = regional()
     module = seeded(lambda: Classifier(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))))
@@ -158,29 +118,6 @@ def test_a_graph_for_the_block_whose_input_needs_no_gradient():
     assert [event["reason"] for event in callback.report.train.diagnostics.events if event["kind"] == "recompile"] == [
         "argument 0 now requires grad"
     ]
-
-
-@pytest.mark.parametrize("new_shapes", ["eager", "raise"])
-def test_new_shapes_are_those_that_a_block_did_not_see(new_shapes):
-    module = seeded(lambda: Classifier(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))))
-    callback = regional(new_shapes=new_shapes)
-    fit(module, callback)  # the second block's input requires grad, the first one's does not
-    assert (callback.report.train.graphs, callback.report.train.fallbacks) == (2, 0)
-
-
-def test_blocks_with_a_graph_break_share_the_graphs_around_it():
-    class Broken(Block):
-        def forward(self, x):
-            x = super().forward(x)
-            torch._dynamo.graph_break()
-            return super().forward(x)
-
-    def make(count):
-        return [Broken() for _ in range(count)]
-
-    callback = regional()
-    assert_same_values(fit(stacked(make=make), callback), fit(stacked(make=make)))
-    assert (callback.report.train.graphs, callback.report.train.graph_breaks) == (2, 1)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -243,24 +180,6 @@ def test_blocks_that_differ_have_a_graph_each_and_are_warned_about():
     assert callback.report.train.recompiles == 2
 
 
-def test_more_blocks_that_differ_than_torchs_limit_are_all_compiled():
-    callback = regional()
-    with pytest.warns(CompileWarning, match="share no graph"), torch._dynamo.config.patch(recompile_limit=2):
-        fit(stacked(4, make=numbered), callback)
-    assert (callback.report.train.graphs, callback.report.train.fallbacks) == (4, 0)
-
-
-def test_a_hook_on_one_block_is_called_and_gives_it_a_graph():
-    def hooked():
-        module = stacked(4)
-        module.net.layers[1].register_forward_hook(lambda module, inputs, output: output * 2)
-        return module
-
-    callback = regional()
-    assert_same_values(fit(hooked(), callback), fit(hooked()))
-    assert callback.report.train.targets == ("net.layers.* (4 blocks, 2 graphs)",)
-
-
 # ------------------------------------------------------------------------------------------ what goes wrong
 
 
@@ -302,14 +221,6 @@ def test_weights_of_shared_graphs_are_not_folded(settings, said):
         predicted = torch.cat(trainer(callback).predict(module, loader(2)))
     torch.testing.assert_close(predicted, module(next(iter(loader(1, 8)))[0]), rtol=1e-4, atol=1e-5)
     assert (callback.report.infer.graphs, callback.report.infer.diagnostics.folded_mib) == (1, None)
-
-
-def test_a_candidate_that_would_bake_weights_in_is_not_tried():
-    callback = regional(None, Tune(["default", "freezing"], steps=5))
-    trainer(callback).predict(stacked(), loader(40))
-    verdicts = {trial["candidate"]: trial["verdict"] for trial in callback.report.infer.diagnostics.trials}
-    assert verdicts["freezing"] == "not tried"
-    assert verdicts["default"] != "not tried"
 
 
 # ------------------------------------------------------------------------------------------ nothing left behind

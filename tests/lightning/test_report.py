@@ -1,22 +1,25 @@
-"""The report: exact counts with reasons, data that survives JSON and a resumed run, and the table."""
+"""The report: what is measured, counts with reasons, data that survives JSON and a resumed run, and the table."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
-from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
-from tests.support.step_times import Times
-from tests.support.uncached import Uncached
+from compile_callbacks.profiling.step_timer import WARMUP_STEPS
+from tests.support.models import Classifier, loader, mlp, seeded, trainer
+from tests.support.step_times import TimedSteps, Times
 
-pytestmark = pytest.mark.usefixtures("no_codegen")
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 
 class Broken(nn.Module):
@@ -45,47 +48,6 @@ def test_a_known_graph_break_is_reported_with_file_line_and_reason():
     assert Path(event["file"]).name == "test_report.py"
     assert event["line"] == LINE_OF_THE_BREAK
     assert "graph_break" in event["reason"]
-
-
-def ragged_loader():
-    return DataLoader(TensorDataset(torch.randn(11, FEATURES), torch.zeros(11, dtype=torch.long)), 4)
-
-
-def test_a_known_recompile_is_reported_with_its_reason():
-    callback = InductorCompile({"dynamic": False}, None, baseline_steps=0)
-    trainer(callback, max_epochs=2).fit(Classifier(), ragged_loader())
-    report = callback.report.train
-    assert (report.recompiles, report.graphs, report.graph_breaks) == (1, 2, 0)
-    [event] = [event for event in report.diagnostics.events if event["kind"] == "recompile"]
-    assert event["reason"] == "batch size 3, was 4"
-
-
-def test_compiles_of_the_users_other_code_are_not_ours():
-    class Other(Classifier):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) + torch.compile(lambda x: x.sin().sum())(batch[0])
-
-    callback = InductorCompile("default", None, baseline_steps=0)
-    trainer(callback).fit(Other(), loader(3))
-    assert {event["target"] for event in callback.report.train.diagnostics.events} == {"net"}
-    assert callback.report.train.graphs == 1
-
-
-def test_seconds_of_the_backward_graph_are_part_of_its_compile():
-    torch.compiler.reset()
-    callback = InductorCompile("default", None, passes=[Uncached()], baseline_steps=0)
-    trainer(callback).fit(Classifier(), loader(2))
-    [compile_event] = [event for event in callback.report.train.diagnostics.events if event["kind"] == "compile"]
-    assert compile_event["part"] == "graph"
-    assert 0 < compile_event["backward_seconds"] < compile_event["seconds"]
-
-
-def test_cuda_graphs_without_a_gpu_are_warned_about_once_and_reported():
-    callback = InductorCompile("reduce-overhead", None, baseline_steps=0)
-    with pytest.warns(CompileWarning, match="train_mode='reduce-overhead' asks for CUDA graphs.*no effect"):
-        trainer(callback).fit(Classifier(), loader(2))
-    events = callback.report.train.diagnostics.events
-    assert [event["target"] for event in events if event["kind"] == "cudagraph_skip"] == ["forward", "net"]
 
 
 def test_never_and_nothing_survive_json():
@@ -124,29 +86,6 @@ def test_a_resumed_run_knows_its_baseline_and_says_so(tmp_path):
     assert len(module.losses) == 14
 
 
-def test_a_resumed_run_with_other_threads_measures_its_baseline_anew(tmp_path):
-    run = trainer(InductorCompile(baseline_steps=4), enable_checkpointing=True, default_root_dir=tmp_path)
-    run.fit(seeded(), loader(14))
-    run.save_checkpoint(tmp_path / "run.ckpt")
-
-    threads, second = torch.get_num_threads(), InductorCompile(baseline_steps=4)
-    torch.set_num_threads(threads + 1)
-    try:
-        trainer(second, max_epochs=2).fit(seeded(), loader(14), ckpt_path=tmp_path / "run.ckpt")
-    finally:
-        torch.set_num_threads(threads)
-    assert second.report.before is not None
-    assert second.report.train.diagnostics.restored == ()
-    assert second.report.train.samples == 4
-
-
-def test_the_checkpoint_with_the_state_loads_with_weights_only(tmp_path):
-    run = trainer(InductorCompile(baseline_steps=2), enable_checkpointing=True, default_root_dir=tmp_path)
-    run.fit(seeded(), loader(12), loader(2))
-    run.save_checkpoint(tmp_path / "run.ckpt")
-    assert torch.load(tmp_path / "run.ckpt", weights_only=True)["compile_callbacks"]
-
-
 def test_the_table_is_printed_once_after_a_fit(capsys):
     callback = InductorCompile(baseline_steps=0)
     run = trainer(callback)
@@ -157,3 +96,65 @@ def test_the_table_is_printed_once_after_a_fit(capsys):
     shown = capsys.readouterr().out
     assert shown.count("cache hits / misses") == 1
     assert "net" in shown
+
+
+NAMES = {"seconds", "graphs", "graph_breaks", "recompiles", "cache_hits"}
+SCALARS = {f"compile/{p}/{n}" for p in ("train", "infer") for n in NAMES} | {
+    f"step/{p}/{n}" for p in ("train", "infer") for n in ("eager_ms", "compiled_ms", "speedup")
+}
+
+
+def test_warm_up_and_disturbed_steps_are_no_samples():
+    steps = TimedSteps()
+    assert WARMUP_STEPS == 2
+    assert steps.run([90, 80, 10, 12], compiled=False) == [False, False, True, True]
+    assert steps.run([900], compiled=True, disturbed=True) == [False]
+    assert steps.run([70, 60, 4, 6], compiled=True) == [False, False, True, True]
+    assert steps.run([500], compiled=True, disturbed=True) == [False]
+    assert steps.run([50, 40, 5], compiled=True) == [False, False, True]
+    times = steps.timer.times("train")
+    assert times.eager_ms == pytest.approx((10, 12))
+    assert times.compiled_ms == pytest.approx((4, 6, 5))
+    assert steps.timer.times("infer").compiled_ms == ()
+
+
+def test_what_was_not_measured_is_none():
+    callback = InductorCompile(baseline_steps=0)
+    assert callback.report.train == PhaseReport(mode="default")
+    trainer(callback).fit(Classifier(), loader(6))
+    report = callback.report
+    assert report.train.eager_step_ms is None
+    assert report.train.speedup is None
+    assert report.train.break_even_steps is None
+    assert report.train.compiled_step_ms > 0
+    assert report.train.samples == 6 - 2 - WARMUP_STEPS  # the first step is eager, the second one compiles
+    assert report.infer.compile_seconds is None
+    assert report.infer.samples is None
+    assert not {name for name in report.scalars() if "speedup" in name or "infer" in name}
+
+
+def test_sanity_check_is_eager_and_not_measured():
+    callback = InductorCompile("eager", targets=["forward"], baseline_steps=2)
+    after = pl.Callback()
+    after.on_sanity_check_end = lambda *args: vars(after).update(graphs=callback.report.infer.graphs)
+    trainer(callback, after, max_epochs=1, limit_val_batches=2).fit(Classifier(), loader(2), loader(2))
+    assert after.graphs == 0
+    assert callback.report.infer.graphs == 1
+    assert callback.report.infer.samples is None
+
+
+def test_the_same_scalars_reach_tensorboard_and_csv(tmp_path, monkeypatch):
+    Times(monkeypatch, train={"eager": 10, None: 5}, infer={"eager": 10, None: 5})
+    loggers = [TensorBoardLogger(tmp_path, name="tb"), CSVLogger(tmp_path, name="csv")]
+    callback = InductorCompile(baseline_steps=5)
+    trainer(callback, logger=loggers, max_epochs=2).fit(Classifier(), loader(12), loader(8))
+
+    events = EventAccumulator(loggers[0].log_dir)
+    events.Reload()
+    with Path(loggers[1].log_dir, "metrics.csv").open() as file:
+        columns = set(next(csv.reader(file)))
+    assert set(events.Tags()["scalars"]) >= SCALARS
+    assert columns >= SCALARS
+    speedup = events.Scalars("step/train/speedup")[-1].value
+    assert speedup == pytest.approx(callback.report.train.speedup, rel=1e-5)
+    assert events.Scalars("compile/train/seconds")[-1].value == pytest.approx(callback.report.train.compile_seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -42,14 +41,6 @@ def legend(axes):
     return [entry.get_text() for entry in axes.get_legend().get_texts()]
 
 
-def test_series_has_every_step_of_a_short_run_in_order():
-    series = {part["kind"]: part for part in report_of(*RUN).train.diagnostics.series}
-    assert series["eager"]["steps"] == list(range(1, 13))
-    assert series["eager"]["ms"] == pytest.approx([10.0] * 12)
-    assert (series["compiling"]["steps"], series["compiling"]["ms"]) == ([13, 54], pytest.approx([100.0, 900.0]))
-    assert series["compiled"]["steps"] == [*range(14, 54), *range(55, 75)]
-
-
 def test_plot_shows_net_seconds_saved_and_step_times_from_zero():
     saved, times = report_of(*RUN, eager_step_ms=10.0, compiled_step_ms=4.0).plot().axes
     curve = dict(saved.get_lines()[1].get_xydata().tolist())
@@ -62,17 +53,6 @@ def test_plot_shows_net_seconds_saved_and_step_times_from_zero():
     assert 10 < times.get_ylim()[1] < 20  # the compiling step of 900 ms does not flatten the others
 
 
-@pytest.mark.parametrize(("break_even", "words"), [(5000.0, "after 5,000 compiled steps"), (float("inf"), "never")])
-def test_plot_says_when_the_compile_time_will_be_repaid(break_even, words):
-    saved, _ = report_of(*RUN[:2], (3, 9.0, {}), break_even_steps=break_even).plot().axes
-    assert legend(saved)[0] == f"break-even: {words}"
-
-
-def test_plot_without_eager_steps_says_so():
-    saved, _ = report_of((9, 4.0, {})).plot().axes
-    assert [text.get_text() for text in saved.texts] == ["no eager steps to compare with"]
-
-
 def test_series_of_a_long_run_is_short_and_survives_json():
     report = report_of((5000, 4.7654321, EAGER), (1, 100.0, COMPILING), (5000, 4.1234567, {}))
     assert CompileReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
@@ -80,14 +60,6 @@ def test_series_of_a_long_run_is_short_and_survives_json():
     net = report.train.diagnostics.net_series
     assert net["steps"][-1] == 10_001
     assert net["seconds"][-1] == pytest.approx(5000 * (4.7654321 - 4.1234567) / 1000 - 0.095, rel=1e-2)
-
-
-def test_plot_says_what_is_missing(monkeypatch):
-    with pytest.raises(ValueError, match="no step was timed yet"):
-        CompileReport().plot()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install matplotlib$"):
-        report_of(*RUN).plot()
 
 
 def images(logger):

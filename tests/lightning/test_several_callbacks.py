@@ -8,18 +8,17 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.report.file import FILE_NAME
-from compile_callbacks.runtime.cudagraphs import BackwardInCallingThread
 from tests.support.against_eager import assert_same_module, assert_same_values
 from tests.support.models import CLASSES, Classifier, loader, mlp, seeded, trainer
 from tests.support.step_times import Times
 
-pytestmark = pytest.mark.all_versions
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 
 class TwoParts(Classifier):
@@ -97,25 +96,6 @@ def test_each_compiles_its_targets_and_the_first_reports_the_step_times(tmp_path
     assert [record["report"]["train"]["targets"] for record in records] == [["body"], ["head"]]
 
 
-def test_the_second_reports_the_steps_of_a_phase_that_only_it_compiles():
-    body, head = InductorCompile("default", None, targets=["body"]), InductorCompile(None, targets=["head"])
-    trainer(body, head).validate(seeded(TwoParts), loader(20), verbose=False)
-    assert body.report.infer.diagnostics.series == ()
-    assert head.report.infer.samples >= 5
-    assert head.report.infer.graphs == 1
-
-
-def test_targets_none_leaves_out_what_the_other_compiles():
-    rest, head = InductorCompile(baseline_steps=0), InductorCompile(targets=["head"])
-    ours = fit(rest, head)
-    assert_same_values(ours, fit())
-    assert (rest.report.train.targets, head.report.train.targets) == (("body",), ("head",))
-    assert (rest.report.train.graphs, head.report.train.graphs) == (1, 1)
-
-    trainer(rest).validate(ours, loader(2), verbose=False)  # alone it compiles all
-    assert rest.report.infer.targets == ("forward",)
-
-
 def test_targets_none_compiles_the_other_parts_of_a_module_that_contains_a_target_of_the_other():
     rest, linear = InductorCompile(baseline_steps=0), InductorCompile(targets=["body.0"], baseline_steps=0)
     ours = fit(rest, linear)
@@ -140,28 +120,6 @@ def test_overlapping_targets_are_refused_at_the_start(one, other, message):
     with pytest.raises(MisconfigurationException, match=message):
         trainer(InductorCompile(targets=one), InductorCompile(targets=other)).fit(module, loader(2))
     assert not module._load_state_dict_pre_hooks
-
-
-def test_overlapping_targets_that_configure_model_makes_are_refused():
-    class Late(TwoParts):
-        def configure_model(self):
-            self.late = nn.Sequential(nn.Linear(1, 1))
-
-    callbacks = InductorCompile(targets=["late"]), InductorCompile(targets=["late.0"])
-    with pytest.raises(MisconfigurationException, match=r"'late' and 'late\.0'"):
-        trainer(*callbacks).fit(Late(), loader(2))
-
-
-def test_one_callback_twice_is_refused():
-    ours = InductorCompile(targets=["head"])
-    with pytest.raises(MisconfigurationException, match="overlapping"):
-        trainer(ours, ours).fit(seeded(TwoParts), loader(2))
-
-
-def test_two_cache_folders_are_refused(tmp_path):
-    callbacks = [InductorCompile(targets=[name], cache_dir=tmp_path / name) for name in ("body", "head")]
-    with pytest.raises(MisconfigurationException, match="Give both the same"):
-        trainer(*callbacks).fit(seeded(TwoParts), loader(2))
 
 
 def test_a_checkpoint_has_the_state_of_each_and_a_resumed_run_measures_no_baseline(tmp_path):
@@ -190,27 +148,3 @@ def test_the_callback_that_tunes_a_phase_measures_its_steps(monkeypatch):
     assert_same_values(ours, eager, {"rtol": 1e-3, "atol": 1e-4})
     assert (head.report.train.mode, head.report.train.speedup) == ("default", 2.0)
     assert (body.report.train.graphs, body.report.train.samples) == (1, None)
-
-
-def test_two_callbacks_that_tune_the_same_phase_are_refused():
-    callbacks = InductorCompile("auto", None, targets=["body"]), InductorCompile("auto", "auto", targets=["head"])
-    with pytest.raises(MisconfigurationException, match=r"Tune or 'auto' for the train phase.*fixed train_mode"):
-        trainer(*callbacks).fit(seeded(TwoParts), loader(2))
-
-
-def test_tensorboard_shows_both_reports(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = TensorBoardLogger(tmp_path)
-    fit(*pair(baseline_steps=0), logger=logger)
-    events = EventAccumulator(logger.log_dir).Reload()
-    assert {"compile_report/text_summary", "compile_report/head/text_summary"} <= set(events.Tags()["tensors"])
-
-
-def test_backward_threads_are_restored_in_any_order():
-    one, other = BackwardInCallingThread(), BackwardInCallingThread()
-    one.begin()
-    other.begin()
-    one.end()
-    other.end()
-    assert torch.autograd.is_multithreading_enabled()

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.callbacks.trainer_progress import remaining_seconds, remaining_steps
-from tests.support.models import Classifier, Manual, loader, trainer
+from tests.support.models import Classifier, loader, trainer
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
@@ -66,13 +66,6 @@ def test_remaining_steps_and_seconds_of_a_fit(settings, steps):
     assert seen.seconds == (pytest.approx(50, abs=10) if "max_time" in settings else INF)
 
 
-@pytest.mark.all_versions
-def test_steps_of_two_optimizers_are_one_batch():
-    seen = Remaining()
-    trainer(seen, max_epochs=-1, max_steps=8).fit(Manual(), loader(8))
-    assert seen.steps[0] == (4, 0)
-
-
 def test_auto_compiles_nothing_that_a_run_with_a_time_limit_cannot_amortize():
     ours = InductorCompile("auto", None)
     trainer(ours, max_epochs=-1, max_time={"seconds": 2}).fit(Classifier(), loader(50))
@@ -80,54 +73,3 @@ def test_auto_compiles_nothing_that_a_run_with_a_time_limit_cannot_amortize():
     (trial,) = [trial for trial in ours.report.train.diagnostics.trials if trial["candidate"] != "eager"]
     assert trial["verdict"] == "not tried"
     assert "that remain could save" in trial["reason"]
-
-
-@pytest.mark.all_versions
-def test_a_resumed_run_knows_its_remaining_steps(tmp_path):
-    first = trainer(max_epochs=2)
-    first.fit(Classifier(), loader(8), loader(4))
-    first.save_checkpoint(tmp_path / "two.ckpt")
-    seen = Remaining()
-    trainer(seen, max_epochs=3).fit(Classifier(), loader(8), loader(4), ckpt_path=tmp_path / "two.ckpt")
-    assert seen.steps == [(8, 4), (0, 4)]
-
-
-@pytest.mark.all_versions
-def test_loaders_are_made_when_lightning_makes_them(tmp_path):
-    class Asks(Classifier):
-        def train_dataloader(self):
-            made_at.append((self.trainer.global_step, self.trainer.current_epoch))
-            return loader(8)
-
-    made_at: list[tuple[int, int]] = []
-    first = trainer(InductorCompile(None, None), max_epochs=1)
-    first.fit(Asks())
-    first.save_checkpoint(tmp_path / "one.ckpt")
-    trainer(InductorCompile(None, None), max_epochs=2).fit(Asks(), ckpt_path=tmp_path / "one.ckpt")
-    assert made_at == [(0, 0), (8, 1)]
-
-
-def test_a_stream_has_a_baseline():
-    callback = InductorCompile("default", None, baseline_steps=2)
-    trainer(callback).fit(Classifier(), stream())
-    assert callback.report.train.eager_step_ms > 0
-    assert callback.report.train.compiled_step_ms > 0
-
-
-def test_a_few_validation_batches_run_compiled():
-    callback = InductorCompile(None, "default")
-    trainer(callback, max_epochs=2, num_sanity_val_steps=0).fit(Classifier(), loader(2), loader(4))
-    assert callback.report.infer.graphs == 1
-    assert callback.report.infer.eager_step_ms > 0
-    assert callback.report.infer.compiled_step_ms > 0
-
-
-@pytest.mark.all_versions
-def test_loaders_are_made_again_while_a_step_is_compiled():
-    class Plain(Classifier):
-        def training_step(self, batch, batch_idx):
-            return self.net(batch[0]).square().mean()
-
-    callback = InductorCompile("default", None, targets=["training_step"], baseline_steps=0)
-    trainer(callback, max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(Plain(), loader(2))
-    assert callback.report.train.graphs == 1

@@ -69,30 +69,12 @@ def test_one_page_has_the_charts_of_each_phase(ran):
         }
 
 
-def test_layout_is_written_once_and_not_again_by_a_later_run_of_the_same_folder(ran):
-    logger, _ = ran
-    assert len(read(logger).Tensors("custom_scalars__config__")) == 1
-    again = TensorBoardLogger(logger.save_dir, version=logger.version)
-    fit(again)
-    assert len(read(again).Tensors("custom_scalars__config__")) == 1
-
-
-@pytest.mark.parametrize("when", ["before", "in training", "after"])
-def test_layout_of_the_user_is_kept(tmp_path, when):
+def test_layout_of_the_user_is_kept(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     module = Classifier()
 
-    def write():
-        logger.experiment.add_custom_scalars(USERS_LAYOUT)
-
-    if when == "before":
-        write()
-    elif when == "in training":
-        module.on_train_epoch_end = write
+    module.on_train_epoch_end = lambda: logger.experiment.add_custom_scalars(USERS_LAYOUT)
     fit(logger, module)
-    if when == "after":
-        write()
-        logger.save()
     assert layout(logger) == {"mine": {"loss": ["val_loss"]}}
 
 
@@ -110,9 +92,3 @@ def test_hyperparameters_of_the_user_are_left_alone(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     fit(logger, WithHparams(lr=0.2))
     assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"lr": 0.2, "shape": None}
-
-
-def test_nothing_is_written_if_nothing_is_compiled(tmp_path):
-    logger = TensorBoardLogger(tmp_path)
-    trainer(InductorCompile(None, None), logger=logger).fit(Classifier(), loader(4))
-    assert read(logger).Tags()["tensors"] == []

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
+from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch._inductor.output_code import OutputCode
 from torch.utils.data import DataLoader
 
-from compile_callbacks import CompileReport, CompileWarning, GraphPass, InductorCompile, InductorConfig, Tune
+from compile_callbacks import CompileReport, GraphPass, InductorCompile, InductorConfig, Tune
 from compile_callbacks.report.table import to_markdown
 from tests.support.against_eager import FLOAT32, assert_same_module, assert_same_values
-from tests.support.models import CLASSES, FEATURES, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, seeded, trainer
 from tests.support.step_times import Times
 from tests.support.uncached import Uncached
 
@@ -95,32 +94,6 @@ def test_candidates_that_fail_or_differ_are_out_without_a_warning(monkeypatch):
     assert (report.fallbacks, report.verified, report.diagnostics.skipped_passes) == (0, f"equal {report.graphs}", 0)
 
 
-def test_a_failing_pass_of_the_callback_is_left_out_of_all_candidates(monkeypatch):
-    Times(monkeypatch, train={"eager": 10, "default": 5})
-    ours = InductorCompile(Tune(["default"], steps=5), None, passes=[Raising()])
-    with pytest.warns(CompileWarning, match="by design"):
-        fit(ours)
-    assert ours.report.train.mode == "default"
-    assert ours.report.train.diagnostics.skipped_passes > 0
-
-
-def test_losers_are_freed(monkeypatch):
-    def compiled_code():
-        gc.collect()
-        return sum(issubclass(type(o), OutputCode) for o in gc.get_objects())
-
-    before = compiled_code()
-    Times(monkeypatch, train={"eager": 10, "default": 12, UNFUSED.describe(): 9.99})
-    ours = InductorCompile(Tune(BOTH, steps=5), None, passes=[Uncached()])
-    fit(ours)
-    report = ours.report.train
-    assert (report.mode, report.targets, report.speedup) == ("eager", (), None)
-    assert trials(report)["default"]["reason"] == "0.83 times as fast as eager"
-    assert report.compile_seconds > 0
-    assert compiled_code() == before
-    assert ours.session is not None  # which would keep it
-
-
 class EndsTheRun(pl.Callback):
     """Raises in the first step that runs compiled."""
 
@@ -146,20 +119,6 @@ def test_run_that_ends_early_decides_nothing_and_the_next_one_tunes(monkeypatch)
     graphs = ours.report.train.graphs
     trainer(ours).fit(module, loader(40))
     assert (ours.report.train.mode, ours.report.train.graphs) == ("default", graphs)
-
-
-def test_keep_compiled_keeps_the_best_candidate_so_far(monkeypatch):
-    Times(monkeypatch, train={"eager": 10, "default": 5, UNFUSED.describe(): 8})
-    ours = InductorCompile(Tune(BOTH), Tune(BOTH), keep_compiled=True)
-    module = fit(ours, batches=20)
-    report = ours.report.train
-    assert (report.mode, ours.report.infer.mode) == ("default", Tune(BOTH).describe())
-    assert trials(report)["default"]["reason"] == "the run ended before all steps were taken"
-    module.net(torch.randn(4, FEATURES)).sum().backward()
-    assert ours.report.train.graphs == report.graphs
-    trainer(ours).fit(module, loader(60))  # measures again
-    assert {trial["verdict"] for trial in ours.report.train.diagnostics.trials} == {"beaten", "chosen"}
-    ours.session.end()
 
 
 def test_auto_tries_dynamic_shapes_if_shapes_vary(monkeypatch):
@@ -222,35 +181,8 @@ class GraphIdle(GraphPass):
         pass
 
 
-@pytest.mark.filterwarnings("ignore:cache_dir has no effect")  # torch caches no graph of such a pass
-@pytest.mark.filterwarnings("ignore:nothing was cached")
-def test_eager_that_won_because_a_candidate_failed_is_not_kept(monkeypatch, tmp_path):
-    Times(monkeypatch, train={"eager": 10, "passes=[Raising]": 5})
-    for raises, verdict in ((True, "failed"), (False, "chosen")):
-        monkeypatch.setattr(Raising, "raises", raises)
-        ours = InductorCompile(Tune([InductorConfig(passes=[Raising()])], steps=5), None, cache_dir=tmp_path)
-        fit(ours)
-        assert verdicts(ours.report.train)["passes=[Raising]"] == verdict
-        kept = [path for path in tmp_path.glob("model-*.json") if json.loads(path.read_text())["winners"]]
-        assert bool(kept) == (verdict == "chosen")
-
-
-def test_record_that_cannot_be_written_costs_the_winner_only(monkeypatch, tmp_path, caplog):
-    Times(monkeypatch, train={"eager": 10, "default": 5})
-    caplog.set_level("INFO", logger="lightning.pytorch")
-    for _ in range(2):
-        ours = InductorCompile(Tune(["default"], steps=5), None, cache_dir=tmp_path)
-        fit(ours)
-        assert ours.report.train.mode == "default"
-        if not caplog.text.count("could not be written"):
-            (record,) = tmp_path.glob("*.json")
-            record.unlink()
-            record.mkdir()
-    assert "the winner could not be written for later runs: IsADirectoryError" in caplog.text
-
-
-@pytest.mark.parametrize("batches", [12, 40], ids=["while it was tuned", "after a winner was chosen"])
-def test_resumed_run_equals_one_without_interruption(monkeypatch, tmp_path, batches):
+def test_resumed_run_equals_one_without_interruption(monkeypatch, tmp_path):
+    batches = 40  # a winner is chosen before the checkpoint
     Times(monkeypatch, train=UNFUSED_IS_FASTER)
 
     def run(*callbacks, until, ckpt=None):
@@ -266,7 +198,7 @@ def test_resumed_run_equals_one_without_interruption(monkeypatch, tmp_path, batc
     _, eager = run(until=6)
     torch.testing.assert_close(resumed.losses, eager.losses[batches:], rtol=1e-3, atol=1e-4)
     assert second.report.train.mode == UNFUSED.describe()
-    assert (verdicts(second.report.train)["default"] == "not tried") == (batches == 40)
+    assert verdicts(second.report.train)["default"] == "not tried"
 
 
 # ------------------------------------------------------------------------------------------ on a GPU
@@ -289,3 +221,24 @@ def test_cuda_graphs_are_candidates_on_a_gpu(settings):
         of = trials(report)
         assert report.mode == "eager" or of[report.mode]["median_ms"] < of["eager"]["median_ms"]
         assert of["reduce-overhead"]["samples"] >= 5
+
+
+class Mocked(Classifier):
+    """A module as tests of users make it."""
+
+    tracker = MagicMock()
+
+
+class Unprintable(Classifier):
+    def extra_repr(self):
+        raise RuntimeError("printed before setup")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("make", [Mocked, Unprintable])
+def test_tune_stores_its_winner_for_a_module_that_cannot_be_described(make, tmp_path, monkeypatch):
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    callback = InductorCompile(Tune(["default"], steps=5), None, cache_dir=tmp_path)
+    trainer(callback, max_epochs=1, enable_model_summary=False).fit(make(mlp()), loader(20))
+    assert [trial["candidate"] for trial in callback.report.train.diagnostics.trials] == ["eager", "default"]
+    assert len(list(tmp_path.glob("model-*.json"))) == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import CompileWarning, InductorCompile, compile_phases
+from compile_callbacks import CompileWarning, InductorCompile
 from tests.support.against_eager import FLOAT32
 from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
 
@@ -102,9 +102,7 @@ class Awaits(Classifier):
         self.validation_outputs.append(self.awaited(batch[0]))
 
 
-@pytest.mark.parametrize(
-    ("method", "targets"), [("call", None), ("call", "net"), ("forward", "net.forward"), ("encode", "net.encode")]
-)
+@pytest.mark.parametrize(("method", "targets"), [("call", None), ("call", "net"), ("encode", "net.encode")])
 def test_an_async_target_returns_a_coroutine_with_a_warning(method, targets):
     callback = InductorCompile(targets=targets, baseline_steps=0)
     message = f"target '{targets or 'net'}' is not compiled: its .* is an async function"
@@ -113,16 +111,3 @@ def test_an_async_target_returns_a_coroutine_with_a_warning(method, targets):
     assert_equal_runs(module, trained(lambda: Awaits(method)))
     # The first steps call the module inside an async forward too, so it is a default target.
     assert callback.report.train.targets == (("net.net",) if targets is None else ())
-
-
-def test_an_async_forward_of_the_instance_stays():
-    module = mlp()
-
-    async def patched(x):
-        return module[0](x)
-
-    module.forward = patched
-    with pytest.warns(CompileWarning, match="target 'forward' is not compiled: its forward is an async function"):
-        compile_phases(module)
-    assert inspect.iscoroutine(coroutine := module(torch.ones(4, FEATURES)))
-    assert asyncio.run(coroutine).shape == (4, 16)

@@ -32,13 +32,5 @@ def breaks():
     return Breaks(), torch.randn(4, 8)
 
 
-def no_module():
-    return 3
-
-
-def fails():
-    return nn.Linear(4, 2), torch.randn(2, 8)
-
-
 def dropout():
     return nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 3)), torch.randn(4, 8)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -137,20 +134,6 @@ def while_inductor_writes_code(place: Place, strike: Callable[[], None]) -> Iter
         yield
 
 
-@contextlib.contextmanager
-def breaking_compiler(place: Place, how: str) -> Iterator[None]:
-    """A C++ compiler that works until the place is reached, and fails from then on."""
-    with tempfile.TemporaryDirectory() as folder:
-        broken, compiler = Path(folder, "broken"), Path(folder, "g++")
-        compiler.write_text(f'#!/bin/sh\n[ -e {broken} ] && [ $# -gt 1 ] && {how}\nexec {shutil.which("g++")} "$@"\n')
-        compiler.chmod(0o755)
-        with (
-            torch._inductor.config.patch({"cpp.cxx": (str(compiler),)}),
-            while_inductor_writes_code(place, broken.touch),
-        ):
-            yield
-
-
 # ------------------------------------------------------------------------------------------ the matrix
 
 
@@ -164,7 +147,6 @@ class Fault:
         net: The module.
         settings: Settings of the phase in which it strikes.
         passes: Makes the callback's passes.
-        alone: Whether the other phase is left eager.
         strike: Entered while the run goes on.
         skipped: Whether the graph is compiled all the same, without the custom pass that fails.
     """
@@ -174,12 +156,11 @@ class Fault:
     net: Callable[[Place], nn.Module] = Net
     settings: dict[str, Any] = field(default_factory=dict)
     passes: Callable[[Place], list[Any]] = lambda place: []
-    alone: bool = False
     strike: Callable[[Place], Any] = lambda place: contextlib.nullcontext()
     skipped: bool = False
 
     def callback(self, place: Place, on_error: str = "eager") -> InductorCompile:
-        config, other = InductorConfig(**self.settings), None if self.alone else "default"
+        config, other = InductorConfig(**self.settings), "default"
         modes = (config, other) if place.phase == "train" else (other, config)
         return InductorCompile(*modes, targets=["net"], passes=self.passes(place), baseline_steps=0, on_error=on_error)
 
@@ -195,19 +176,6 @@ FAULTS = [
         passes=lambda place: [Uncached()],  # no code is written for a graph that comes out of the cache
         strike=lambda place: while_inductor_writes_code(place, raises(OUT_OF_MEMORY)),
     ),
-]
-
-# Real compilers that fail: each compiles for seconds what comes before, so that one place each has to do.
-FAILING_COMPILERS = [
-    pytest.param(
-        Fault(name, cause, alone=True, strike=lambda place, how=how: breaking_compiler(place, how)),
-        place,
-        id=f"{name}-{place}",
-    )
-    for name, cause, how, place in [
-        ("compiler_fails", "no space left on device", "echo no space left on device && exit 1", PLACES[0]),
-        ("compiler_killed", "SIGKILL", "kill -9 $$", PLACES[5]),
-    ]
 ]
 
 

@@ -52,18 +52,6 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class ChildOnly(Classifier):
-    """A LightningModule without a ``forward``."""
-
-    forward = pl.LightningModule.forward
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validation_outputs.append(self.net(batch[0]).detach().clone())
-
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.net(batch[0])
-
-
 def loader(batches: int = 8, batch_size: int = 4, seed: int = 0) -> DataLoader:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batches * batch_size, FEATURES, generator=generator)

@@ -109,17 +109,6 @@ def test_begin_and_end_set_and_restore_the_environment(tmp_path, monkeypatch):
         assert environment() == ["/somewhere", None]
 
 
-def test_caches_that_overlap_restore_the_environment_in_any_order(tmp_path):
-    before = environment()
-    first, second = (CompileCache(tmp_path / name, pytest.fail) for name in ("first", "second"))
-    first.begin()
-    second.begin()
-    first.end()
-    assert environment()[0] == str(tmp_path / "second" / "inductor")
-    second.end()
-    assert environment() == before
-
-
 @pytest.mark.parametrize("part", ["", "inductor", "triton"])
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path, part):
     (tmp_path / part).mkdir(exist_ok=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import sys
 
 import pytest
@@ -35,18 +33,13 @@ REFERENCE = f"{__name__}:changes_nothing"
     ("settings", "error", "texts"),
     [
         ({"mode": "max-autotun"}, ValueError, ["mode='max-autotun'", "did you mean 'max-autotune'", "'default'"]),
-        ({"mode": ""}, ValueError, ["mode=''"]),
         ({"mode": None}, TypeError, ["mode=None", "'default'"]),
-        ({"template": 3}, TypeError, ["template=3"]),
         ({"template": "cutlas"}, ValueError, ["template='cutlas'", "did you mean 'cutlass'"]),
         ({"options": {"max_autotun": True}}, ValueError, ["'max_autotun' is unknown", "did you mean 'max_autotune'"]),
         ({"options": {"zzz": True}}, ValueError, ["'zzz' is unknown", "list_options()"]),
-        ({"options": {3: True}}, ValueError, ["3 is unknown"]),
         ({"options": {"max_autotune": 1}}, TypeError, ["options['max_autotune']=1", "bool", "int"]),
         ({"options": {"max_fusion_size": "64"}}, TypeError, ["options['max_fusion_size']='64'", "int", "str"]),
-        ({"options": {"max_fusion_size": True}}, TypeError, ["options['max_fusion_size']=True", "int"]),
         ({"options": {"max-autotune": True, "max_autotune": True}}, ValueError, ["'max_autotune' in two spellings"]),
-        ({"options": ["max_autotune"]}, TypeError, ["options=['max_autotune']", "list"]),
         ({"options": {"post_grad_custom_post_pass": 3}}, TypeError, ["post_grad_custom_post_pass", "3"]),
         (
             {"mode": "reduce-overhead", "options": {"max_autotune": True}},
@@ -54,12 +47,9 @@ REFERENCE = f"{__name__}:changes_nothing"
             ["mode='reduce-overhead'", "options=", "template='cudagraphs'", "list_mode_options('reduce-overhead')"],
         ),
         ({"mode": "lite", "template": "aten"}, ValueError, ["mode='lite'", "template='aten'"]),
-        ({"freezing": 1}, TypeError, ["freezing=1"]),
         ({"fullgraph": 1}, TypeError, ["fullgraph=1"]),
         ({"dynamic": "yes"}, TypeError, ["dynamic='yes'"]),
         ({"fold_limit_mib": float("nan")}, ValueError, ["fold_limit_mib=nan", "fold_weights=False"]),
-        ({"fold_limit_mib": "1GB"}, TypeError, ["fold_limit_mib='1GB'"]),
-        ({"passes": 3}, TypeError, ["passes=3"]),
         ({"passes": [3]}, TypeError, ["passes", "3"]),
         ({"passes": [Scale]}, TypeError, ["passes", "Scale(...)"]),
         ({"passes": [lambda graph, is_inference: None]}, TypeError, ["passes", "graph_pass"]),
@@ -92,13 +82,6 @@ def test_a_config_is_immutable():
         config.mode = "default"
     with pytest.raises(TypeError):
         config.options["max_autotune"] = False
-
-
-def test_copies_and_pickles_are_equal():
-    config = InductorConfig(options={"max_autotune": True}, dynamic=True, passes=[Scale(3)])
-    assert copy.deepcopy(config) == config
-    assert pickle.loads(pickle.dumps(config)) == config
-    assert hash(copy.copy(config)) == hash(config)
 
 
 def test_keys_of_different_settings_differ():

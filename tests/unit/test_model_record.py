@@ -35,7 +35,7 @@ def test_record_keeps_the_latest_values_in_a_private_file(tmp_path):
         b"\xff\xfe\x00",
         b'{"winners": {"k": {}}}',
         b'{"version": 2, "winners": {"k": {}}}',
-        b'{"version": 1, "winners": null, "shapes": null}',
+        b'{"version": 1, "winners": null, "shapes": null, "compile_seconds": null}',
         b'{"version": 1, "winners": ["k"]}',
         b'{"version": 1, "winners": {"k": null, "l": "default"}}',
         b'{"version": 1, "winners": {"k": 1' + b"0" * 9000 + b"}}",

@@ -1,14 +1,17 @@
-"""The decisions of a `Tune`, on simulated step times: no torch, no clock."""
+"""The arguments of a `Tune`, and its decisions on simulated step times."""
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import random
 
 import pytest
 import torch
 
-from compile_callbacks import InductorConfig, Tune
+from compile_callbacks import InductorCompile, InductorConfig, Tune
+from compile_callbacks.config.tune import as_settings
 from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.runtime.phase_tuning import BLOCK_STEPS
 from compile_callbacks.tuning.candidates import Candidate, auto_candidates
@@ -106,12 +109,6 @@ def test_eager_wins_ties_and_against_slower_candidates(mean_ms, noise, seed):
     assert "times as fast as eager" in reason(tuner, "a")
 
 
-def test_a_candidate_must_be_faster_by_min_speedup():
-    times = {"eager": 10, "a": 8.7}
-    assert Machine(times, noise=0).run(tuner_of(min_speedup=1.2)) == "eager"
-    assert Machine(times, noise=0).run(tuner_of(min_speedup=1.1)) == "a"
-
-
 @pytest.mark.parametrize("drift", [lambda n: 1 + n / 60, lambda n: 2 if n < 20 else 1])
 def test_a_machine_that_changes_its_speed_does_not_change_the_winner(drift):
     for fast, slow in (("a", "b"), ("b", "a")):
@@ -201,3 +198,49 @@ def test_auto_has_dynamic_candidates_if_shapes_vary():
     assert set(varying) - set(fixed) == {"dynamic=True", "max-autotune-no-cudagraphs, dynamic=True"}
     assert [config.describe() for config in auto_candidates(cpu, "infer")] == ["freezing=True"]
     assert len(auto_candidates(cpu, "train", shapes_vary=True)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"candidates": "default"}, TypeError, "candidates='default' must be a list"),
+        ({"candidates": ["eager", None]}, ValueError, "names nothing to try except eager"),
+        ({"candidates": ["defualt"]}, ValueError, r"candidates\[0\]='defualt' is unknown; did you mean 'default'"),
+        ({"candidates": ["default", 3]}, TypeError, r"candidates\[1\]=3"),
+        ({"steps": 4}, ValueError, "steps=4 must be 5 or more"),
+        ({"budget_seconds": 0}, ValueError, "budget_seconds=0 must be positive"),
+        ({"min_speedup": 0.99}, ValueError, "min_speedup=0.99 must be finite and 1 or more"),
+    ],
+)
+def test_tune_refuses_wrong_arguments_by_name(arguments, error, said):
+    with pytest.raises(error, match=said):
+        Tune(**({"candidates": ["default"]} | arguments))
+
+
+def test_tune_counts_equal_candidates_once_and_needs_no_eager():
+    tune = Tune(["eager", "default", None, {"mode": "default"}, InductorConfig(), "aten"])
+    assert [config.describe() for config in tune.configs] == ["default", "aten"]
+    assert tune == Tune(["default", "aten"])
+    assert hash(tune) == hash(Tune(["default", "aten"]))
+    assert tune != Tune(["aten", "default"])
+
+
+@pytest.mark.parametrize("tune", [Tune("auto"), Tune(["default", "aten"], steps=5, budget_seconds=60, min_speedup=1.2)])
+def test_tune_survives_copies_and_pickles(tune):
+    for twin in (copy.deepcopy(tune), pickle.loads(pickle.dumps(tune))):
+        assert twin == tune
+        assert (twin.key(), twin.describe()) == (tune.key(), tune.describe())
+    assert tune.key() != Tune(["default"]).key()
+
+
+def test_mode_may_be_auto_a_tune_or_a_mapping_with_candidates():
+    callback = InductorCompile("auto", {"candidates": ["default", {"mode": "lite"}], "steps": 7})
+    assert callback.report.train.mode == "auto"
+    assert callback.report.infer.mode == "tune(default | lite, steps=7)"
+    assert as_settings("eager", "train_mode") is None
+    with pytest.raises(ValueError, match="train_mode='autoo' is unknown; did you mean 'auto'"):
+        InductorCompile("autoo")
+    with pytest.raises(ValueError, match="train_mode: field='step' is unknown; did you mean 'steps'"):
+        InductorCompile({"candidates": ["default"], "step": 7})
+    with pytest.raises(TypeError, match=r"train_mode: .*missing.*'candidates'"):
+        InductorCompile({"class_path": "compile_callbacks.Tune", "init_args": {"steps": 7}})

@@ -1,4 +1,4 @@
-"""Atomic files, import references, and texts of errors."""
+"""Atomic files, import references, texts of errors, and tables as plain text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import time
 
 import pytest
 
+from compile_callbacks import CompileReport, PhaseReport
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.files import ABANDONED_SECONDS, atomic_write, read_json, write_json
 from compile_callbacks._utils.import_ref import resolve
 from compile_callbacks._utils.messages import describe_failure
+from compile_callbacks.report.console import make_table, to_text
 
 
 def test_atomic_write_deletes_files_of_killed_processes_and_no_others(tmp_path):
@@ -92,3 +94,21 @@ def test_describe_failure_shows_the_output_of_a_failed_process(code, text):
 @pytest.mark.parametrize("inner", ["[CC702: compile-callbacks explain CC702]", "[CC702: compile-callb…", "[CC7…"])
 def test_a_message_has_one_code(inner):
     assert with_code("CC701", f"a pass failed {inner}").count("CC7") == 2  # the code, and the command that explains it
+
+
+def test_cells_are_text_and_long_ones_wrap_without_loss():
+    mode = "options={" + "x" * 150 + "}"
+    text = to_text(make_table(("", "[b]train[/b]"), [("mode", mode), ("note", "[red]:smile:[/red]")]))
+    assert "[b]train[/b]" in text
+    assert "[red]:smile:[/red]" in text
+    assert text.count("x") == 150
+    assert max(map(len, text.splitlines())) < 80
+
+
+@pytest.mark.parametrize(("name", "value"), [("FORCE_COLOR", "1"), ("COLUMNS", "20"), ("TTY_COMPATIBLE", "1")])
+def test_the_environment_does_not_change_the_text_of_a_report(name, value, monkeypatch):
+    report = CompileReport(train=PhaseReport(mode="max-autotune-no-cudagraphs", targets=("net",)))
+    text = str(report)
+    monkeypatch.setenv(name, value)
+    assert str(report) == text
+    assert "\x1b" not in text

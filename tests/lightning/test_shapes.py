@@ -1,0 +1,263 @@
+"""Shapes that vary in the eager steps are dynamic in the first graph; `new_shapes` decides about later ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from compile_callbacks import CompileError, CompileWarning, InductorCompile
+from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
+from compile_callbacks.runtime import recompile_budget
+from compile_callbacks.runtime.recompile_budget import CompileLimits, RecompileBudget
+from compile_callbacks.runtime.target_settings import RETURNING_SHAPE_CALLS
+from tests.support.models import FEATURES, Classifier, loader, seeded, trainer
+
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
+
+
+class _Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(10, 8), nn.Linear(8, 3)
+
+    def forward(self, batch, times=1, *, mask=None):
+        x = self.words(batch["words"])
+        if mask is not None:
+            x = x * mask[..., None]
+        return self.head(x.repeat(1, times, 1).mean(1))
+
+
+class Words(pl.LightningModule):
+    """Takes batches of words with a number of repetitions; half of the validation calls have a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = _Net()
+        self.losses, self.outputs = [], []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(*batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        words, times = batch
+        mask = (words["words"] > 3).float() if batch_idx % 2 else None
+        self.outputs.append(self.net(words, times, mask=mask))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def words(*sizes, times=(1,)):
+    """Batches of the given sizes."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        ({"words": torch.randint(10, size, generator=generator)}, times[i % len(times)]) for i, size in enumerate(sizes)
+    ]
+    return DataLoader(batches, batch_size=None)
+
+
+def fit(train, validation=None, callback=None, **settings):
+    module = seeded(Words)
+    trainer(*([callback] if callback else []), num_sanity_val_steps=0, **settings).fit(module, train, validation)
+    return module
+
+
+VARYING = [(4, 5), (4, 5), (6, 7), (4, 5), (5, 9), (6, 5), (3, 8), (4, 4), (1, 6), (1, 8), (8, 3)]
+
+
+def test_dimensions_that_vary_in_the_baseline_are_dynamic_in_the_first_graph():
+    callback = InductorCompile(infer_mode=None, baseline_steps=3)
+    module = fit(words(*VARYING), callback=callback)
+    assert callback.report.train.graphs == 2  # torch compiles batch size 1 separately
+    assert module.losses == pytest.approx(fit(words(*VARYING)).losses, rel=1e-4)
+
+
+def test_integers_that_vary_are_dynamic_in_the_first_graph():
+    batches = words(*[(4, 5)] * 9, times=(2, 3, 4, 5, 6))
+    callback = InductorCompile(infer_mode=None, baseline_steps=3)
+    module = fit(batches, callback=callback)
+    assert callback.report.train.graphs == 1
+    assert module.losses == pytest.approx(fit(batches).losses, rel=1e-4)
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="AOTAutograd marks what it saves, without a guard")
+def test_no_mark_is_left_on_the_users_tensors():
+    batches = words(*VARYING)
+    fit(batches, callback=InductorCompile(infer_mode=None, baseline_steps=3), max_epochs=2)
+    for batch, _ in batches.dataset:
+        assert not [name for name in vars(batch["words"]) if "weak_dynamic" in name or "marking" in name]
+
+
+def test_cache_dir_remembers_the_shapes_for_the_next_run(tmp_path):
+    folder = tmp_path / "cache"
+    batches = [(4, 5)] * 6 + [(6, 7)]  # the ragged batch comes after the baseline
+    graphs = []
+    for _ in range(2):
+        callback = InductorCompile(infer_mode=None, baseline_steps=2, cache_dir=folder)
+        fit(words(*batches), callback=callback)
+        graphs.append(callback.report.train.graphs)
+        torch.compiler.reset()
+    assert graphs == [2, 1]
+    (file,) = folder.glob("model-*.json")
+    assert json.loads(file.read_text())["shapes"] == {"train": {"net": {"args[0]['words']:2": [0, 1]}}}
+
+
+def test_a_resumed_run_remembers_the_shapes(tmp_path):
+    batches = words(*[(4, 5)] * 6, (6, 7))
+    module = seeded(Words)
+    first = InductorCompile(infer_mode=None, baseline_steps=2)
+    one = trainer(first)
+    one.fit(module, batches)
+    one.save_checkpoint(tmp_path / "last.ckpt")
+    torch.compiler.reset()
+    again = InductorCompile(infer_mode=None, baseline_steps=2)
+    trainer(again, max_epochs=2).fit(seeded(Words), batches, ckpt_path=tmp_path / "last.ckpt")
+    assert (first.report.train.graphs, again.report.train.graphs) == (2, 1)
+
+
+def test_validation_outside_of_fit_takes_its_graph_from_the_cache_and_is_no_recompile():
+    callback = InductorCompile(None, {"dynamic": False}, baseline_steps=0, targets="net")
+    module = seeded(Words)
+    run = trainer(callback, num_sanity_val_steps=0)
+    run.fit(module, words((4, 5)), words((4, 5)))
+    run.validate(module, words((4, 5)), verbose=False)
+    infer = callback.report.infer
+    assert (infer.graphs, infer.recompiles, infer.cache_hits) == (2, 0, 2 - infer.diagnostics.cache_misses)
+
+
+def ragged(rows=11):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, FEATURES, generator=generator)
+    return DataLoader(TensorDataset(x, torch.arange(rows) % 3), 4)
+
+
+def fit_ragged(*callbacks, epochs=2):
+    module = seeded()
+    trainer(*callbacks, max_epochs=epochs).fit(module, ragged(), ragged(6))
+    return module
+
+
+@pytest.mark.parametrize(("new_shapes", "graphs"), [("recompile", 2), ("eager", 1)])
+def test_a_ragged_last_batch(new_shapes, graphs):
+    callback = InductorCompile({"dynamic": False}, {"dynamic": False}, new_shapes=new_shapes, baseline_steps=0)
+    torch.testing.assert_close(fit_ragged(callback).losses, fit_ragged().losses, rtol=1e-4, atol=1e-6)
+    assert (callback.report.train.graphs, callback.report.infer.graphs) == (graphs, graphs)
+    assert callback.report.train.recompiles == graphs - 1
+
+
+def test_a_shape_that_keeps_coming_back_is_compiled_after_all():
+    callback = InductorCompile({"dynamic": False}, None, new_shapes="eager", baseline_steps=0)
+    fit_ragged(callback, epochs=RETURNING_SHAPE_CALLS - 1)
+    assert callback.report.train.graphs == 1
+    callback = InductorCompile({"dynamic": False}, None, new_shapes="eager", baseline_steps=0)
+    fit_ragged(callback, epochs=RETURNING_SHAPE_CALLS)
+    assert callback.report.train.graphs == 2
+
+
+def test_raise_names_target_phase_and_shapes():
+    callback = InductorCompile({"dynamic": False}, None, new_shapes="raise", baseline_steps=0)
+    with pytest.raises(CompileError, match=r"'net' was called in the train phase .*\(3, 8\).*new_shapes='raise'"):
+        fit_ragged(callback)
+
+
+KEY = CompileKey("net", "train")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "saved", "exhausted"),
+    [
+        ([100], 0, False),  # the first compile is free
+        ([5, 20, 9], 0, False),
+        ([5, 20, 11], 0, True),
+        ([50, 20, 25], 0, False),  # as long as the first compile
+        ([5, 20, 11], 2, False),
+        ([5, 20, 11], -2, True),
+    ],
+)
+def test_budget_is_the_first_compile_or_30_seconds_and_what_was_saved(seconds, saved, exhausted):
+    recorder = CompileRecorder()
+    recorder.compile_seconds[KEY] = seconds
+    limits = CompileLimits(seconds_saved=lambda phase: saved)
+    budget = RecompileBudget(KEY, recorder, limits, WarnOnce(), bounded=True)
+    if exhausted:
+        with pytest.warns(CompileWarning, match=r"'net' compiled 2 more graphs in 31 s .* train phase.*CC130"):
+            assert not budget.check()
+        assert [event.kind for event in recorder.events] == ["budget"]
+    else:
+        assert budget.check()
+    assert budget.exhausted == exhausted
+
+
+def test_new_shapes_run_eagerly_when_the_budget_is_used_up(monkeypatch):
+    monkeypatch.setattr(recompile_budget, "allowed_seconds", lambda first_compile, saved: 0.0)
+    sizes = [(4, 5)] * 4 + [(4, 5), (1, 5), (4, 1), (4, 5), (1, 1), (1, 5), (4, 1), (1, 1)]
+    settings = {"num_sanity_val_steps": 0}
+    eager = seeded(Words)
+    trainer(**settings).fit(eager, words(*sizes))
+    callback = InductorCompile(infer_mode=None, baseline_steps=1)
+    module = seeded(Words)
+    with pytest.warns(CompileWarning, match=r"batch size 1.*CC130"):
+        trainer(callback, **settings).fit(module, words(*sizes))
+    assert callback.report.train.graphs == 2
+    assert "recompile budget" in str(callback.report)
+    assert module.losses == pytest.approx(eager.losses, rel=1e-4)
+
+
+class _Breaks(nn.Module):
+    """Breaks the graph after each layer but the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third, self.head = (nn.Linear(8, size) for size in (8, 8, 8, 3))
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        torch._dynamo.graph_break()
+        x = self.second(x).relu()
+        torch._dynamo.graph_break()
+        x = self.third(x).relu()
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def test_graphs_behind_graph_breaks_stop_within_a_call(monkeypatch):
+    monkeypatch.setattr(recompile_budget, "allowed_seconds", lambda first_compile, saved: 0.0)
+    make = lambda: Classifier(_Breaks())  # noqa: E731
+    eager = seeded(make)
+    trainer().fit(eager, loader())
+    callback = InductorCompile(infer_mode=None, baseline_steps=0)
+    module = seeded(make)
+    with pytest.warns(CompileWarning, match=r"the first of \d graph breaks: .*test_shapes.py"):
+        trainer(callback).fit(module, loader())
+    assert callback.report.train.graphs == 2
+    assert module.losses == pytest.approx(eager.losses, rel=1e-4)
+
+
+class _Stops(Classifier):
+    """Is asked to stop in its first step, before it calls the target."""
+
+    how = "sigterm"
+
+    def training_step(self, batch, batch_idx):
+        if self.how == "exception":
+            raise KeyError("data")
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def test_no_compile_begins_after_sigterm():
+    callback = InductorCompile(targets="net", baseline_steps=0)
+    with pytest.raises(SystemExit):
+        trainer(callback).fit(seeded(_Stops), loader())
+    assert callback.report.train.graphs == 0
+    assert "asked to stop" in str(callback.report.train.diagnostics.events)

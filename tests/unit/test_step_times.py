@@ -1,0 +1,271 @@
+"""Which step times and memory peaks are measured and compared, and when the report claims a speedup or warns."""
+
+from __future__ import annotations
+
+import random
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from compile_callbacks import InductorCompile
+from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
+from compile_callbacks.profiling.memory import Peak, PeakMemory
+from compile_callbacks.profiling.step_stats import speedup_interval
+from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
+from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.report.build import compare
+from compile_callbacks.runtime.diagnostics import RECENT_SAMPLES, SessionWarnings
+from compile_callbacks.runtime.dispatcher import PhaseSwitch
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.step_times import TimedSteps, Times
+
+pytestmark = pytest.mark.usefixtures("no_codegen")
+
+
+def of_size(elements):
+    return Workload("train", "tokens", ((1, elements),))
+
+
+def batches(sizes):
+    chance = torch.Generator().manual_seed(0)
+    return DataLoader(
+        [(torch.randn(n, FEATURES, generator=chance), torch.randint(CLASSES, (n,), generator=chance)) for n in sizes],
+        batch_size=None,
+    )
+
+
+def test_timer_compares_the_current_work_only():
+    steps = TimedSteps()
+    timer = steps.timer
+    steps.run([10] * 12, compiled=False, workload=of_size(1))
+    steps.run([5] * 20, compiled=True, workload=of_size(1))
+    assert timer.times("train").workload == of_size(1)
+    assert len(timer.times("train").eager_ms) == 10
+    steps.run([80] * 50, compiled=True, workload=of_size(2))
+    times = timer.times("train")
+    assert (times.workload, times.eager_ms, len(times.compiled_ms)) == (of_size(2), (), 49)
+
+
+def test_timer_does_not_sample_the_first_step_with_new_shapes():
+    steps = TimedSteps()
+    steps.run([1] * 5, compiled=True, workload=of_size(1))
+    steps.run([50, 2], compiled=True, workload=of_size(2))
+    (of_second,) = steps.timer.samples("train", compiled=True)[of_size(2)]
+    assert of_second == pytest.approx(2.0)
+
+
+class Frozen(Classifier):
+    """Trains its first layer from the second epoch on, as a fine-tuned backbone."""
+
+    def on_train_epoch_start(self):
+        next(self.net.parameters()).requires_grad_(self.current_epoch > 0)
+
+
+def test_steps_that_train_other_weights_have_no_speedup_without_eager_steps_of_their_own():
+    ours = InductorCompile("default", None, baseline_steps=4, verify="off")
+    trainer(ours, max_epochs=1).fit(seeded(Frozen), batches([4] * 30))
+    assert ours.report.train.compiled_step_ms is not None
+    assert ours.report.train.eager_step_ms is not None
+    ours = InductorCompile("default", None, baseline_steps=4, verify="off")
+    trainer(ours, max_epochs=3).fit(seeded(Frozen), batches([4] * 30))
+    assert ours.report.train.compiled_step_ms is not None
+    assert ours.report.train.eager_step_ms is None
+    assert ours.report.train.speedup is None
+
+
+NET = CompileKey("net", "train")
+
+
+@pytest.fixture
+def recorder():
+    return CompileRecorder()
+
+
+@pytest.fixture
+def steps():
+    """Has an eager baseline of 10 ms."""
+    steps = TimedSteps()
+    steps.run([10] * 12, compiled=False)
+    return steps
+
+
+def messages(recorder, timer, phase="train"):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        SessionWarnings(WarnOnce(), PhaseSwitch([], recorder=recorder), recorder, timer).check_step_times(phase)
+    return [str(warning.message) for warning in found]
+
+
+def test_slower_steps_are_reported_with_the_last_recompile(recorder, steps):
+    steps.run([5] * 100, compiled=True)
+    assert messages(recorder, steps.timer) == []
+    recorder.record("recompile", NET, reason="tensor 'x' size mismatch at index 0: expected 4, actual 5")
+    steps.run([14] * RECENT_SAMPLES, compiled=True)
+    (message,) = messages(recorder, steps.timer)
+    assert "compiled train steps are slower than eager ones (14.00 ms in the last 20, eager 10.00 ms)." in message
+    assert "The last recompile of target 'net': tensor 'x' size mismatch" in message
+    assert "train_mode='eager'" in message
+
+
+def test_noise_and_few_samples_are_not_reported(recorder):
+    steps = TimedSteps()
+    steps.run([8, 9, 10, 11, 12] * 4, compiled=False)
+    steps.run([11] * 30, compiled=True)
+    steps.run([90] * 2, compiled=True, workload="few")
+    assert messages(recorder, steps.timer) == []
+
+
+def noisy(median, count=20, spread=0.1):
+    draw = random.Random(median)
+    return tuple(median * (1 + draw.uniform(-spread, spread)) for _ in range(count))
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled", "verdict"),
+    [
+        ((), (), None),
+        ((4.0,) * 9, (), None),
+        ((), (4.0,) * 9, "too few samples"),
+        ((4.0,) * 4, (2.0,) * 9, "too few samples"),
+        ((4.0,) * 9, (2.0,) * 4, "too few samples"),
+        ((1045.0, 9.0), (5.0, 5.0), "too few samples"),  # a garbage collection in one of two eager samples
+        ((4.0,) * 5, (2.0,) * 5, "faster"),
+        ((2.0,) * 5, (4.0,) * 5, "slower"),
+        ((4.0,) * 5, (4.0,) * 5, "no difference"),
+        (noisy(10.0), noisy(10.05), "no difference"),
+        (noisy(10.0), noisy(5.0), "faster"),
+        ((9.0, 9.1, 9.2, 9.1, 1045.0), (10.0, 9.0, 9.2, 9.1, 9.3), "no difference"),
+    ],
+)
+def test_speedup_needs_samples_and_an_interval_without_one(eager, compiled, verdict):
+    assert compare(StepTimes(eager, compiled)) == verdict
+
+
+def test_interval_draws_from_no_global_generator():
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert speedup_interval(noisy(10.0), noisy(8.0)) == speedup_interval(noisy(10.0), noisy(8.0))
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+
+
+def fitted(baseline_steps, monkeypatch, eager, compiled):
+    Times(monkeypatch, train={"eager": eager, None: compiled})
+    callback = InductorCompile("default", None, baseline_steps=baseline_steps, verify="off")
+    trainer(callback).fit(Classifier(), loader(20))
+    return callback.report
+
+
+def test_a_run_with_enough_samples_reports_a_speedup(monkeypatch):
+    report = fitted(5, monkeypatch, 10, 5)
+    assert (report.train.speedup, report.train.samples) == (2.0, 5)
+    assert report.train.verdict in ("faster", "compile time not repaid")
+    assert report.scalars()["step/train/speedup"] == 2.0
+    assert "2.00x" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("baseline_steps", "compiled", "reason"),
+    [(2, 5, "too few samples"), (5, 10, "no difference"), (0, 5, "too few samples")],
+)
+def test_a_run_without_evidence_reports_why(baseline_steps, compiled, reason, monkeypatch):
+    report = fitted(baseline_steps, monkeypatch, 10, compiled)
+    train = report.train
+    assert (train.speedup, train.break_even_steps) == (None, None)
+    assert (train.net_seconds_saved is None) == (baseline_steps < 5)
+    assert train.verdict == reason
+    assert train.compiled_step_ms == compiled
+    assert not {"step/train/speedup", "step/train/break_even_steps"} & report.scalars().keys()
+    assert reason in str(report)
+
+
+MIB = 2**20
+
+
+class Allocator:
+    """The two counters of torch's CUDA allocator, in MiB."""
+
+    peak = 0
+
+    def uses(self, mib):
+        self.peak = max(self.peak, mib)
+
+    def max_memory_allocated(self):
+        return self.peak * MIB
+
+    def reset_peak_memory_stats(self):
+        raise AssertionError("the user's own code may read the peak")
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    fake = Allocator()
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", fake.max_memory_allocated)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fake.reset_peak_memory_stats)
+    return fake
+
+
+def step(memory, allocator, mib, *, compiled, traced=False):
+    memory.start("train", compiled=compiled)
+    allocator.uses(mib)
+    memory.stop(traced=traced)
+
+
+def test_a_peak_is_measured_only_if_a_step_raises_it(allocator):
+    memory = PeakMemory()
+    allocator.uses(100)
+    assert memory.peak("train", compiled=False) == Peak()
+    for mib in (300, 938, 700):
+        step(memory, allocator, mib, compiled=False)
+    step(memory, allocator, 950, compiled=True, traced=True)  # the compiler used this memory
+    step(memory, allocator, 207, compiled=True)
+    assert memory.peak("train", compiled=False) == Peak(mib=938)
+    assert memory.peak("train", compiled=True) == Peak(at_most_mib=950)
+    step(memory, allocator, 1000, compiled=True)
+    assert memory.peak("train", compiled=True) == Peak(mib=1000)
+
+
+WORK = Workload("train", "", ())
+
+
+class Stream:
+    """An accelerator's stream: workload is queued at once, and takes milliseconds to run."""
+
+    def __init__(self):
+        self.queued_ms = self.synchronized = 0.0
+
+    def synchronize(self):
+        self.synchronized = self.queued_ms
+
+    def event(self, enable_timing=False):
+        assert enable_timing
+        stream, event = self, types.SimpleNamespace(at_ms=None)
+        event.record = lambda: setattr(event, "at_ms", stream.queued_ms)
+        event.query = lambda: stream.synchronized >= event.at_ms
+        event.synchronize = lambda: setattr(stream, "synchronized", max(stream.synchronized, event.at_ms))
+        event.elapsed_time = lambda end: end.at_ms - event.at_ms
+        return event
+
+
+@pytest.fixture(params=["mps", "xpu", "cuda"])
+def device(request, monkeypatch):
+    stream = Stream()
+    module = types.SimpleNamespace(Event=stream.event, synchronize=stream.synchronize)
+    monkeypatch.setattr(torch, request.param, module)
+    return torch.device(request.param), stream
+
+
+def test_a_step_is_timed_by_the_device_without_a_synchronization(device):
+    device, stream = device
+    timer = StepTimer(clock=lambda: 0.0)  # no time passes on the CPU
+    for _ in range(5):
+        timer.start(device)
+        stream.queued_ms += 4
+        timer.stop("train", compiled=True, workload=WORK, disturbed=False)
+    assert timer.samples("train", compiled=True) == {}
+    assert stream.synchronized == 0
+    timer.synchronize()
+    assert timer.samples("train", compiled=True) == {WORK: (4.0, 4.0, 4.0)}
