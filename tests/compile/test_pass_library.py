@@ -12,6 +12,8 @@ from compile_callbacks.passes.library.max_pool_backward import max_pool2d_backwa
 from compile_callbacks.passes.library.squeeze_excitation import two_layers
 from compile_callbacks.passes.testing import check_pass
 
+pytestmark = pytest.mark.usefixtures("no_codegen")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CLOSE = {"rtol": 3e-2, "atol": 3e-2}  # bfloat16, of values about 1
 

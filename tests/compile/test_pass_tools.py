@@ -19,6 +19,8 @@ from compile_callbacks.passes import (
 from compile_callbacks.passes.testing import check_pass
 from tests.support.models import Classifier, loader, trainer
 
+pytestmark = pytest.mark.usefixtures("no_codegen")
+
 aten = torch.ops.aten
 
 

@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases, report_of, restore
 from tests.support.models import trainer
@@ -49,9 +49,9 @@ def case(function):
     return function
 
 
-def fit(*callbacks, module=None, save=None, full=True, ckpt_path=None, **settings):
+def fit(*callbacks, module=None, save=None, ckpt_path=None, **settings):
     module = module or Sharded()
-    trainer = two_devices(*callbacks, full=full, **settings)
+    trainer = two_devices(*callbacks, **settings)
     trainer.fit(module, loader(2), loader(2), ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(FOLDER / save)
@@ -109,16 +109,6 @@ def fits():
 
 
 @case
-def saves_in_parts():
-    fit(compiler(), full=False, save="parts.ckpt")
-
-
-@case
-def resumes_a_checkpoint_in_parts():
-    return compared(compiler(), full=False, ckpt_path=FOLDER / "parts.ckpt", max_epochs=2)
-
-
-@case
 def resumes_a_checkpoint_of_one_device():
     return compared(compiler(), ckpt_path=FOLDER / "one.ckpt", max_epochs=2)
 
@@ -163,12 +153,6 @@ class Thaws(pl.Callback):
 def accumulates_clips_and_thaws():
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}
     return {"apart": apart(fit(Thaws(), compiler(), **settings), fit(Thaws(), **settings))}
-
-
-@case
-def lower_precision():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return compared(compiler(), Sharded(policy=policy), fit(module=Sharded(policy=policy)))
 
 
 @case
@@ -234,23 +218,6 @@ def by_hand(shard):
 def without_a_trainer():
     mesh = init_device_mesh("cpu", (2,))
     return by_hand(lambda net: shard_blocks(net, mesh=mesh))
-
-
-def fsdp1_blocks(net, **settings):
-    settings = {"use_orig_params": True, "device_id": torch.device("cpu"), **settings}
-    for index, layer in enumerate(net.layers):
-        net.layers[index] = FullyShardedDataParallel(layer, **settings)
-    return FullyShardedDataParallel(net, **settings)
-
-
-@case
-def fsdp1_without_a_trainer():
-    found = by_hand(fsdp1_blocks)
-    try:
-        compile_phases(built(functools.partial(fsdp1_blocks, use_orig_params=False)))
-    except ValueError as error:
-        found["refused"] = str(error)
-    return found
 
 
 class OnCPU(FSDPStrategy):

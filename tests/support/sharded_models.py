@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -82,15 +82,14 @@ class WholeForward(Whole):
 class Sharded(Whole):
     """`Whole` with each block sharded, and the rest around them, or the net as one."""
 
-    def __init__(self, *, by_block: bool = True, policy: MixedPrecisionPolicy | None = None) -> None:
+    def __init__(self, *, by_block: bool = True) -> None:
         super().__init__()
         self.by_block = by_block
-        self.policy = policy or MixedPrecisionPolicy()
 
     def configure_model(self) -> None:
         if isinstance(self.net, FSDPModule):
             return
-        settings = {"mesh": self.device_mesh["data_parallel"], "mp_policy": self.policy}
+        settings = {"mesh": self.device_mesh["data_parallel"]}
         shard_blocks(self.net, **settings) if self.by_block else fully_shard(self.net, **settings)
 
 
@@ -115,9 +114,9 @@ def loader(devices: int) -> DataLoader:
     return DataLoader(data(), BATCH // devices, sampler=sampler)
 
 
-def two_devices(*callbacks: pl.Callback, full: bool = True, **settings: Any) -> pl.Trainer:
-    """A trainer of two processes; ``full``, whether checkpoints are one file."""
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=not full)
+def two_devices(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
+    """A trainer of two processes."""
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
     return trainer(*callbacks, devices=2, strategy=strategy, num_sanity_val_steps=0, **settings)
 
 
