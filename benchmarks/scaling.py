@@ -1,75 +1,167 @@
-"""Compile time and step time of training steps in a Trainer, against depth and against batch size.
+"""First step, step time and gradients of a transformer against its depth: whole, nested, separate blocks, and eager.
 
-Depth: transformers of 12 to 96 narrow layers (width 256, 128 tokens), eager, compiled as a whole, and with the repeated
-layer compiled once. Batch size: one model from 1 to 256. Each way is a process with an empty cache, and --jobs of them
-compile at the same time; blocks of steps alternate with nothing else running. "first step" is the time of the first
-training step with compiling, "compiling" the time that torch compiled before the timed steps, "step" the median of the
-blocks.
+- eager: not compiled.
+- whole: `compile_phases(net)`, one graph of all layers.
+- nested: `compile_phases(net, targets="repeated")`, one graph in which each distinct layer is compiled once.
+- separate: `compile_phases(net, targets=["layers.*"])`, a graph of one layer that all layers share.
 
-python benchmarks/scaling.py [--against depth batch] [--depths 12 24 48 96] [--batch-sizes 1 4 16 64 256]
-                             [--model resnet18] [--ways eager whole repeated] [--device cuda] [--json FILE]
+Each row is a process with an empty cache; they run one after the other. "first step" is the first training step
+with compiling, "step" the median of the following ones. "gradient error" is the largest relative error of a gradient
+against the eager model's, before the first step. --chart draws the first step and the step against the depth.
+
+python benchmarks/scaling.py [--device cpu] [--depths 12 24 48] [--width 512] [--mode reduce-overhead] [--steps 30]
+                             [--json FILE] [--chart FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import copy
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
 
-from conduct import Group, Way, Work
-from tables import Row, add_pacing, ms, parser_for, print_table, rows_of, times
+import torch
+from tables import Row, find, in_order, parser_for, print_columns, relative_error, save
+from torch import nn
 
-WAYS = {
-    "eager": Way("eager", "fit"),
-    "whole": Way("whole", "fit", "callback", "default"),
-    "whole-cudagraphs": Way("whole-cudagraphs", "fit", "callback", "reduce-overhead"),
-    "repeated": Way("repeated", "fit", "callback", "default", "repeated"),
-    "repeated-cudagraphs": Way("repeated-cudagraphs", "fit", "callback", "reduce-overhead", "repeated"),
-}
-RUN_STEPS = 10_000
+from compile_callbacks import compile_phases, report_of
 
-
-def groups(args: argparse.Namespace) -> Iterator[list[Group]]:
-    if "depth" in args.against:
-        yield [
-            (Work(f"blocks-{depth}", "train", args.depth_batch_size, 224, args.device, RUN_STEPS), ways_of(args))
-            for depth in sorted(args.depths, reverse=True)  # the deepest takes the longest to compile
-        ]
-    if "batch" in args.against:
-        ways = [way for way in ways_of(args) if not way.targets or args.model.startswith("blocks")]
-        yield [
-            (Work(args.model, "train", batch_size, args.image_size, args.device, RUN_STEPS), ways)
-            for batch_size in args.batch_sizes
-        ]
+WAYS: dict[str, Any] = {"eager": None, "whole": None, "nested": "repeated", "separate": ["layers.*"]}
+COLORS = {"eager": "#9aa5b1", "whole": "#2e86c1", "nested": "#e67e22", "separate": "#7fb3d5"}
+COLUMNS = {
+    "depth": "{}", "way": "{}", "first_step_seconds": "{:.2f}", "step_ms": "{:.2f}", "spread_ms": "{:.2f}",
+    "gradient_error": "{:.1e}", "targets": "{}",
+}  # fmt: skip
 
 
-def ways_of(args: argparse.Namespace) -> list[Way]:
-    return [WAYS[name] for name in args.ways]
+class Transformer(nn.Module):
+    """Encoder layers between an embedding and a head."""
+
+    def __init__(self, depth: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(width, width), nn.Linear(width, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
 
 
-def show(rows: list[Row]) -> None:
-    rows = sorted(rows, key=lambda row: (not row["model"].startswith("blocks"), len(row["model"]), row["model"]))
-    lines = []
-    for row in rows:
-        seconds = [row.get("first_step_seconds"), row.get("compile_seconds") if row["way"] != "eager" else None]
-        cells = [f"{value:.1f}" if value else "" for value in seconds]
-        lines.append([row["model"], str(row.get("batch_size", "")), row["way"], *cells])
-        lines[-1] += [ms(row["step_ms"]), times(row["speedup"])]
-    print_table(["model", "batch", "way", "first step s", "compiling s", "step ms", "of eager"], lines)
+def measure(way: str, depth: int, args: argparse.Namespace, cache: str, sender: Any) -> None:
+    """Measure one row; runs in a process with an empty cache."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    torch.manual_seed(0)
+    net = Transformer(depth, args.width, args.heads).to(args.device)
+    x = torch.randn(args.batch_size, args.tokens, args.width, device=args.device)
+    dtype = getattr(torch, args.dtype)
+    eager = copy.deepcopy(net)
+    if way != "eager":
+        compile_phases(net, train_mode=args.mode, infer_mode=None, targets=WAYS[way])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=args.device == "cuda")
+
+    def backward(module: nn.Module) -> None:
+        with torch.autocast(args.device, dtype, enabled=dtype != torch.float32):
+            loss = module(x).float().square().mean()
+        loss.backward()
+
+    def step() -> float:
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        backward(net)
+        optimizer.step()
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    backward(eager)
+    first, gradients = step(), [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    errors = [relative_error(g, p.grad) for g, p in zip(gradients, eager.parameters(), strict=True) if p.grad.any()]
+    for _ in range(args.warmup_steps):
+        step()
+    milliseconds = [step() * 1000 for _ in range(args.steps)]
+    quartiles = statistics.quantiles(milliseconds, n=4)
+    row = {
+        "depth": depth, "way": way, "mode": args.mode, "width": args.width, "first_step_seconds": first,
+        "step_ms": quartiles[1], "spread_ms": quartiles[2] - quartiles[0], "samples": args.steps,
+        "gradient_error": max(errors), "targets": "" if way == "eager" else ", ".join(report_of(net).train.targets),
+    }  # fmt: skip
+    sender.send(row)
+
+
+def rows_of(args: argparse.Namespace) -> list[Row]:
+    """Measure all rows, one process after the other."""
+    context = multiprocessing.get_context("spawn")
+    rows: list[Row] = []
+    for depth in args.depths:
+        for way in args.ways:
+            receiver, sender = context.Pipe(duplex=False)
+            with tempfile.TemporaryDirectory() as cache:
+                process = context.Process(target=measure, args=(way, depth, args, cache, sender))
+                process.start()
+                sender.close()
+                try:
+                    rows.append(receiver.recv())
+                except EOFError:
+                    print(f"depth {depth}, {way}: the process failed", flush=True)
+                process.join()
+            save(args.json, f"A transformer against its depth, {args.mode}", rows)
+    return rows
+
+
+def draw(rows: list[Row], output: Path) -> None:
+    """Draw the first step and the step time against the depth, on axes from zero."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
+    panels = {"first_step_seconds": "first step, s", "step_ms": "training step, ms"}
+    for axis, (name, title) in zip(axes, panels.items(), strict=True):
+        for way in in_order(rows, lambda row: row["way"]):
+            depths = [depth for depth in in_order(rows, lambda row: row["depth"]) if find(rows, way, depth=depth)]
+            values = [find(rows, way, depth=depth)[name] for depth in depths]
+            axis.plot(depths, values, marker="o", label=way, color=COLORS[way])
+        axis.set(title=title, xlabel="layers", xticks=in_order(rows, lambda row: row["depth"]))
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(output, dpi=130)
 
 
 def main() -> None:
     parser = parser_for(__doc__)
-    add_pacing(parser)
     add = parser.add_argument
-    add("--against", nargs="+", choices=["depth", "batch"], default=["depth", "batch"])
-    add("--depths", type=int, nargs="+", default=[12, 24, 48, 96])
-    add("--depth-batch-size", type=int, default=8)
-    add("--batch-sizes", type=int, nargs="+", default=[1, 4, 16, 64, 256])
-    add("--model", default="resnet18", help="the model for the batch sizes: a torchvision model, or blocks-DEPTH")
-    add("--image-size", type=int, default=224)
-    add("--ways", nargs="+", choices=list(WAYS), default=["eager", "whole", "repeated"])
+    add("--depths", type=int, nargs="+", default=[12, 24, 48])
+    add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    add("--mode", default=None, help="by default reduce-overhead on a GPU, else default")
+    add("--width", type=int, default=None, help="by default 512 on a GPU, else 64")
+    add("--heads", type=int, default=8)
+    add("--tokens", type=int, default=None, help="by default 256 on a GPU, else 32")
+    add("--batch-size", type=int, default=8)
+    add("--dtype", choices=["float32", "bfloat16"], default=None, help="by default bfloat16 on a GPU, else float32")
+    add("--warmup-steps", type=int, default=5)
+    add("--steps", type=int, default=30)
+    add("--chart", type=Path, help="draw the chart to this file")
     args = parser.parse_args()
-    show(rows_of(args, f"Training against {' and '.join(args.against)}", groups(args), own_caches=True))
+    on_gpu = args.device == "cuda"
+    args.mode = args.mode or ("reduce-overhead" if on_gpu else "default")
+    args.width = args.width or (512 if on_gpu else 64)
+    args.tokens = args.tokens or (256 if on_gpu else 32)
+    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    rows = rows_of(args)
+    print_columns(COLUMNS, rows)
+    if args.chart:
+        draw(rows, args.chart)
 
 
 if __name__ == "__main__":

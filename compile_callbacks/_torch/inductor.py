@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._inductor import custom_graph_pass as _custom_graph_pass
 
+from compile_callbacks._torch import regions
 from compile_callbacks._torch.caches import autocast_state, tagged_cache
 
 
@@ -116,9 +117,15 @@ def compile_graph(
     settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
     if activation_memory_budget is not None:
         settings["activation_memory_budget"] = activation_memory_budget
-    with functorch_config.patch(settings), tagged_cache(autocast_state()):
+
+    def compile_part(part: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        regions.expose_aliases(part)
+        return inner_compile(part, *args, **kwargs)
+
+    tag = f"{autocast_state()} {regions.cache_tag(graph_module)}".strip()
+    with functorch_config.patch(settings), regions.without_warnings(), tagged_cache(tag):
         return compile_fx(  # type: ignore[return-value]
-            graph_module, example_inputs, inner_compile=inner_compile, config_patches=dict(options)
+            graph_module, example_inputs, inner_compile=compile_part, config_patches=dict(options)
         )
 
 

@@ -75,7 +75,8 @@ class InductorCompile(Callback):
             (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None``: the modules and methods
             that the first step of each stage calls, which is eager, and direct children with parameters that are
             called later. A module without parameters and a metric are compiled only if you name them.
-            ``"repeated"``: repeated blocks, such as a transformer's layers, share one graph.
+            ``"repeated"``: the same, and repeated blocks, such as the layers of a transformer, are compiled once
+            inside of the graph.
         passes: Custom graph passes for both phases, see `GraphPass`; in YAML by import path, or by ``class_path``.
         baseline_steps: Number of eager steps that are measured first in each phase, as the baseline of the speedup,
             after two warm-up steps; at most half of the remaining steps. 0: no baseline, no speedup.
@@ -303,9 +304,7 @@ class InductorCompile(Callback):
         """Return the session of the run. At the first call in a run, begin the session and install the targets."""
         session, arguments = self.session, self.arguments
         peers = self._all_in(trainer)
-        others = (
-            tuple(peer.arguments.targets for peer in peers if peer is not self) if arguments.targets is None else ()
-        )
+        others = tuple(peer.arguments.targets for peer in peers if peer is not self) if arguments.finds_targets else ()
         if session is None or session.module is not pl_module or (not session.running and others != self._others):
             self._calls.drop_session()
             self._adopt_compiled(pl_module)  # again, because configure_model comes after setup
@@ -318,7 +317,7 @@ class InductorCompile(Callback):
                 pl_module,
                 resolve_targets(pl_module, arguments.targets, LightningModule, taken),
                 arguments,
-                finds_targets=arguments.targets is None,
+                finds_targets=arguments.finds_targets,
                 taken=taken,
                 print_line=functools.partial(print_line, trainer),
             )

@@ -40,9 +40,9 @@ def why_not_together(callbacks: Sequence[InductorCompile], module: nn.Module) ->
                     f"two InductorCompile callbacks have a Tune or 'auto' for the {phase} phase, and each would change "
                     f"the step times that the other one compares. Give one of them a fixed {phase}_mode"
                 )
-        if one.targets is None and other.targets is None:
+        if one.finds_targets and other.finds_targets:
             return (
-                "two InductorCompile callbacks have targets=None, so both would compile the whole module. Name the "
+                "two InductorCompile callbacks name no targets, so both would compile the whole module. Name the "
                 "targets of one, as in InductorCompile('max-autotune', targets=['net'])"
             )
         for first, second in itertools.product(

@@ -25,6 +25,7 @@ EventKind = Literal[
     "pass_skipped",
     "template",
     "budget",
+    "separate_blocks",
 ]
 
 Result = Literal["equal", "outputs only", "differs", "not compared"]

@@ -99,6 +99,7 @@ _TITLES = {
     "pass_skipped": "Graph passes skipped",
     "fold": "Weights not folded",
     "template": "Templates that fell back",
+    "separate_blocks": "Repeated blocks compiled separately",
 }
 
 

@@ -18,6 +18,7 @@ from compile_callbacks.config.tune import Mode, Settings, as_settings
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.runtime.cache_dir import check_folder
+from compile_callbacks.runtime.repeated import REPEATED
 from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings, Verify
 from compile_callbacks.runtime.targets import check_target_names
 
@@ -89,6 +90,11 @@ class CompileArguments:
             cache_dir=check_folder("cache_dir", cache_dir),
             baseline_steps=baseline_steps,
         )
+
+    @property
+    def finds_targets(self) -> bool:
+        """Whether the modules and methods that the first steps call are the targets."""
+        return self.targets is None or self.targets == REPEATED
 
     @property
     def compiles(self) -> bool:

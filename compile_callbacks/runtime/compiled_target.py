@@ -13,18 +13,19 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
+from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder, TargetCall
-from compile_callbacks.runtime.fallback import EagerFallback
+from compile_callbacks.runtime.fallback import EagerFallback, describe
 from compile_callbacks.runtime.freezing import WeightWatch
 from compile_callbacks.runtime.graph_backend import GraphBackend
 from compile_callbacks.runtime.recompile_budget import CompileLimits, RecompileBudget
-from compile_callbacks.runtime.repeated import Compiled, RepeatedBlocks
+from compile_callbacks.runtime.repeated import RegionMarks
 from compile_callbacks.runtime.shapes import ObservedShapes
 from compile_callbacks.runtime.snapshot import Snapshot
-from compile_callbacks.runtime.target import Target
+from compile_callbacks.runtime.target import Compiled, RepeatedBlocks, Target
 from compile_callbacks.runtime.target_settings import ShapePolicy, TargetSettings
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class CompiledTarget:
     Each has a separate `GraphBackend`, so that the target and the phase of every compile are known.
 
     Repeated blocks are one target: the compiled function takes the block as an argument. Torch's guards decide which
-    blocks need separate graphs.
+    blocks need separate graphs. The regions of a target are compiled once each, inside of the target's graph.
 
     Args:
         target: The target.
@@ -51,6 +52,8 @@ class CompiledTarget:
         candidate: The name of the config, if a `Tune` tries several.
         limits: Bounds the time spent on recompiles.
         observed: Which dimensions of the inputs vary.
+        compile_regions_separately: Called if torch fails to compile the regions in the target's graph, or if the result
+            differs from eager. Afterwards the switch does not call this object.
 
     Attributes:
         key: The target, the phase, and the candidate.
@@ -73,6 +76,7 @@ class CompiledTarget:
         candidate: str | None = None,
         limits: CompileLimits | None = None,
         observed: ObservedShapes | None = None,
+        compile_regions_separately: Callable[[], None] = lambda: None,
     ) -> None:
         settings = settings or TargetSettings()
         self.key = CompileKey(target.name, phase, frozen, candidate)
@@ -82,9 +86,11 @@ class CompiledTarget:
         self._config = config
         self._members = target.members
         self._shares_as_asked = isinstance(target, RepeatedBlocks) and target.asked_for
+        self._regions = RegionMarks(target.regions) if target.regions else None
+        self._compile_regions_separately = compile_regions_separately
         self._recorder = recorder
         self._warn = warn or WarnOnce()
-        self._fallback = EagerFallback(self.key, recorder, settings, self._warn)
+        self._fallback = EagerFallback(self.key, recorder, settings, self._warn, has_regions=bool(target.regions))
         has_budget = settings.new_shapes == "auto"
         self._budget = RecompileBudget(self.key, recorder, limits or CompileLimits(), self._warn, bounded=has_budget)
         self._backend = GraphBackend(
@@ -141,6 +147,8 @@ class CompiledTarget:
             result = self._call_after_failure(member, failure, args, kwargs)
         if self._backend.graphs > graphs:
             self._graphs_were_compiled(member, args, kwargs)
+        if self._fallback.region_failure is not None:
+            self._give_up_regions(self._fallback.region_failure)
         self._fallback.issue_warnings()
         return result
 
@@ -201,15 +209,35 @@ class CompiledTarget:
                 self._while_tracing.enter_context(self.observed.marked(args, kwargs))
             self._while_tracing.enter_context(_torch.dynamo.without_weak_references())
             self._while_tracing.enter_context(_torch.dynamo.without_odd_gradients())
+            self._while_tracing.enter_context(_torch.regions.strict_comparison())
+            if self._regions is not None:
+                self._while_tracing.enter_context(_torch.regions.with_constant_floats())
 
     def _call_after_failure(self, member: Target, failure: Exception, args: Any, kwargs: Any) -> Any:
         # If the error is the user's, the eager call raises it again with the user's traceback.
         result = member.eager(*args, **kwargs)
+        if self._regions is not None:
+            self._uncompilable.add(signature(args, kwargs))  # until the switch calls the blocks instead
+            self._fallback.region_failure = describe(failure)
+            return result
         if self._fallback.settings.on_error == "raise":
             raise self._fallback.as_compile_error(failure) from failure
         self._uncompilable.add(signature(args, kwargs))
         self._fallback.compiler_failed(failure)
         return result
+
+    def _give_up_regions(self, reason: str) -> None:
+        """Let the switch call the compiled blocks from now on, and this target eagerly."""
+        target, phase = self.key[:2]
+        message = (
+            f"the repeated blocks of target {target!r} are compiled separately in the {phase} phase, and the rest of "
+            "the target runs eagerly, because torch cannot compile the blocks as regions of one graph: "
+            f"{in_one_line(reason)}. Leave targets out to compile the whole target"
+        )
+        self._recorder.record("separate_blocks", self.key, reason=reason)
+        self._fallback.warn_after_call("CC121", message)
+        self._fallback.region_failure = None
+        self._compile_regions_separately()
 
     def _graphs_were_compiled(self, member: Target, args: Any, kwargs: Any) -> None:
         if len(self._members) > 1:
@@ -237,13 +265,14 @@ class CompiledTarget:
             fullgraph=self._config.fullgraph,
             dynamic=self._config.dynamic,
         )
+        if self._regions is not None:
+            compiled = self._regions.around(compiled)
         if self._guards_hooks:
             compiled = _torch.dynamo.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
         ddp_is_configured = self.key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
         if torch.distributed.is_available() and not ddp_is_configured:
-            compiled = _torch.distributed.outside_ddp(
-                compiled
-            )  # whole graphs were faster (docs/how_to/several_gpus.md)
+            # Whole graphs were faster (docs/how_to/several_gpus.md).
+            compiled = _torch.distributed.outside_ddp(compiled)
         self._compiled, self._raises_limit = compiled, False
         self._raise_recompile_limit()
         return self._compiled
@@ -327,6 +356,8 @@ class CompiledTarget:
     @property
     def blocks_differ(self) -> bool:
         """Whether each repeated block was compiled separately, although they were to share a graph."""
+        if self._regions is not None:
+            return self._backend.graphs > 0 and not self._backend.shares_regions
         return self._shares_as_asked and any(len(found) == len(self._members) for found in self._compiled_of.values())
 
 

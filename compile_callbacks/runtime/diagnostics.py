@@ -167,7 +167,7 @@ class SessionWarnings:
         """Warn if a target that ran has no compiled graph, unless a fallback was reported."""
         for event in self._recorder.events:
             same = (event.target, event.phase, event.candidate) == (key.target, key.phase, key.candidate)
-            if same and (event.kind == "fallback" or event.graphs):
+            if same and (event.kind in ("fallback", "separate_blocks") or event.graphs):
                 return
         breaks = self._reasons("graph_break", key)
         reason = breaks[-1] if breaks else "torch gives no reason; the target may compute nothing that can be compiled"
@@ -178,9 +178,9 @@ class SessionWarnings:
         reasons = self._reasons("recompile", key)
         why = f". The reason of the last recompile: {reasons[-1]}" if reasons else ""
         message = (
-            f"the blocks {key.target!r} share no graph in the {key.phase} phase: torch compiled each of them, because "
-            f"they differ in a value that torch treats as constant, such as a number that the module holds{why} (all "
-            f"reasons: callback.report.{key.phase}.diagnostics.events). Store such values in tensors"
+            f"the repeated blocks of target {key.target!r} share no code in the {key.phase} phase: torch compiled each "
+            f"of them, because they differ in a value that torch treats as constant, such as a number that the module "
+            f"holds{why}. Store such values in tensors"
         )
         self._warn.warn("CC105", message, about=key[:2])
 

@@ -19,9 +19,8 @@ from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.runtime.compiled_target import CompiledTarget
 from compile_callbacks.runtime.freezing import unwatchable_reason
 from compile_callbacks.runtime.recompile_budget import CompileLimits
-from compile_callbacks.runtime.repeated import Compiled
 from compile_callbacks.runtime.shapes import ShapeRecords
-from compile_callbacks.runtime.target import Target
+from compile_callbacks.runtime.target import Compiled, Target
 from compile_callbacks.runtime.target_settings import TargetSettings
 
 _CALL_SLOT = "_compiled_call_impl"  # nn.Module.compile() sets it, and nn.Module.__call__ calls it
@@ -145,8 +144,12 @@ class PhaseSwitch:
         self._warn = warn or WarnOnce()
         self._dispatchers: dict[Compiled, list[Dispatcher]] = {}
         self._compiled: dict[tuple[Compiled, Phase, str | None, bool], CompiledTarget] = {}
+        self._separate: set[tuple[Compiled, Phase]] = set()  # targets whose regions are compiled separately
+        self._to_separate: list[tuple[Compiled, Phase]] = []
+        self._parents: dict[Compiled, Compiled] = {}  # of these regions
         self._installed = False
         self._selected: tuple[Phase, ActiveConfig, bool, bool] | None = None
+        self._select_again: Callable[[], None] = lambda: None
         self.trace_settings = _torch.events.TraceSettings(
             ours=lambda: recorder.key is not None,
             frozen=lambda: recorder.key is not None and recorder.key.frozen,
@@ -164,8 +167,33 @@ class PhaseSwitch:
 
     @property
     def shares_graphs(self) -> bool:
-        """Whether several modules share a graph, so that their weights cannot be frozen in it."""
-        return any(len(target.members) > 1 for target in self._dispatchers)
+        """Whether several modules share code, so that their weights cannot be frozen in it."""
+        return any(len(target.members) > 1 or target.regions for target in self._dispatchers)
+
+    def targets_of(self, phase: Phase) -> list[Compiled]:
+        """The targets, without a target whose regions are compiled instead in the phase, or the reverse."""
+        return [target for target in self._dispatchers if self._is_active(target, phase)]
+
+    def _is_active(self, target: Compiled, phase: Phase) -> bool:
+        parent = self._parents.get(target)
+        return (target, phase) not in self._separate and (parent is None or (parent, phase) in self._separate)
+
+    def _compile_regions_separately(self, target: Compiled, phase: Phase) -> None:
+        """Call the regions of a target compiled from now on in a phase, and the target eagerly."""
+        self._to_separate.append((target, phase))
+        if (
+            not _torch.autograd.saves_through_hooks()
+        ):  # a checkpoint recomputes the same code; the next step begins after it
+            self._separate_regions()
+            self._select_again()
+
+    def _separate_regions(self) -> None:
+        for target, phase in self._to_separate:
+            self._separate.add((target, phase))
+            new = [blocks for blocks in target.regions if blocks not in self._dispatchers]
+            self._parents |= dict.fromkeys(new, target)
+            self.add(new)
+        self._to_separate.clear()
 
     def add(self, targets: Sequence[Compiled]) -> None:
         """Add targets. They run eagerly until the next `select`."""
@@ -212,9 +240,12 @@ class PhaseSwitch:
             frozen: Whether no weight changes meanwhile, so that weights are frozen if the config freezes.
             observes: Whether eager calls record the shapes of their inputs, because the phase will be compiled.
         """
+        if self._to_separate:
+            self._separate_regions()
         selected = phase, active, frozen, observes
         if self._selected == selected:  # as in most steps; a change takes 10 µs for each target
             return
+        self._select_again = functools.partial(self.select, phase, active, frozen=frozen, observes=observes)
         for target, dispatchers in self._dispatchers.items():
             for dispatcher in dispatchers:
                 call = self._call_of(target, dispatcher, phase, active, frozen=frozen)
@@ -231,6 +262,7 @@ class PhaseSwitch:
             frozen: Whether weights are frozen in calls without grad, if the config freezes.
         """
         self._selected = None
+        self._select_again = functools.partial(self.select_by_grad_mode, active, frozen=frozen)
         for target, dispatchers in self._dispatchers.items():
             for dispatcher in dispatchers:
                 dispatcher.active = _by_grad_mode(
@@ -245,7 +277,7 @@ class PhaseSwitch:
         if dispatcher.compiled_by_user is not None and phase in self._left_alone:
             return dispatcher.compiled_by_user
         config, candidate = active
-        if config is None:
+        if config is None or not self._is_active(target, phase):
             return dispatcher.eager
         frozen = frozen and phase == "infer" and config.freezes and self._can_freeze(target)
         key = target, phase, candidate, frozen
@@ -262,11 +294,12 @@ class PhaseSwitch:
                 candidate=candidate,
                 limits=self._limits,
                 observed=self._shapes.of(target.name, phase),
+                compile_regions_separately=functools.partial(self._compile_regions_separately, target, phase),
             )
         return functools.partial(self._compiled[key].call, dispatcher.target)
 
     def _can_freeze(self, target: Compiled) -> bool:
-        if len(target.members) > 1 or target.members[0].sharded:
+        if len(target.members) > 1 or target.regions or target.members[0].sharded:
             return False
         if (reason := unwatchable_reason(target.members[0].module)) is None:
             return True

@@ -20,14 +20,27 @@ class EagerFallback:
         recorder: Records each failure.
         settings: The reaction to a failure.
         warn: Warns once for each target and phase.
+        has_regions: Whether the target has regions, which can be compiled separately after a failure.
 
     Attributes:
         active: Whether the target runs eagerly from now on.
+        has_regions: Whether the target has regions.
+        region_failure: Why its regions are compiled separately from now on.
         settings: The reaction to a failure.
     """
 
-    def __init__(self, key: CompileKey, recorder: CompileRecorder, settings: TargetSettings, warn: WarnOnce) -> None:
+    def __init__(
+        self,
+        key: CompileKey,
+        recorder: CompileRecorder,
+        settings: TargetSettings,
+        warn: WarnOnce,
+        *,
+        has_regions: bool = False,
+    ) -> None:
         self.active = False
+        self.has_regions = has_regions
+        self.region_failure: str | None = None
         self.settings = settings
         self._key = key
         self._recorder = recorder

@@ -15,14 +15,14 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.passes.base import pass_hook, pass_name
+from compile_callbacks.passes.hooks import HOOK_OPTIONS
 from compile_callbacks.passes.manager import GraphPassError, PassRun, pass_options
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.cudagraphs import with_cloned_outputs, with_warmup_repair
 from compile_callbacks.runtime.double_backward import with_repeated_backward
 from compile_callbacks.runtime.fallback import EagerFallback, find_pass_error
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
-from compile_callbacks.runtime.repeated import Compiled
-from compile_callbacks.runtime.target import Target
+from compile_callbacks.runtime.target import Compiled, Target
 from compile_callbacks.runtime.verification import Verification
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class GraphBackend:
 
     Attributes:
         graphs: The number of compiled graphs.
+        shares_regions: Whether several regions of a graph shared their code.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class GraphBackend:
         may_compile: Callable[[], bool] = lambda: True,
     ) -> None:
         self.graphs = 0
+        self.shares_regions = False
         self._may_compile = may_compile
         # torch keeps every backend for as long as the process lives, so a backend must not keep the module.
         self._first = weakref.ref(target.members[0])
-        self._shared = len(target.members) > 1
+        self._shared = len(target.members) > 1 or bool(target.regions)
         self._key = key
         self._config = config
         self._passes = (*passes, *config.passes)
@@ -83,6 +85,9 @@ class GraphBackend:
         self._check_template(device)
         eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph that it compiles
         has_collective = _torch.graphs.has_collective(graph_module)
+        if self._fallback.has_regions and torch.is_grad_enabled() and self._has_joint_passes(options):
+            raise RuntimeError("torch would run graph passes at the hook points of joint graphs twice on each region")
+        self.shares_regions |= _torch.regions.shares_code(graph_module)
         compiled = self._compile_with_passes(graph_module, example_inputs, options)
         if compiled is None:
             return eager.forward
@@ -132,6 +137,8 @@ class GraphBackend:
                 if self._fallback.settings.on_error == "raise":
                     raise
                 failure = find_pass_error(error)
+                if failure is None and self._fallback.has_regions:
+                    raise  # to the compiled target, which has the regions compiled separately
                 if failure is None or self._is_candidates_own(failure.failed):
                     self._fallback.compiler_failed(error)
                     return None
@@ -141,6 +148,10 @@ class GraphBackend:
             else:
                 self._record_passes(runs, skipped)
                 return compiled
+
+    def _has_joint_passes(self, options: Mapping[str, Any]) -> bool:
+        hooks = {HOOK_OPTIONS[pass_hook(graph_pass)] for graph_pass in self._passes}
+        return any(name.startswith("joint") for name in hooks | {name for name in options if name.endswith("_pass")})
 
     def _is_candidates_own(self, graph_pass: Any) -> bool:
         """Whether a `Tune` tries this pass: without the pass, the candidate would be another one."""

@@ -1,95 +1,103 @@
-"""Which parts of a module are repeated: blocks of one structure, as a transformer's layers are."""
+"""Finds the repeated blocks of a module, such as the layers of a transformer, and marks them as regions of a graph."""
 
 from __future__ import annotations
 
+import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from compile_callbacks._utils.errors import warn_user
+from compile_callbacks import _torch
+from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks.runtime.fsdp import strip_fsdp1_names
-from compile_callbacks.runtime.target import Target, call_targets
+from compile_callbacks.runtime.target import Compiled, RepeatedBlocks, Target
 
 Repeated = Literal["repeated"]
 REPEATED: Repeated = "repeated"
-"""As the ``targets`` argument: repeated blocks, which share one graph. In a list it is a name like others."""
+"""The value of ``targets`` for repeated blocks. In a list it is a name like others."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_SHOWN = 3  # more places than this are no help in a name
-
-
-@dataclass(frozen=True, eq=False)
-class RepeatedBlocks:
-    """Blocks of one structure that share one compiled function.
-
-    Attributes:
-        name: What reports call them, ``"encoder.layers.*"``.
-        members: The blocks, each of them once.
-        count: How many places they stand in.
-        asked_for: Whether the user asked for a shared graph (``targets="repeated"``).
-    """
-
-    name: str
-    members: tuple[Target, ...]
-    count: int
-    asked_for: bool = False
-
-    def label(self, graphs: int) -> str:
-        """The name of the blocks in a report, with the number of their graphs."""
-        compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
-        return f"{self.name} ({self.count} blocks{compiled})"
-
-
-Compiled: TypeAlias = Target | RepeatedBlocks
-"""A target or a group of repeated blocks, which has one compiled function."""
+_SHOWN = 3  # places that a name contains at most
 
 
 def group_targets(
     root: nn.Module, targets: Sequence[Target], shares: Callable[[Target], bool] = lambda target: True
 ) -> Sequence[Compiled]:
-    """Leave out targets that cannot be compiled, with a warning, and let those that look alike share a graph.
+    """Group the targets of the same structure, so that they share a compiled function.
+
+    A target that torch cannot compile is left out, with a warning.
 
     Args:
         root: The module that the targets are in.
-        targets: The targets; each of them counts once.
-        shares: Whether a target may share a graph.
+        targets: The targets. Duplicates count once.
+        shares: Whether a target may share a compiled function.
     """
     once: dict[tuple[int, str | None], Target] = {}
     for target in targets:
         once.setdefault((id(target.module), target.method), target)
-    for key, target in list(once.items()):
-        if (reason := target.uncompilable_reason()) is not None:
-            del once[key]
-            _warn_on_rank_zero("CC104", f"target {target.name!r} is not compiled: {reason}")
     alike: dict[Any, list[Target]] = {}
     for key, target in once.items():
-        alike.setdefault(_look(target) if shares(target) else key, []).append(target)
+        if (reason := target.uncompilable_reason()) is None:
+            alike.setdefault(_look(target) if shares(target) else key, []).append(target)
+        elif _is_first_process():
+            warn_user("CC104", f"target {target.name!r} is not compiled: {reason}")
     return [found[0] if len(found) == 1 else _sharing(root, found) for found in alike.values()]
 
 
-def repeated_blocks(root: nn.Module) -> list[RepeatedBlocks]:
-    """Return the repeated blocks of a module. If FSDP shards them, see `call_targets`."""
-    alike: dict[Any, list[Target]] = {}
-    for blocks in find_repetitions(root):
-        for path, block in blocks.items():
-            for target in call_targets(path, block):
-                if target.uncompilable_reason() is None:
-                    alike.setdefault(_look(target), []).append(target)
-    return [_sharing(root, found) for found in alike.values()]
+def group_repeated(root: nn.Module, targets: Sequence[Target]) -> Sequence[Compiled]:
+    """Group the targets for ``targets="repeated"``: the blocks in each target become regions of its graph.
+
+    Targets without repeated blocks share a compiled function if they have the same structure. They are blocks
+    themselves if the steps call each block.
+    """
+    found = group_targets(
+        root, [with_regions(root, target) for target in targets], lambda target: target.sharded or not target.regions
+    )
+    return [replace(one, asked_for=True) if isinstance(one, RepeatedBlocks) else one for one in found]
+
+
+def with_regions(root: nn.Module, target: Target) -> Target:
+    """Return the target with the repeated blocks of its module as regions; not if FSDP gathers its weights."""
+    if target.sharded or target.uncompilable_reason() is not None:
+        return target
+    called = target.name if target.method is None else target.name.rpartition(".")[0]
+    prefix = "" if called in ("", "forward") else f"{called}."
+    regions = []
+    for blocks in find_repetitions(target.module):
+        members = [Target(prefix + path, block) for path, block in blocks.items() if _RegionMark.fits(block)]
+        if len(members) > 1:
+            regions.append(replace(_sharing(root, members), asked_for=True))
+    return replace(target, regions=tuple(regions))
+
+
+def check_is_repeated(root: nn.Module) -> None:
+    """Check ``targets="repeated"``.
+
+    Raises:
+        ValueError: Nothing in the module is repeated.
+    """
+    if not find_repetitions(root):
+        message = (
+            f"targets={REPEATED!r} finds no repeated blocks in {type(root).__name__}: no two members of its "
+            "Sequentials, ModuleLists and ModuleDicts have the same classes and shapes of weights. Name parts of the "
+            f"module, or leave targets out to compile the whole module (targets=[{REPEATED!r}] names a part)"
+        )
+        raise ValueError(with_code("CC120", message))
 
 
 def _look(target: Target) -> Any:
     return target.method, target.own_function, structure_of(target.module)
 
 
-def _warn_on_rank_zero(code: str, message: str) -> None:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()):
-        warn_user(code, message)
+def _is_first_process() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank())
 
 
 def _sharing(root: nn.Module, targets: Sequence[Target]) -> RepeatedBlocks:
@@ -99,37 +107,86 @@ def _sharing(root: nn.Module, targets: Sequence[Target]) -> RepeatedBlocks:
     return RepeatedBlocks(name_of(root, [target.name for target in targets]), tuple(once.values()), len(targets))
 
 
-def blocks_or_error(root: nn.Module) -> list[RepeatedBlocks]:
-    """Return the repeated blocks for ``targets="repeated"``.
+# ---------------------------------------------------------------------------------------------- regions
 
-    Raises:
-        ValueError: Nothing is repeated.
+
+class RegionMarks:
+    """Marks repeated blocks as regions of the graph that contains them: torch compiles the code of a region once.
+
+    A mark is an instance attribute ``forward`` that exists during calls of the compiled function only. So no copy,
+    pickle or checkpoint contains it, and an exception does not leave it behind.
+
+    Args:
+        blocks: The blocks.
     """
-    if found := repeated_blocks(root):
-        return [replace(blocks, asked_for=True) for blocks in found]
-    raise ValueError(
-        f"targets={REPEATED!r} finds nothing to share a graph in {type(root).__name__}: no two blocks in its "
-        "Sequentials and in its lists and dicts of modules have the same classes and shapes of weights. Give names of "
-        f"its parts, or None to have it compiled as a whole (targets=[{REPEATED!r}] is the part of that name)"
-    )
+
+    def __init__(self, blocks: Iterable[RepeatedBlocks]) -> None:
+        modules = [block.module for found in blocks for block in found.members]
+        # One for each class: blocks share code only if they are calls of the same function (torch 2.11).
+        regions = {forward: _torch.regions.region_of(forward) for forward in {type(one).forward for one in modules}}
+        self._marks = [_RegionMark(one, regions[type(one).forward]) for one in modules]
+        self._lock = threading.Lock()
+        self._calls = 0  # that are running, in several threads
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls ``compiled`` with the marks."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                if not self._calls:
+                    for mark in self._marks:
+                        mark.install()
+                self._calls += 1
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                with self._lock:
+                    self._calls -= 1
+                    if not self._calls:
+                        for mark in self._marks:
+                            mark.remove()
+
+        return call
+
+
+class _RegionMark:
+    def __init__(self, block: nn.Module, region: Callable[..., Any]) -> None:
+        self._attributes = vars(block)
+        self._forward = types.MethodType(region, block)
+
+    @staticmethod
+    def fits(block: nn.Module) -> bool:
+        """Whether a block can be marked: not if its call or its ``forward`` is not what its class defines."""
+        own = "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule)
+        return not own and isinstance(type(block).forward, types.FunctionType)
+
+    def install(self) -> None:
+        self._attributes.setdefault("forward", self._forward)
+
+    def remove(self) -> None:
+        if self._attributes.get("forward") is self._forward:
+            del self._attributes["forward"]
+
+
+# ---------------------------------------------------------------------------------------------- structure
 
 
 def find_repetitions(root: nn.Module) -> list[dict[str, nn.Module]]:
-    """The repeated blocks of a module; of nested blocks, the outermost.
+    """Return the repeated blocks of a module, the outermost if they contain one another.
 
-    A block is a member of a ``Sequential``, ``ModuleList`` or ``ModuleDict``, has parameters, and is more than a single
-    layer of ``torch.nn``. Blocks are alike that have the same classes throughout, and parameters and buffers of the
-    same names, shapes and dtypes, anywhere in the root.
+    A block is a member of a ``Sequential``, ``ModuleList`` or ``ModuleDict``, has parameters, and is more than one
+    layer of ``torch.nn``. Blocks belong together if all their submodules have the same classes, and their parameters
+    and buffers the same names, shapes and dtypes. They may have different parents.
 
     Args:
-        root: The module to look in; it is no block itself.
+        root: The module, which is not a block itself.
 
     Returns:
-        Blocks that are alike, by their dotted names in the root module. A block that stands in several places is there
-        under each.
+        For each structure, its blocks by their dotted names in the root module. A block that stands in several places
+        is included with each name.
     """
     alone: set[Any] = set()
-    while True:  # a module that is not repeated may contain repeated ones
+    while True:  # a block without a second one may contain repeated blocks
         alike: dict[Any, dict[str, nn.Module]] = {}
         for path, block in _blocks(root, "", alone):
             alike.setdefault(structure_of(block), {})[path] = block
@@ -139,7 +196,7 @@ def find_repetitions(root: nn.Module) -> list[dict[str, nn.Module]]:
 
 
 def _blocks(parent: nn.Module, prefix: str, alone: set[Any]) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in parent._modules.items():  # not named_children(), which names a child once
+    for name, child in parent._modules.items():  # not named_children(), which yields a child once
         if child is None:
             continue
         path = f"{prefix}{name}"
@@ -156,7 +213,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def structure_of(module: nn.Module) -> Any:
-    """What modules have in common that are alike: classes, names, shapes and dtypes; hashable."""
+    """Return a hashable description of the structure of a module: classes, names, shapes and dtypes."""
     parts = tuple((name, type(part)) for name, part in module.named_modules(remove_duplicate=False))
     weights = tuple(
         (name, None if is_lazy(tensor) else tuple(tensor.shape), tensor.dtype)
@@ -170,17 +227,17 @@ def structure_of(module: nn.Module) -> Any:
 
 
 def name_of(root: nn.Module, paths: Sequence[str]) -> str:
-    """What to call parts of a module that are alike.
+    """Return the name of several modules, for reports.
 
     Returns:
-        One glob for all, ``"encoder.layers.*"``, if it matches no other module with parameters; else the names of all.
+        One glob, ``"encoder.layers.*"``, if it matches no other module with parameters. Otherwise the paths.
     """
     split = [path.split(".") for path in paths]
     if len({len(names) for names in split}) == 1:
         glob = [names[0] if len(set(names)) == 1 else "*" for names in zip(*split, strict=True)]
         named = root.named_modules(remove_duplicate=False)
         others = {strip_fsdp1_names(path) for path, part in named if path and _has_parameters(part)}
-        if sum(_means(glob, path.split(".")) for path in others) == len(paths):
+        if sum(_matches(glob, path.split(".")) for path in others) == len(paths):
             return ".".join(glob)
     by_parent = groupby(sorted(paths, key=_parent), key=_parent)
     places = [".".join(filter(None, (parent, _listed(of_parent)))) for parent, of_parent in by_parent]
@@ -188,7 +245,7 @@ def name_of(root: nn.Module, paths: Sequence[str]) -> str:
 
 
 def _listed(paths: Iterable[str]) -> str:
-    """The last parts of names in braces, numbers that follow one another as a range: ``{1-3}``."""
+    """The last parts of names in braces, consecutive numbers as a range: ``{1-3}``."""
     names = [path.rpartition(".")[2] for path in paths]
     if not all(name.isdigit() for name in names):
         return names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
@@ -202,7 +259,7 @@ def _listed(paths: Iterable[str]) -> str:
     return names[0] if len(names) == 1 else "{" + listed + "}"
 
 
-def _means(glob: list[str], names: list[str]) -> bool:
+def _matches(glob: list[str], names: list[str]) -> bool:
     return len(glob) == len(names) and all(a in ("*", b) for a, b in zip(glob, names, strict=True))
 
 

@@ -39,9 +39,9 @@ from compile_callbacks.runtime.measurements import Measurements, Stage, Step
 from compile_callbacks.runtime.model_record import ModelRecord
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
 from compile_callbacks.runtime.recompile_budget import CompileLimits
-from compile_callbacks.runtime.repeated import Compiled, group_targets
+from compile_callbacks.runtime.repeated import REPEATED, group_repeated, group_targets
 from compile_callbacks.runtime.shapes import ShapeRecords
-from compile_callbacks.runtime.target import Target
+from compile_callbacks.runtime.target import Compiled, Target
 
 STATE_VERSION = 1
 """The version of `Session.state_dict`."""
@@ -432,12 +432,14 @@ class Session:
     def _new_targets(self, called: Sequence[Target]) -> Sequence[Compiled]:
         """The called modules and methods that are not targets yet; those that look alike share a graph."""
         known = {(id(member.module), member.method) for target in self._switch.targets for member in target.members}
-        return group_targets(self.module, [one for one in called if (id(one.module), one.method) not in known])
+        group = group_repeated if self._arguments.targets == REPEATED else group_targets
+        return group(self.module, [one for one in called if (id(one.module), one.method) not in known])
 
     def _reported_targets(self, phase: Phase) -> Sequence[Compiled]:
         """The targets for the report of a phase: the named ones, or those that compiled steps called."""
         called = self._switch.called_targets(phase)
-        return [target for target in self._switch.targets if not self._finds_targets or target.name in called]
+        targets = self._switch.targets_of(phase)
+        return [target for target in targets if not self._finds_targets or target.name in called]
 
     def _save_record(self) -> None:
         """Write the observed shapes, and how long compiles took, into the file of the model."""

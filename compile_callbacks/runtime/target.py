@@ -1,4 +1,4 @@
-"""`Target`: a module or a method that is compiled as one piece."""
+"""`Target`: a module or a method that is compiled as one piece. `RepeatedBlocks`: targets that share their graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,11 +24,13 @@ class Target:
         module: The module.
         method: The method that is compiled, or ``None`` for the call of the module. Unlike the call, the method
             ``"forward"`` does not run the hooks of the module.
+        regions: The repeated blocks in the module that are regions of the target's graph, see `RegionMarks`.
     """
 
     name: str
     module: nn.Module
     method: str | None = None
+    regions: tuple[RepeatedBlocks, ...] = ()
 
     def __post_init__(self) -> None:
         # An attribute of the module itself wins over its class: net.forward = patched. It may be a dispatcher.
@@ -68,8 +70,9 @@ class Target:
         return call
 
     def label(self, graphs: int) -> str:
-        """The target in a report."""
-        return self.name
+        """The target in a report, such as ``"net (24 x Block)"``."""
+        blocks = [f"{found.count} x {type(found.members[0].module).__name__}" for found in self.regions]
+        return f"{self.name} ({', '.join(blocks)})" if blocks else self.name
 
     @property
     def has_hooks(self) -> bool:
@@ -90,6 +93,34 @@ class Target:
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             return f"its {method} is an async function, and a compiled one would not return a coroutine"
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedBlocks:
+    """Blocks of the same structure that share one compiled function.
+
+    Attributes:
+        name: Their name in reports, ``"encoder.layers.*"``.
+        members: The blocks, each of them once.
+        count: The number of places in which they stand.
+        asked_for: Whether the user asked for a shared graph (``targets="repeated"``).
+        regions: Empty; see `Target`.
+    """
+
+    name: str
+    members: tuple[Target, ...]
+    count: int
+    asked_for: bool = False
+    regions: tuple[RepeatedBlocks, ...] = ()
+
+    def label(self, graphs: int) -> str:
+        """The blocks in a report, for this number of compiled graphs."""
+        compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
+        return f"{self.name} ({self.count} blocks{compiled})"
+
+
+Compiled: TypeAlias = Target | RepeatedBlocks
+"""A target, or several that share one compiled function."""
 
 
 def call_targets(name: str, module: nn.Module) -> list[Target]:

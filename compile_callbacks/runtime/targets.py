@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -11,15 +11,8 @@ from torch import nn
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks.runtime.fsdp import innermost_fsdp_units
-from compile_callbacks.runtime.repeated import (
-    REPEATED,
-    Compiled,
-    Repeated,
-    blocks_or_error,
-    group_targets,
-    repeated_blocks,
-)
-from compile_callbacks.runtime.target import Target, call_targets, only_if_named, overlap
+from compile_callbacks.runtime.repeated import REPEATED, Repeated, check_is_repeated, group_repeated, group_targets
+from compile_callbacks.runtime.target import Compiled, Target, call_targets, only_if_named, overlap
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward; steps call their members
 
@@ -57,40 +50,42 @@ def resolve_targets(
 ) -> Sequence[Compiled]:
     """Return the targets for a checked ``targets`` argument.
 
-    Sharded targets of one structure share a graph: sharing only disables freezing and folding, which sharded weights do
-    not support.
+    Targets of the same structure that one glob matches share a compiled function. So do sharded targets, because
+    sharding rules out all that sharing rules out.
 
     Args:
         root: The module to look in, such as a LightningModule.
         names: Dotted names of submodules or methods, or globs of submodule names; ``"forward"`` is the call of the
-            root itself. ``"repeated"`` means repeated blocks, see `find_repetitions`. ``None`` means the ``forward`` of
-            the root if its class overrides that of ``base``, and each direct child with parameters, except metrics and
-            TorchScript; for a list or dict of modules, its members. A module that FSDP shards in parts means its
-            innermost parts.
+            root itself. ``None`` means the ``forward`` of the root if its class overrides that of ``base``, and each
+            direct child with parameters, except metrics and TorchScript; for a list or dict of modules, its members.
+            ``"repeated"`` means the same, with repeated blocks as regions, see `group_repeated`. A module that FSDP
+            shards in parts means its innermost parts.
         base: The class whose ``forward`` is not a target.
         others: Targets of other callbacks. ``None`` excludes targets that overlap with them.
 
     Raises:
         ValueError: A name matches nothing, or nothing is repeated.
     """
-    if names == REPEATED:
-        return blocks_or_error(root)
+    if names is not None and names != REPEATED:
+        of_globs = {id(target.module) for name in names if _is_glob(name) for target in _matching(root, name)}
+        shares = lambda target: target.sharded or id(target.module) in of_globs  # noqa: E731
+        return group_targets(root, named_targets(root, names), shares)
+    found = [one for one in _default_targets(root, base) if not any(overlap(one, other) for other in others)]
     if names is None:
-        found = [one for one in _default_targets(root, base) if not any(overlap(one, other) for other in others)]
-    else:
-        found = named_targets(root, names)
-    return group_targets(root, found, lambda target: target.sharded)
+        return group_targets(root, found, lambda target: target.sharded)
+    check_is_repeated(root)
+    if base is nn.Module and type(root).forward is not base.forward:  # without a Trainer, the user calls the root
+        found = call_targets("forward", root)
+    return group_repeated(root, found)
 
 
 def named_targets(root: nn.Module, names: Sequence[str] | None) -> list[Target]:
-    """Return the targets with these names, see `resolve_targets`; ``None`` names nothing.
+    """Return the targets with these names, see `resolve_targets`. ``None`` and ``"repeated"`` name nothing.
 
     Raises:
         ValueError: A name matches nothing.
     """
-    if names == REPEATED:
-        return [member for blocks in repeated_blocks(root) for member in blocks.members]
-    return [target for name in names or () for target in _matching(root, name)]
+    return [target for name in (names if names != REPEATED else None) or () for target in _matching(root, name)]
 
 
 def _default_targets(root: nn.Module, base: type[nn.Module]) -> Iterator[Target]:
@@ -114,7 +109,7 @@ def _matching(root: nn.Module, name: str) -> list[Target]:
     if name == "forward":
         return call_targets("forward", root)
     modules = {path: module for path, module in root.named_modules(remove_duplicate=False) if path}
-    if paths := [path for path in modules if fnmatch.fnmatchcase(path, name)]:
+    if paths := _outermost(path for path in modules if fnmatch.fnmatchcase(path, name)):
         return [target for path in paths for target in call_targets(path, modules[path])]
     owner_path, _, method = name.rpartition(".")
     owner = modules.get(owner_path) if owner_path else root
@@ -123,6 +118,19 @@ def _matching(root: nn.Module, name: str) -> list[Target]:
     if method == "forward" and innermost_fsdp_units(owner):
         return call_targets(name, owner)
     return [Target(name, owner, method)]
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """The paths that are not inside of another one: ``*`` matches dots, and a target contains its submodules."""
+    found: list[str] = []
+    for path in paths:
+        if not any(path.startswith(f"{outer}.") for outer in found):
+            found.append(path)
+    return found
+
+
+def _is_glob(name: str) -> bool:
+    return any(character in name for character in "*?[")
 
 
 def _has_method(module: nn.Module, name: str) -> bool:

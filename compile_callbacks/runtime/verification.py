@@ -29,7 +29,7 @@ from compile_callbacks.runtime.accuracy import (
     sketches,
     tolerance,
 )
-from compile_callbacks.runtime.fallback import EagerFallback
+from compile_callbacks.runtime.fallback import EagerFallback, describe
 from compile_callbacks.runtime.snapshot import RandomState
 from compile_callbacks.runtime.target import Target
 
@@ -97,6 +97,10 @@ class Verification:
             comparison = first.compare(inputs, self._names(inputs))
             accepted = self._accepts(comparison, first.options, self._write_repro(comparison, first, inputs))
         except _CompiledGraphFailedError as failure:
+            if self._fallback.has_regions:
+                self._fallback.region_failure = f"the compiled code raised {describe(failure.error)}"
+                first.undo()
+                return first.eager.forward, first.eager.forward(*inputs)
             if self._fallback.settings.on_error == "raise":
                 raise self._fallback.as_compile_error(failure.error) from failure.error
             self._fallback.active = True
@@ -109,6 +113,9 @@ class Verification:
 
     def _accepts(self, comparison: Comparison, options: Mapping[str, Any], repro: str = "") -> bool:
         """Report a comparison, and decide whether the compiled graph is used."""
+        if comparison.verdict == "differs" and self._fallback.has_regions:
+            self._fallback.region_failure = f"the result differs from eager: {comparison.reason}"
+            return False
         settings, (target, phase) = self._fallback.settings, self._key[:2]
         self._recorder.record("verify", self._key, **vars(comparison))
         if comparison.verdict != "differs":

@@ -1,0 +1,200 @@
+"""Nested compile regions: parts of a graph that torch compiles once, and calls as often as the graph contains them.
+
+On 2.11 and 2.15, regions compute wrong results in three cases, without an error. This file works around each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_flatten
+
+from compile_callbacks._torch.graphs import OpOverload, add_node
+
+_INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+
+
+def region_of(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that computes the same as ``forward``, as a region of the graph that Dynamo traces around it.
+
+    Workaround (until ``save_reuse_entry`` uses the source of the realized variable for ``self``): Dynamo 2.15 reuses
+    the trace of a region if the region returns tensors. For a bound method that is an attribute of a module, a reused
+    trace has the weights of the first module. This region returns a dict, so Dynamo traces each call.
+    """
+
+    def region(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return {"output": forward(module, *args, **kwargs)}
+
+    marked = torch.compiler.nested_compile_region(region)
+
+    def call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return marked(module, *args, **kwargs)["output"]
+
+    return call
+
+
+@contextlib.contextmanager
+def strict_comparison() -> Iterator[None]:
+    """A context in which Dynamo compares the arguments of all operators before two regions share their code.
+
+    Workaround (until ``are_same_graph_modules`` compares the tree specs of arguments): Dynamo's comparison ends with
+    the shorter list of arguments, so a region with ``gelu(x, approximate="tanh")`` runs the code of one with
+    ``gelu(x)`` (2.11 to 2.15). There is no public way to compare regions.
+    """
+    from torch._dynamo.variables import higher_order_ops
+
+    lenient = higher_order_ops.are_same_graph_modules
+
+    def strict(name: str, one: GraphModule, other: GraphModule, fake_mode: Any) -> bool:
+        return _arguments(one) == _arguments(other) and lenient(name, one, other, fake_mode)
+
+    higher_order_ops.are_same_graph_modules = strict  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        higher_order_ops.are_same_graph_modules = lenient
+
+
+def with_constant_floats() -> Any:
+    """A context in which Dynamo treats Python floats as constants, also with ``dynamic=True``.
+
+    Workaround (until ``InvokeSubgraphHOP`` accepts ``SymFloat``): otherwise the ``eps`` of a layer norm is an input of
+    the region, which raises ``AssertionError`` (2.11 to 2.15).
+    """
+    return torch._dynamo.config.patch(specialize_float=True)
+
+
+def _arguments(graph_module: GraphModule) -> list[Any]:
+    return [tree_flatten((node.args, node.kwargs))[1] for node in graph_module.graph.nodes]
+
+
+def cache_tag(graph_module: GraphModule) -> str:
+    """A tag for the keys of torch's caches: code that was compiled without `expose_aliases` must not be loaded."""
+    return "aliases_exposed" if _calls_in_all_parts(graph_module) else ""
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """A context without torch's warning that it compiles a backward region twice, for two layouts of a gradient."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
+        yield
+
+
+def shares_code(graph_module: GraphModule) -> bool:
+    """Whether a graph of Dynamo calls a region more than once."""
+    calls = _calls_in_all_parts(graph_module)
+    return len({call.args[1] for call in calls}) < len(calls)
+
+
+def _calls_in_all_parts(graph_module: GraphModule) -> list[Any]:
+    return [node for part in graph_module.modules() if isinstance(part, GraphModule) for node in _calls(part)]
+
+
+def _calls(graph_module: GraphModule) -> list[Any]:
+    return list(graph_module.graph.find_nodes(op="call_function", target=_INVOKE_SUBGRAPH))
+
+
+def expose_aliases(graph_module: GraphModule) -> None:
+    """Move the views that a region returns out of the region.
+
+    Workaround (until Inductor's ``InvokeSubgraph`` knows which outputs are aliases): Inductor takes each output of a
+    region for new memory. A training graph saves views of the inputs and outputs of a region for the backward pass, and
+    Inductor overwrites the memory of these views, so gradients are wrong (2.11 to 2.15)::
+
+        before:  y, saved = region(x)          # saved is permute(x, [1, 0]), computed in the region
+                 z = mm(y, w)                  # Inductor writes z to the memory of x
+        after:   y = region(x)
+                 saved = permute(x, [1, 0])
+
+    Args:
+        graph_module: A graph of ATen operators, which this function changes.
+    """
+    calls_of: dict[str, list[Any]] = {}
+    for node in _calls(graph_module):
+        calls_of.setdefault(node.args[0].target, []).append(node)
+    for name, calls in calls_of.items():
+        # A copy: under activation checkpointing, the backward graph recomputes the same region.
+        body = GraphModule(getattr(graph_module, name), copy.deepcopy(getattr(graph_module, name).graph))
+        setattr(graph_module, name, body)
+        expose_aliases(body)
+        output: Any = body.graph.output_node()
+        views = [_Views.of(result) for result in output.args[0]]
+        inputs = body.graph.find_nodes(op="placeholder")
+        kept = list(dict.fromkeys(view.base for view in views if view.base not in inputs))
+        if kept == list(output.args[0]):
+            continue
+        for call in calls:
+            _rewrite(call, views, kept, dict(zip(inputs, call.args[2:], strict=True)))
+        output.args = (tuple(kept),)
+        body.graph.eliminate_dead_code()
+        body.recompile()
+    if calls_of:
+        graph_module.recompile()
+
+
+class _Views(NamedTuple):
+    """A result of a region: a value, and the operators that make a view of it, the first one first."""
+
+    base: Any
+    operators: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, result: Any) -> _Views:
+        operators: list[Any] = []
+        while isinstance(result, Node) and _is_view(result):
+            operators.insert(0, result)
+            result = result.args[0]
+        return cls(result, tuple(operators))
+
+
+def _is_view(node: Any) -> bool:
+    if node.target is operator.getitem:  # of split(x), for example
+        return isinstance(node.args[0], Node) and _is_view(node.args[0])
+    return (isinstance(node.target, OpOverload) and node.target.is_view) or node.target in _VIEWS_OF_INDUCTOR
+
+
+_VIEWS_OF_INDUCTOR = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
+"""Operators that return a copy according to their schema, and that Inductor compiles as views."""
+
+
+def _rewrite(call: Any, views: Sequence[_Views], kept: Sequence[Any], operands: Mapping[Any, Any]) -> None:
+    """Let a call of a region return only ``kept``, and compute the views after the call."""
+    graph, values = call.graph, call.meta["val"]
+    value_of = {view.base: value for view, value in zip(views, values, strict=True) if not view.operators}
+    call.meta["val"] = tuple(value_of[base] if base in value_of else _new_value(base) for base in kept)
+    outside = dict(operands)  # for each node of the region, the node of the graph with the same value
+
+    def outer(node: Any) -> Any:
+        if node not in outside:
+            if node in kept:
+                outside[node] = add_node(graph, operator.getitem, (call, kept.index(node)))
+            elif isinstance(node.meta["val"], torch.Tensor) and not _is_view(node):
+                raise RuntimeError(f"a region returns a view whose size is computed from {node.name}")
+            else:
+                outside[node] = add_node(graph, node.target, *torch.fx.map_arg((node.args, node.kwargs), outer))
+        return outside[node]
+
+    getitems = list(call.users)
+    with graph.inserting_before(call.next):
+        for getitem in getitems:
+            view = views[getitem.args[1]]
+            getitem.replace_all_uses_with(outer(view.operators[-1] if view.operators else view.base))
+    for getitem in getitems:
+        graph.erase_node(getitem)
+
+
+def _new_value(node: Any) -> Any:
+    """A fake tensor for a result, in memory that no other value shares."""
+    value = node.meta["val"] if isinstance(node, Node) else node
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch._guards.detect_fake_mode([value]) or contextlib.nullcontext():
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)

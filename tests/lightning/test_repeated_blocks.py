@@ -1,0 +1,410 @@
+"""``targets="repeated"``: repeated blocks are regions of one graph, or are compiled separately."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from compile_callbacks import InductorCompile, InductorConfig, Tune, compile_phases, report_of, restore
+from compile_callbacks._torch import regions
+from compile_callbacks._utils.errors import CompileError, CompileWarning
+from compile_callbacks.runtime.repeated import find_repetitions
+from compile_callbacks.runtime.targets import check_target_names, resolve_targets
+from tests.support.against_eager import assert_same_module, assert_same_values
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.uncached import Uncached
+from tests.support.wrong_passes import WrongForward
+
+pytestmark = [
+    pytest.mark.usefixtures("no_codegen"),
+    pytest.mark.all_versions,
+    pytest.mark.filterwarnings("ignore:Found . module.* in eval mode", "ignore:None of the inputs have requires_grad"),
+]
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A residual block whose attributes change what it computes."""
+
+    def __init__(self, *, scale: float = 1.0, drop: float = 0.0, tanh: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.drop = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(drop)
+        self.scale, self.tanh = scale, tanh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.up(self.norm(x))
+        out = F.gelu(out, approximate="tanh") if self.tanh else F.gelu(out)
+        return x + self.drop(out) * self.scale
+
+
+class Stack(nn.Module):
+    """A model like a transformer: an embedding, blocks and a head."""
+
+    def __init__(self, blocks: list[nn.Module], call=lambda block, x: block(x), rounds: int = 1) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.layers = nn.ModuleList(blocks)
+        self.call, self.rounds = call, rounds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in list(self.layers) * self.rounds:
+            x = self.call(layer, x)
+        return self.head(x)
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def blocks(count: int = 4, **settings) -> list[nn.Module]:
+    return [Block(**settings) for _ in range(count)]
+
+
+def changed(change, **settings) -> Stack:
+    """A stack with changed blocks."""
+    stack = Stack(blocks(**settings))
+    change(stack.layers)
+    return stack
+
+
+def with_adapters(layers: nn.ModuleList) -> None:
+    layers.requires_grad_(False)
+    for layer in (layers[1], layers[3]):
+        layer.up = Lora(layer.up)
+
+
+def doubled(module, inputs, output):
+    return output * 2
+
+
+SHARED = {
+    "alike": lambda: Stack(blocks()),
+    "dropout": lambda: Stack(blocks(drop=0.5)),
+    "one has a flag": lambda: Stack([*blocks(2), Block(tanh=True), *blocks(2)]),
+    "one has a number": lambda: Stack([*blocks(2), Block(scale=0.5), *blocks(2)]),
+    "one is in eval mode": lambda: changed(lambda layers: layers[1].eval(), drop=0.5),
+    "called twice": lambda: Stack(blocks(), rounds=2),
+    "checkpointed": lambda: Stack(blocks(), lambda block, x: checkpoint(block, x, use_reentrant=False)),
+    "checkpointed, reentrant": lambda: Stack(blocks(), lambda block, x: checkpoint(block, x, use_reentrant=True)),
+    "one is frozen": lambda: changed(lambda layers: layers[1].requires_grad_(False)),
+    "the first are frozen": lambda: changed(lambda layers: layers[:2].requires_grad_(False)),
+    "adapters in some": lambda: changed(with_adapters),
+    "tied weights": lambda: changed(lambda layers: setattr(layers[3].up, "weight", layers[1].up.weight)),
+    "a hook": lambda: changed(lambda layers: layers[1].register_forward_hook(doubled)),
+    "two kinds": lambda: Stack([*blocks(3), *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))]),
+}
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
+
+
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Broken(Block):
+    def forward(self, x):
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Aliasing(Block):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+SEPARATE = {
+    "batch norm": (lambda: Stack([Normed() for _ in range(4)]), "buffer mutations"),
+    "a buffer counts": (lambda: Stack([Counting() for _ in range(4)]), "alias"),
+    "a graph break": (lambda: Stack([Broken() for _ in range(4)]), "graph break"),
+    "an input is returned": (lambda: Stack([Aliasing() for _ in range(4)], lambda block, x: block(x)[0]), "alias"),
+}
+
+
+def repeated(train="default", infer="default", **settings) -> InductorCompile:
+    return InductorCompile(train, infer, **({"targets": "repeated", "baseline_steps": 0} | settings))
+
+
+def fit(make, *callbacks, validate: bool = True, **settings) -> Classifier:
+    module = seeded(lambda: Classifier(make()))
+    trainer(*callbacks, **settings).fit(module, *([loader(4, 5), loader(2, 3)] if validate else [loader(4, 5)]))
+    return module
+
+
+def assert_equals_eager(make, callback: InductorCompile, **settings) -> Classifier:
+    """Train with the callback and without, and then again, and compare."""
+    compiled, eager = fit(make, callback, **settings), fit(make, **settings)
+    for module, callbacks in ((compiled, [callback]), (eager, [])):
+        torch.manual_seed(2)
+        trainer(*callbacks).fit(module, loader(3, 5))
+    assert_same_values(compiled, eager)
+    assert_same_module(compiled, eager)
+    return compiled
+
+
+# ------------------------------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
+def test_one_graph_computes_what_eager_computes(make):
+    config = InductorConfig(options={"fallback_random": True})
+    callback = repeated(config, config, on_error="raise")
+    assert_equals_eager(make, callback)
+    train = callback.report.train
+    assert "separate_blocks" not in {event["kind"] for event in train.diagnostics.events}
+    assert (train.graph_breaks, train.fallbacks) == (0, 0)
+    assert train.verified.startswith("equal")
+    assert train.targets[0].startswith("net (")
+
+
+@pytest.mark.parametrize(("make", "reason"), SEPARATE.values(), ids=SEPARATE)
+def test_blocks_that_cannot_be_regions_are_compiled_separately(make, reason):
+    callback = repeated(infer=None, on_error="raise")
+    with pytest.warns(CompileWarning, match=rf"(?i)'net' are compiled separately in the train phase.*{reason}"):
+        assert_equals_eager(make, callback)
+    train = callback.report.train
+    assert train.targets[0].startswith("net.layers.* (4 blocks, ")
+    assert train.graphs <= 2  # of all blocks together
+    (event,) = [event for event in train.diagnostics.events if event["kind"] == "separate_blocks"]
+    assert reason in event["reason"].lower()
+
+
+def test_validation_of_blocks_that_train_separately_is_one_graph():
+    callback = repeated()
+    with pytest.warns(CompileWarning, match="compiled separately in the train phase"):
+        assert_equals_eager(lambda: Stack([Normed() for _ in range(4)]), callback)
+    assert callback.report.infer.targets == ("forward (4 x Normed)",)
+
+
+@pytest.mark.codegen
+@pytest.mark.parametrize("exposed", [True, False])
+def test_memory_that_backward_reads_is_not_overwritten(monkeypatch, exposed):
+    """Without the workaround gradients are wrong, which verification notices; the blocks are compiled separately."""
+
+    class Plain(Block):
+        def forward(self, x):
+            return x + torch.relu(self.up(x))  # its transposed input is saved for the backward pass
+
+    make = lambda: Stack([Plain() for _ in range(4)], lambda block, x: block(x) @ block.up.weight)  # noqa: E731
+    callback = repeated(infer=None, passes=[Uncached()])
+    if exposed:
+        assert_equals_eager(make, callback, validate=False)
+        assert callback.report.train.targets == ("net (4 x Plain)",)
+    else:
+        monkeypatch.setattr(regions, "expose_aliases", lambda graph_module: None)
+        with pytest.warns(CompileWarning, match=r"compiled separately.*differs from eager: the gradient"):
+            assert_equals_eager(make, callback, validate=False)
+
+
+def test_blocks_that_share_nothing_are_reported():
+    callback = repeated(infer=None)
+    with pytest.warns(CompileWarning, match="target 'net' share no code in the train phase"):
+        assert_equals_eager(lambda: Stack([Block(scale=i + 1) for i in range(4)]), callback)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_new_shapes_recompile_the_graph(dynamic):
+    def run(*callbacks):
+        module = seeded(lambda: Classifier(Stack(blocks())))
+        data = [batch for size in (4, 5, 6) for batch in loader(2, size)]
+        trainer(*callbacks).fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+        return module
+
+    callback = repeated(InductorConfig(dynamic=dynamic), None)
+    assert_same_values(run(callback), run())
+    assert callback.report.train.graphs <= 2
+    assert callback.report.train.fallbacks == 0
+
+
+@pytest.mark.parametrize("hook", ["post_grad_post", "joint_post"])
+def test_graph_passes_run_once_on_each_region(hook):
+    class Doubling(WrongForward):
+        def __init__(self):
+            super().__init__("train")
+
+        def __call__(self, graph, is_inference):
+            for node in graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default):
+                with graph.inserting_after(node):
+                    double = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
+                double.meta.update(node.meta)
+                node.replace_all_uses_with(double, delete_user_cb=lambda user, double=double: user is not double)
+
+    class Tanh(Block):
+        def forward(self, x):
+            return x + torch.tanh(self.up(x))
+
+    Doubling.hook = hook
+    x, outputs = torch.randn(3, FEATURES), []
+    for targets in (None, "repeated"):
+        torch.manual_seed(2)
+        net = compile_phases(Stack([Tanh() for _ in range(4)]), targets=targets, passes=[Doubling()], verify="off")
+        if targets and hook.startswith("joint"):
+            with pytest.warns(CompileWarning, match="twice on each region"):
+                net(x)
+        outputs.append(net(x))
+        restore(net)
+    torch.testing.assert_close(*outputs)
+
+
+# ------------------------------------------------------------------------------------------ no trace
+
+
+def test_copies_and_checkpoints_of_a_run_do_not_contain_the_marks(tmp_path):
+    class Copies(pl.Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            self.copy, self.pickle = copy.deepcopy(module.net), pickle.dumps(module.net.layers[0])
+            assert not any("forward" in vars(part) for part in module.modules())
+            self.expected = module.net(torch.ones(2, FEATURES)).detach()
+            trainer.save_checkpoint(tmp_path / "run.ckpt")
+
+    copies = Copies()
+    module = fit(lambda: Stack(blocks()), repeated(), copies)
+    assert_same_module(copies.copy, Stack(blocks()))
+    assert_same_module(pickle.loads(copies.pickle), Block())
+    torch.testing.assert_close(copies.copy(torch.ones(2, FEATURES)), copies.expected)
+    keys = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"].keys()
+    assert keys == Classifier(Stack(blocks())).state_dict().keys() == module.state_dict().keys()
+
+
+def test_an_exception_leaves_no_marks():
+    def failing(block, x):
+        if x.shape[0] == 3:
+            raise ValueError("three")
+        return block(x)
+
+    net = compile_phases(Stack(blocks(), failing), targets="repeated", infer_mode=None)
+    net(torch.randn(2, FEATURES))
+    with pytest.raises(ValueError, match="three"):
+        net(torch.randn(3, FEATURES))
+    assert report_of(net).train.targets == ("forward (4 x Block)",)
+    restore(net)
+    assert_same_module(net, Stack(blocks()))
+
+
+def test_a_failure_of_all_graphs_is_reported_for_the_blocks():
+    class Untraceable(Block):
+        forward = torch.compiler.disable(Block.forward, recursive=False)
+
+    make = lambda: Stack([Untraceable() for _ in range(3)])  # noqa: E731
+    fullgraph = InductorConfig(fullgraph=True)
+    with pytest.warns(CompileWarning, match="compiled separately"), pytest.raises(CompileError, match=r"net.layers.\*"):
+        fit(make, repeated(fullgraph, None, on_error="raise"))
+
+
+def test_a_cache_folder_keeps_the_graph(tmp_path):
+    reports = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        callback = repeated(infer=None, cache_dir=tmp_path)
+        fit(lambda: Stack(blocks()), callback, validate=False)
+        reports.append(callback.report.train)
+    assert [(report.graphs, report.cache_hits) for report in reports] == [(1, 0), (1, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_cuda_graphs_compute_what_eager_computes(accumulate):
+    callback = repeated("reduce-overhead", "reduce-overhead")
+    assert_equals_eager(
+        lambda: Stack(blocks(6)), callback, accelerator="gpu", accumulate_grad_batches=accumulate, max_epochs=3
+    )
+    assert not [event for event in callback.report.train.diagnostics.events if event["kind"] == "cudagraph_skip"]
+    assert callback.report.train.targets == ("net (6 x Block)",)
+
+
+# ------------------------------------------------------------------------------------------ which blocks
+
+
+def test_the_outermost_repetition_wins():
+    inner = lambda: nn.Sequential(*blocks(2))  # noqa: E731
+    assert [list(found) for found in find_repetitions(nn.Sequential(inner(), inner()))] == [["0", "1"]]
+    alone = nn.Sequential(inner(), nn.Linear(WIDTH, WIDTH))
+    assert [list(found) for found in find_repetitions(alone)] == [["0.0", "0.1"]]
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU()),
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH).bfloat16(), nn.ReLU()),
+        lambda: nn.Linear(WIDTH, WIDTH),
+    ],
+    ids=["shape", "class", "dtype", "a layer"],
+)
+def test_unlike_blocks_are_not_repeated(unlike):
+    module = nn.ModuleList([unlike(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Linear(WIDTH, WIDTH)])
+    with pytest.raises(ValueError, match=r"finds no repeated blocks in ModuleList.*CC120"):
+        resolve_targets(module, "repeated", nn.Module)
+
+
+def test_a_part_named_repeated_is_a_target_in_a_list():
+    module = Classifier()
+    module.repeated = nn.Linear(2, 2)
+    (found,) = resolve_targets(module, check_target_names(["repeated"]), pl.LightningModule)
+    assert found.module is module.repeated
+
+
+@pytest.mark.parametrize("targets", ["net.layers.*", "repeated"])
+def test_blocks_that_the_steps_call_or_that_a_glob_names_share_a_graph(targets):
+    class Steps(Classifier):
+        def training_step(self, batch, batch_idx):
+            if targets != "repeated":
+                return super().training_step(batch, batch_idx)
+            x = self.net.embed(batch[0])
+            for layer in self.net.layers:
+                x = layer(x)
+            loss = F.cross_entropy(self.net.head(x), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+    modules, callback = (
+        [seeded(lambda: Steps(Stack(blocks()))) for _ in range(2)],
+        repeated(infer=None, targets=targets),
+    )
+    for module, callbacks in zip(modules, ([callback], []), strict=True):
+        trainer(*callbacks).fit(module, loader(4))
+    assert_same_values(*modules)
+    assert "net.layers.* (4 blocks, one graph)" in callback.report.train.targets
+
+
+# ------------------------------------------------------------------------------------------ settings without effect
+
+
+@pytest.mark.parametrize("settings", [{"freezing": True}, {"fold_weights": True}])
+def test_weights_of_repeated_blocks_are_not_folded(settings):
+    module, callback = seeded(lambda: Classifier(Stack(blocks()))), repeated(None, settings)
+    with pytest.warns(CompileWarning, match=r"no effect.*repeated blocks"):
+        trainer(callback).predict(module, loader(3))
+    assert callback.report.infer.graphs == 1
+
+
+def test_a_tune_does_not_try_freezing():
+    callback = repeated(None, Tune(["default", "freezing"], steps=5))
+    trainer(callback).predict(seeded(lambda: Classifier(Stack(blocks()))), loader(40))
+    verdicts = {trial["candidate"]: trial["verdict"] for trial in callback.report.infer.diagnostics.trials}
+    assert verdicts["freezing"] == "not tried"
+    assert verdicts["default"] != "not tried"
