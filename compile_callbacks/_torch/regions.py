@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from compile_callbacks._torch.graphs import OpOverload, add_node
 
@@ -42,24 +42,40 @@ def region_of(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def strict_comparison() -> Iterator[None]:
-    """A context in which Dynamo compares the arguments of all operators before two regions share their code.
+    """A context in which two regions share their code only if all operators have the same arguments and results.
 
-    Workaround (until ``are_same_graph_modules`` compares the tree specs of arguments): Dynamo's comparison ends with
-    the shorter list of arguments, so a region with ``gelu(x, approximate="tanh")`` runs the code of one with
-    ``gelu(x)`` (2.11 to 2.15). There is no public way to compare regions.
+    Workaround (until ``are_same_graph_modules`` compares both): Dynamo's comparison ends with the shorter list of
+    arguments, and ignores results, so a region with ``gelu(x, approximate="tanh")`` runs the code of one with
+    ``gelu(x)``, and a region outside of ``torch.autocast`` the code of one under it (2.11 to 2.15). There is no public
+    way to compare regions.
     """
     from torch._dynamo.variables import higher_order_ops
 
     lenient = higher_order_ops.are_same_graph_modules
 
     def strict(name: str, one: GraphModule, other: GraphModule, fake_mode: Any) -> bool:
-        return _arguments(one) == _arguments(other) and lenient(name, one, other, fake_mode)
+        return _operators(one) == _operators(other) and lenient(name, one, other, fake_mode)
 
     higher_order_ops.are_same_graph_modules = strict  # type: ignore[assignment]
     try:
         yield
     finally:
         higher_order_ops.are_same_graph_modules = lenient
+
+
+def _operators(graph_module: GraphModule) -> list[Any]:
+    """For each operator its constant arguments, and the dtypes of its results and whether they require gradients."""
+    return [
+        (
+            repr(torch.fx.map_arg((node.args, node.kwargs), lambda argument: "node")),  # 1 == 1.0 == True, but not here
+            [
+                (x.dtype, x.requires_grad)
+                for x in tree_leaves(node.meta.get("example_value"))
+                if isinstance(x, torch.Tensor)
+            ],
+        )
+        for node in graph_module.graph.nodes
+    ]
 
 
 def with_constant_floats() -> Any:
@@ -69,10 +85,6 @@ def with_constant_floats() -> Any:
     the region, which raises ``AssertionError`` (2.11 to 2.15).
     """
     return torch._dynamo.config.patch(specialize_float=True)
-
-
-def _arguments(graph_module: GraphModule) -> list[Any]:
-    return [tree_flatten((node.args, node.kwargs))[1] for node in graph_module.graph.nodes]
 
 
 def cache_tag(graph_module: GraphModule) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import lightning.pytorch as pl
 import pytest
@@ -29,15 +30,16 @@ pytestmark = [
 ]
 
 WIDTH = 16
+OLDEST = torch.__version__.startswith("2.11.")
 
 
 class Block(nn.Module):
     """A residual block whose attributes change what it computes."""
 
-    def __init__(self, *, scale: float = 1.0, drop: float = 0.0, tanh: bool = False) -> None:
+    def __init__(self, *, scale: float = 1.0, drop: float = 0.0, tanh: bool = False, special: bool = False) -> None:
         super().__init__()
         self.norm, self.up, self.drop = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(drop)
-        self.scale, self.tanh = scale, tanh
+        self.scale, self.tanh, self.special = scale, tanh, special
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.up(self.norm(x))
@@ -87,6 +89,16 @@ def with_adapters(layers: nn.ModuleList) -> None:
         layer.up = Lora(layer.up)
 
 
+def with_autocast(block, x):
+    with torch.autocast("cpu", torch.bfloat16, enabled=block.special):
+        return block(x)
+
+
+def without_gradients(block, x):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not block.special):
+        return block(x)
+
+
 def doubled(module, inputs, output):
     return output * 2
 
@@ -104,6 +116,8 @@ SHARED = {
     "the first are frozen": lambda: changed(lambda layers: layers[:2].requires_grad_(False)),
     "adapters in some": lambda: changed(with_adapters),
     "tied weights": lambda: changed(lambda layers: setattr(layers[3].up, "weight", layers[1].up.weight)),
+    "autocast around some": lambda: Stack([*blocks(2, special=True), *blocks(2)], with_autocast),
+    "no gradients in some": lambda: Stack([*blocks(3, special=True), *blocks(3)], without_gradients),
     "a hook": lambda: changed(lambda layers: layers[1].register_forward_hook(doubled)),
     "two kinds": lambda: Stack([*blocks(3), *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))]),
 }
@@ -138,7 +152,7 @@ class Aliasing(Block):
 
 SEPARATE = {
     "batch norm": (lambda: Stack([Normed() for _ in range(4)]), "buffer mutations"),
-    "a buffer counts": (lambda: Stack([Counting() for _ in range(4)]), "alias"),
+    "a buffer counts": (lambda: Stack([Counting() for _ in range(4)]), "alias|does not belong to this graph"),
     "a graph break": (lambda: Stack([Broken() for _ in range(4)]), "graph break"),
     "an input is returned": (lambda: Stack([Aliasing() for _ in range(4)], lambda block, x: block(x)[0]), "alias"),
 }
@@ -189,7 +203,7 @@ def test_blocks_that_cannot_be_regions_are_compiled_separately(make, reason):
     assert train.targets[0].startswith("net.layers.* (4 blocks, ")
     assert train.graphs <= 2  # of all blocks together
     (event,) = [event for event in train.diagnostics.events if event["kind"] == "separate_blocks"]
-    assert reason in event["reason"].lower()
+    assert re.search(reason, event["reason"].lower())
 
 
 def test_validation_of_blocks_that_train_separately_is_one_graph():
@@ -200,7 +214,10 @@ def test_validation_of_blocks_that_train_separately_is_one_graph():
 
 
 @pytest.mark.codegen
-@pytest.mark.parametrize("exposed", [True, False])
+@pytest.mark.parametrize(
+    "exposed",
+    [True, pytest.param(False, marks=pytest.mark.skipif(OLDEST, reason="its memory planning spares these views"))],
+)
 def test_memory_that_backward_reads_is_not_overwritten(monkeypatch, exposed):
     """Without the workaround gradients are wrong, which verification notices; the blocks are compiled separately."""
 
