@@ -14,8 +14,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.passes.base import pass_hook, pass_name
-from compile_callbacks.passes.hooks import HOOK_OPTIONS
+from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import GraphPassError, PassRun, pass_options
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.cudagraphs import with_cloned_outputs, with_warmup_repair
