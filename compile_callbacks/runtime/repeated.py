@@ -200,13 +200,14 @@ def _blocks(parent: nn.Module, prefix: str, alone: set[Any]) -> Iterator[tuple[s
         if child is None:
             continue
         path = f"{prefix}{name}"
-        if isinstance(parent, _CONTAINERS) and _is_block(child) and structure_of(child) not in alone:
+        if isinstance(parent, _CONTAINERS) and is_block(child) and structure_of(child) not in alone:
             yield path, child
         else:
             yield from _blocks(child, f"{path}.", alone)
 
 
-def _is_block(module: nn.Module) -> bool:
+def is_block(module: nn.Module) -> bool:
+    """Whether a module has parameters and is more than one layer of ``torch.nn``."""
     has_forward = type(module).forward is not nn.Module.forward
     is_layer = not module._modules and type(module).__module__.startswith("torch.nn.")
     return has_forward and not is_layer and next(module.parameters(), None) is not None

@@ -11,7 +11,14 @@ from torch import nn
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks.runtime.fsdp import innermost_fsdp_units
-from compile_callbacks.runtime.repeated import REPEATED, Repeated, check_is_repeated, group_repeated, group_targets
+from compile_callbacks.runtime.repeated import (
+    REPEATED,
+    Repeated,
+    check_is_repeated,
+    group_repeated,
+    group_targets,
+    is_block,
+)
 from compile_callbacks.runtime.target import Compiled, Target, call_targets, only_if_named, overlap
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward; steps call their members
@@ -50,7 +57,7 @@ def resolve_targets(
 ) -> Sequence[Compiled]:
     """Return the targets for a checked ``targets`` argument.
 
-    Targets of the same structure that one glob matches share a compiled function. So do sharded targets, because
+    Blocks of the same structure that globs match share a compiled function. So do sharded targets, because
     sharding rules out all that sharing rules out.
 
     Args:
@@ -68,7 +75,7 @@ def resolve_targets(
     """
     if names is not None and names != REPEATED:
         of_globs = {id(target.module) for name in names if _is_glob(name) for target in _matching(root, name)}
-        shares = lambda target: target.sharded or id(target.module) in of_globs  # noqa: E731
+        shares = lambda target: target.sharded or (id(target.module) in of_globs and is_block(target.module))  # noqa: E731
         return group_targets(root, named_targets(root, names), shares)
     found = [one for one in _default_targets(root, base) if not any(overlap(one, other) for other in others)]
     if names is None:
