@@ -20,8 +20,8 @@ DIFFERENTIATED = r"gradients of target 'net' are differentiated in the (train|in
 expected_warning = pytest.mark.filterwarnings("ignore:gradients of target .* are differentiated")
 
 
-def smooth(inner: nn.Module | None = None) -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), inner or nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3))
+def smooth() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3))
 
 
 class Block(nn.Module):

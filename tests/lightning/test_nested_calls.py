@@ -34,17 +34,17 @@ class Tells(Classifier):
 
 
 class Validates(pl.Callback):
-    """Calls ``validate`` in a hook, with another Trainer or with the same one, which Lightning supports after a fit."""
+    """Calls ``validate`` in a hook, with another Trainer."""
 
-    def __init__(self, ours, hook="on_train_epoch_end", *, module=None, same_trainer=False, **settings):
-        self.ours, self.module, self.same_trainer, self.settings = ours, module, same_trainer, settings
+    def __init__(self, ours, hook="on_train_epoch_end", **settings):
+        self.ours, self.settings = ours, settings
         setattr(self, hook, self.validate)
 
     def validate(self, outer, pl_module, *args):
-        inner = outer if self.same_trainer else trainer(self.ours, **self.settings)
+        inner = trainer(self.ours, **self.settings)
         state = copy.copy(vars(outer.state))
         try:
-            inner.validate(self.module or pl_module, loader(2), verbose=False)
+            inner.validate(pl_module, loader(2), verbose=False)
         finally:
             vars(outer.state).update(state)
             pl_module.trainer = outer

@@ -31,12 +31,10 @@ class Model(nn.Module):
         self.net = nn.Sequential(mlp(), nn.Dropout(0.5))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x, scale=None, more=()):
+    def forward(self, x, scale=None):
         assert x.shape[0] != 13, "thirteen, by design"
         self.calls = self.calls + 1
         out = self.net(counted(x))
-        for item in more:
-            out = out + item["bias"]
         return out if scale is None else out * scale
 
 
