@@ -91,6 +91,7 @@ def measure(way: str, depth: int, args: argparse.Namespace, cache: str, sender: 
     row = {
         "depth": depth, "way": way, "mode": args.mode, "width": args.width, "first_step_seconds": first,
         "step_ms": quartiles[1], "spread_ms": quartiles[2] - quartiles[0], "samples": args.steps,
+        "load_average": os.getloadavg()[0],
         "gradient_error": max(errors), "targets": "" if way == "eager" else ", ".join(report_of(net).train.targets),
     }  # fmt: skip
     sender.send(row)
