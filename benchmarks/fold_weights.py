@@ -76,8 +76,8 @@ def measure(name: str, batch_size: int, precision: str, mode: str, args: argpars
     options = OPTIONS[mode]
     configs = {
         "eager": None,
-        "plain": InductorConfig(options=options, fold_weights=False),
-        "folded": InductorConfig(options=options),
+        "plain": InductorConfig(options=options),
+        "folded": InductorConfig(options=options, fold_weights=True),
         "frozen": InductorConfig(options={**options, "freezing": True}),
     }
     dtype = torch.bfloat16 if precision == "bf16" else None

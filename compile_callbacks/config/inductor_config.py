@@ -14,7 +14,6 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments, reference_to
 from compile_callbacks._utils.messages import check_fields, part_of, unknown
-from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config import templates
 from compile_callbacks.config.options import as_options, check_loaded, check_mode
 from compile_callbacks.passes.base import HOOK_OPTIONS, PASS_TYPES, as_passes, pass_hook, pass_identity, pass_name
@@ -47,8 +46,8 @@ class InductorConfig:
         passes: Custom graph passes, in this order: `GraphPass` objects, or objects of torch's own pass classes, which
             run at ``"post_grad_post"``. As data: ``"module:name"``, or a mapping of ``class_path`` and ``init_args``.
         fold_weights: Whether inference graphs compute values that depend only on weights once for each version of the
-            weights, instead of in each call (docs/how_to/cuda_graphs.md). ``None``: in the infer phase only. In the
-            train phase, only modules without gradients have inference graphs.
+            weights, instead of in each call (docs/how_to/cuda_graphs.md). An edit of a weight through ``.data`` within
+            a stage is not noticed. In the train phase, only modules without gradients have inference graphs.
         fold_limit_mib: The maximum memory for the folded weights of each graph, in MiB. The graph computes the
             remaining values in each call.
 
@@ -72,7 +71,7 @@ class InductorConfig:
     dynamic: bool | None = None
     activation_memory_budget: float | None = None
     passes: tuple[Any, ...] = ()
-    fold_weights: bool | None = None
+    fold_weights: bool = False
     fold_limit_mib: float = 1024
 
     def __post_init__(self) -> None:
@@ -222,10 +221,6 @@ class InductorConfig:
     def freezes(self) -> bool:
         """Whether these settings freeze weights while they are constant."""
         return bool(self.resolved_options().get("freezing"))
-
-    def folds_weights(self, phase: Phase) -> bool:
-        """Whether inference graphs of a phase fold weights."""
-        return phase == "infer" if self.fold_weights is None else self.fold_weights
 
     def _fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -119,19 +119,23 @@ def _trial_row(phase: Phase, trial: Mapping[str, Any]) -> tuple[str, ...]:
     return phase, trial["candidate"], *cells, trial["verdict"], trial["reason"] or _NOTHING
 
 
+_NO_NUMBER = -2  # below -1, so that the name "layers.0" does not continue it
+
+
 def _listed(names: Sequence[str]) -> str:
     """Return names in a line; consecutive numbers are joined: ``layers.0..23``."""
     runs: list[tuple[str, int, int]] = []
     for name in names:
         stem, _, number = name.rpartition(".")
         if not number.isdecimal():
-            runs.append((name, 0, -1))
+            runs.append((name, 0, _NO_NUMBER))
         elif runs and runs[-1][0] == stem and runs[-1][2] + 1 == int(number):
             runs[-1] = stem, runs[-1][1], int(number)
         else:
             runs.append((stem, int(number), int(number)))
     return ", ".join(
-        stem if last < 0 else f"{stem}.{first}" + (f"..{last}" if last > first else "") for stem, first, last in runs
+        stem if last == _NO_NUMBER else f"{stem}.{first}" + (f"..{last}" if last > first else "")
+        for stem, first, last in runs
     )
 
 

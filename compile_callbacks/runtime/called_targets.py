@@ -163,4 +163,6 @@ def _method_name(module: nn.Module, code: CodeType) -> str | None:
     function = getattr(function, "__func__", function)
     target = getattr(function, "target", None)  # the method is a target already
     function = target.function if isinstance(target, Target) else function
+    if not inspect.isroutine(function) or not hasattr(function, "__code__"):
+        return None  # a functools.lru_cache for example, which calls the function less often than a trace would
     return name if getattr(inspect.unwrap(function), "__code__", None) is code else None

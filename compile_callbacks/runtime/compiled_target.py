@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from compile_callbacks.folding.folded_graph import FoldedGraph
 
 
+TRACES_WITHOUT_GRAPH = 5
+"""Consecutive calls that torch may trace without compiling a graph. Torch 2.15 traces a call of ``torch.autograd.grad``
+again in each call; by hand, such a step takes 50 times as long as eager."""
+
+
 class CompiledTarget:
     """A target that is compiled for a phase.
 
@@ -111,6 +116,7 @@ class CompiledTarget:
         self._weights = WeightWatch(self._members[0].module)  # frozen weights: of a single member
         self._weights_are_suspect = True
         self._while_tracing = contextlib.ExitStack()
+        self._traces_without_graph = 0
         self._compiled_of: dict[Any, set[Target]] = {}
         self._compiled: Callable[..., Any] | None = self._compile()
 
@@ -149,8 +155,19 @@ class CompiledTarget:
             self._graphs_were_compiled(member, args, kwargs)
         if self._fallback.region_failure is not None:
             self._give_up_regions(self._fallback.region_failure)
+        self._count_traces(traced=bool(snapshots), compiled=self._backend.graphs > graphs)
         self._fallback.issue_warnings()
         return result
+
+    def _count_traces(self, *, traced: bool, compiled: bool) -> None:
+        """Run the target eagerly if torch traces call after call and compiles nothing."""
+        if not traced or compiled:
+            self._traces_without_graph = 0
+            return
+        self._traces_without_graph += 1
+        if self._traces_without_graph == TRACES_WITHOUT_GRAPH and not self._fallback.active:
+            reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls one after another and compiled no graph"
+            self._fallback.run_eagerly("CC101", reason)
 
     def _runs_eagerly(self, args: Any, kwargs: Any) -> bool:
         outer = self._recorder.calling.current
@@ -160,12 +177,24 @@ class CompiledTarget:
         if _torch.dynamo.is_transformed():
             self._warn_of_transform()
             return True
+        if not self.ran and self.observed.gradients_differentiated:
+            self._leave_eager()
         self.ran = True
         # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within one, the
         # compiled function continues to run: it executes the graphs that differ eagerly.
         if self._fallback.active and not _torch.autograd.saves_through_hooks():
             return True
         return bool(self._uncompilable) and signature(args, kwargs) in self._uncompilable
+
+    def _leave_eager(self) -> None:
+        """Do not compile a target whose gradients the eager steps differentiate: some graphs cannot be repeated."""
+        if self._fallback.settings.on_error == "eager":
+            self._fallback.run_eagerly(
+                "CC303",
+                "the eager steps differentiate its gradients (create_graph=True), and torch cannot differentiate the "
+                "backward pass of a compiled graph. To compile it nevertheless, name it in targets and give "
+                "baseline_steps=0",
+            )
 
     def _current_function(self) -> Callable[..., Any]:
         """The function of torch.compile, after a check for changes that torch's guards do not notice."""

@@ -60,7 +60,11 @@ class Dispatcher:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.eager = target.eager
-        self.__wrapped__ = self.eager  # Lightning inspects the method and its arguments through it
+        # Lightning inspects the arguments through __wrapped__. Users read __name__ and __self__ of their methods.
+        functools.update_wrapper(self, self.eager, updated=())
+        for name in ("__self__", "__func__"):
+            if hasattr(self.eager, name):
+                setattr(self, name, getattr(self.eager, name))
         self.active: Callable[..., Any] = self.eager
         self.compiled_by_user: Callable[..., Any] | None = None
         self.session: Any = None

@@ -62,6 +62,19 @@ class EagerFallback:
         )
         self.warn_after_call("CC301", message)
 
+    def run_eagerly(self, code: str, reason: str) -> None:
+        """Run the target eagerly from now on, for a reason other than a failure: record it, and warn at once.
+
+        Args:
+            code: The code of the warning.
+            reason: The reason, as a clause of the warning.
+        """
+        self.active = True
+        self._recorder.record("fallback", self._key, reason=reason)
+        if not self.settings.on_trial:
+            target, phase = self._key[:2]
+            self.warn(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")
+
     def as_compile_error(self, error: BaseException) -> CompileError:
         """Return the error that ``on_error="raise"`` raises in place of a compiler's error."""
         target, phase = self._key[:2]

@@ -213,7 +213,7 @@ class GraphBackend:
         return compiled
 
     def _new_folding(self, options: Mapping[str, Any]) -> Folding | None:
-        if self._key.frozen or not self._config.folds_weights(self._key.phase):
+        if self._key.frozen or not self._config.fold_weights:
             return None
         if reason := self._why_not_folded(options):
             self._recorder.record("fold", self._key, reason=reason)

@@ -18,14 +18,18 @@ SPECIALIZED = (0, 1)
 
 
 class ObservedShapes:
-    """Which dimensions and which integers of a target's inputs vary in one phase.
+    """Which dimensions and which integers of a target's inputs vary in one phase, in its eager calls.
 
     `record` sees the inputs of eager calls, and of calls that compile. A dimension varies if it had two sizes other
     than 0 and 1. Under `marked`, torch treats the dimensions and integers that vary as dynamic, and all others as
     constant: the first graph fits all sizes that were seen, and one recompile is enough for dimensions that vary later.
+
+    Attributes:
+        gradients_differentiated: Whether a backward pass through an eager call had ``create_graph=True``.
     """
 
     def __init__(self) -> None:
+        self.gradients_differentiated = False
         self._sizes: dict[str, list[int | None]] = {}  # by input; None: it varies. An integer has one entry.
 
     def record(self, args: Any, kwargs: Any) -> None:
@@ -40,13 +44,21 @@ class ObservedShapes:
                 known[i] = now if is_tensor and before in SPECIALIZED else None
 
     def recording(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a target's eager call with a `record` before it."""
+        """Return a target's eager call with a `record` before it, whose backward pass is observed too."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.record(args, kwargs)
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            for _, output in inputs_of((result,), {}):
+                if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                    output.grad_fn.register_prehook(self._backward_begins)
+            return result
 
         return recorded
+
+    def _backward_begins(self, gradients: Any) -> None:
+        # Autograd enables grad mode in a backward pass with create_graph=True only.
+        self.gradients_differentiated |= torch.is_grad_enabled()
 
     @contextlib.contextmanager
     def marked(self, args: Any, kwargs: Any) -> Iterator[None]:

@@ -141,10 +141,14 @@ def call_targets(name: str, module: nn.Module) -> list[Target]:
 
 
 def only_if_named(module: nn.Module) -> bool:
-    """Whether a module is never a default target: a metric, which is state and not computation, or TorchScript."""
+    """Whether a module is never a default target: a metric (state, not computation), TorchScript, or an RNN of torch.
+
+    Dynamo does not compile ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` (2.11 and 2.15, unless ``allow_rnn`` is set). In a
+    target they break its graph.
+    """
     classes = type(module).__mro__
     is_metric = any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics.") for cls in classes)
-    return is_metric or isinstance(module, torch.jit.ScriptModule)
+    return is_metric or isinstance(module, (torch.jit.ScriptModule, nn.RNNBase))
 
 
 def overlap(one: Target, other: Target) -> bool:
