@@ -23,7 +23,10 @@ def fit(*callbacks, make=Classifier, epochs=EPOCHS, **settings):
     return module
 
 
-def ours(train_mode="default", infer_mode=InductorConfig(fold_weights=True), **kwargs):
+FOLDS = InductorConfig(fold_weights=True)
+
+
+def ours(train_mode="default", infer_mode=FOLDS, **kwargs):
     # Verification restores what an eager call changes, buffers among it: a change like any other to folded weights.
     return InductorCompile(train_mode, infer_mode, **{"baseline_steps": 0, "verify": "off", **kwargs})
 
