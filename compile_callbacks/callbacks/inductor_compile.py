@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.callbacks import several_callbacks as several
+from compile_callbacks.callbacks import trainer_report
+from compile_callbacks.callbacks.several_callbacks import state_key
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
-from compile_callbacks.callbacks.trainer_progress import is_stopping, remaining_seconds, remaining_steps
-from compile_callbacks.report import loggers
-from compile_callbacks.report.build import uncompiled_report
-from compile_callbacks.report.console import print_line, print_report
+from compile_callbacks.callbacks.trainer_progress import remaining_seconds, remaining_steps, stage_of
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.arguments import (
     CompileArguments,
@@ -33,29 +27,13 @@ from compile_callbacks.runtime.arguments import (
     Verify,
     explain_unknown_arguments,
 )
-from compile_callbacks.runtime.fsdp import unsupported_reason, unsupported_strategy_reason
-from compile_callbacks.runtime.measurements import Stage
 from compile_callbacks.runtime.session import Session
-from compile_callbacks.runtime.targets import named_targets, resolve_targets
-from compile_callbacks.runtime.users_compile import unwrap_compiled
 
 _STATE_KEY = "compile_callbacks"
 """The checkpoint's key for the states of all callbacks, by their targets. Lightning's ``state_dict`` hook is not used,
 because two callbacks would need different state keys when the Trainer is constructed."""
 
 _warn = rank_zero_only(warn_user)
-
-
-class _LastReport:
-    """The report of the last run of a callback or of any copy of it: some libraries train with a copy."""
-
-    report: CompileReport | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LastReport:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
 
 
 class InductorCompile(Callback):
@@ -145,11 +123,7 @@ class InductorCompile(Callback):
         for message in self.arguments.without_effect(keep_compiled=keep_compiled):
             _warn("CC204", message)
         self._calls = TrainerCalls()
-        self._last = _LastReport()
-        self._others: tuple[Any, ...] = ()  # targets of other callbacks of the trainer, which targets=None leaves out
         self._step_is_timed, self._global_step_before = False, 0
-        self._printed = False
-        self._earlier_state: object = None
 
     def __repr__(self) -> str:
         values = {**self.arguments.values(), "keep_compiled": self.keep_compiled}
@@ -159,7 +133,7 @@ class InductorCompile(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A run belongs to its process: a strategy that spawns processes sends each of them a callback.
-        return {**vars(self), "_calls": TrainerCalls()}
+        return {**vars(self), "_calls": TrainerCalls(self._calls.last)}
 
     @property
     def session(self) -> Session | None:
@@ -172,38 +146,33 @@ class InductorCompile(Callback):
 
         If only a copy of this callback ran, the report is that of the copy.
         """
-        if self.session is not None:
-            return self.session.report()
-        return self._last.report or uncompiled_report(self.arguments.configs, self.arguments.left_alone)
+        return trainer_report.current_report(self)
 
     # ------------------------------------------------------------------------------------------ a Trainer run
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if refused := unsupported_strategy_reason(trainer.strategy):
-            raise MisconfigurationException(with_code("CC801", refused))
-        with contextlib.suppress(ValueError):  # configure_model may still create the module of an unknown name
-            self._check_together(trainer, pl_module)
-        self._calls.begin(trainer, pl_module, fits=stage == "fit", keep_compiled=self.keep_compiled)
-        self._adopt_compiled(pl_module)
+        self._calls.begin(trainer, pl_module, self, fits=stage == "fit")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._prepare(trainer, pl_module)  # no phase yet: a model summary may run the model, and so may log_graph
+        self._calls.prepare(
+            trainer, pl_module, self
+        )  # no phase yet: a model summary may run the model, and so may log_graph
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.session:
             states = checkpoint.setdefault(_STATE_KEY, {})
-            states[several.state_key(self.arguments.targets)] = self.session.state_dict()
+            states[state_key(self.arguments.targets)] = self.session.state_dict()
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.session and self.session.running:
             return  # LearningRateFinder and BatchSizeFinder load a checkpoint within a run, which is no resume
         states = checkpoint.get(_STATE_KEY)
-        key = several.state_key(self.arguments.targets)
-        self._earlier_state = states.get(key) if isinstance(states, Mapping) else None
+        key = state_key(self.arguments.targets)
+        self._calls.earlier_state = states.get(key) if isinstance(states, Mapping) else None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -222,7 +191,6 @@ class InductorCompile(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin_stage(trainer, pl_module, "train")
-        self._plan(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -249,19 +217,18 @@ class InductorCompile(Callback):
             self.session.step_ends("train", batch, part)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
         if every and (batch_idx + 1) % every == 0:
-            self._log(trainer, details=False)
+            trainer_report.log_scalars(trainer, self, details=False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_stage("train")
-        self._log(trainer)
+        trainer_report.log_scalars(trainer, self)
 
     # ------------------------------------------------------------- infer phase: validation, test and predict alike
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin_stage(trainer, pl_module, "infer")
-        self._plan(trainer)
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -292,7 +259,7 @@ class InductorCompile(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_stage("infer")
         if not trainer.sanity_checking:
-            self._log(trainer)
+            trainer_report.log_scalars(trainer, self)
         if trainer.state.fn == "fit":
             self._begin_stage(trainer, pl_module, "train")
 
@@ -300,55 +267,11 @@ class InductorCompile(Callback):
 
     # ------------------------------------------------------------------------------------------ parts of the hooks
 
-    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> Session:
-        """Return the session of the run. At the first call in a run, begin the session and install the targets."""
-        session, arguments = self.session, self.arguments
-        peers = self._all_in(trainer)
-        others = tuple(peer.arguments.targets for peer in peers if peer is not self) if arguments.finds_targets else ()
-        if session is None or session.module is not pl_module or (not session.running and others != self._others):
-            self._calls.drop_session()
-            self._adopt_compiled(pl_module)  # again, because configure_model comes after setup
-            if refused := unsupported_reason(pl_module, arguments.configs):
-                raise MisconfigurationException(with_code("CC802", refused))
-            self._check_together(trainer, pl_module)
-            taken = [target for names in others for target in named_targets(pl_module, names)]
-            self._others = others
-            session = self._calls.session = Session(
-                pl_module,
-                resolve_targets(pl_module, arguments.targets, LightningModule, taken),
-                arguments,
-                finds_targets=arguments.finds_targets,
-                taken=taken,
-                print_line=functools.partial(print_line, trainer),
-            )
-        if not session.running:
-            session.begin(
-                precision=str(trainer.precision),
-                together=trainer.world_size > 1,
-                shared=several.shared_baselines(peers, self),
-                stopping=functools.partial(is_stopping, weakref.ref(trainer)),
-            )
-        if self._earlier_state is not None:  # only now the number of processes is known
-            session.resume(self._earlier_state)
-            self._earlier_state = None
-        return session
-
     def _begin_stage(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
-        session, nested = self._prepare(trainer, pl_module), self._calls.nested
-        session.stage_begins(
-            Stage(
-                phase=phase,
-                name="validate" if trainer.sanity_checking else str(trainer.state.stage.value),  # type: ignore[union-attr]
-                sanity=trainer.sanity_checking,
-                nested=nested,
-                weights_frozen=trainer.state.fn != "fit" and not nested,
-            )
-        )
-
-    def _plan(self, trainer: Trainer) -> None:
-        """Tell how many steps remain: a baseline or a `Tune` must not take most of them."""
-        if self.session and not trainer.sanity_checking and not self._calls.nested:
-            self.session.plan(remaining_steps(trainer), remaining_seconds(trainer))
+        session, nested = self._calls.prepare(trainer, pl_module, self), self._calls.nested
+        session.stage_begins(stage_of(trainer, phase, nested=nested))
+        if not trainer.sanity_checking and not nested:
+            session.plan(remaining_steps(trainer), remaining_seconds(trainer))
 
     def _begin_step(self, batch_idx: int) -> None:
         if self.session:
@@ -360,42 +283,5 @@ class InductorCompile(Callback):
 
     def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         with self._calls.end(trainer, keep_compiled=self.keep_compiled) as call:
-            if call is None:
-                return
-            report = self._last.report = self.report
-            name = several.name_in_logs(self._all_in(trainer), self)
-            loggers.log_scalars(trainer.loggers, report.scalars(name), trainer.global_step)
-            graphs = self.arguments.recorded_graphs()
-            loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs, name)
-            loggers.write_report(call.report_folder, trainer, report, exception, name)
-            if exception is not None or call.nested or self.session is None or not report.has_figures:
-                return
-            self.session.check_run()
-            if trainer.is_global_zero and (trainer.state.fn == "fit" or not self._printed):
-                self._printed = True
-                print_report(report, name)
-
-    def _log(self, trainer: Trainer, *, details: bool = True) -> None:
-        """Log the scalars of the report. With details, a GPU is synchronized, so only at the end of a stage."""
-        if self.session and trainer.loggers and trainer.is_global_zero:
-            name = several.name_in_logs(self._all_in(trainer), self)
-            scalars = self.session.report(details=details).scalars(name)
-            loggers.log_scalars(trainer.loggers, scalars, trainer.global_step)
-
-    def _adopt_compiled(self, pl_module: LightningModule) -> None:
-        """Undo what the user compiled, so that state_dict keys are clean and this callback's settings hold."""
-        if adopted := unwrap_compiled(pl_module, self.arguments.left_alone):
-            rank_zero_info(
-                f"InductorCompile replaces your torch.compile of {', '.join(adopted)}: it compiles the original module "
-                "with train_mode and infer_mode while a trainer runs. If a mode is None, its phase runs as you compiled"
-            )
-
-    def _all_in(self, trainer: Trainer) -> Sequence[InductorCompile]:
-        """The trainer's callbacks of this class."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of its connectors sets it
-        found = [callback for callback in callbacks if isinstance(callback, InductorCompile)]
-        return found if any(callback is self for callback in found) else [self]  # a callback around it calls its hooks
-
-    def _check_together(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if refused := several.why_not_together(self._all_in(trainer), pl_module):
-            raise MisconfigurationException(with_code("CC203", refused))
+            if call is not None:
+                trainer_report.write_at_end(trainer, self, call, exception)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch import Callback, Trainer
 from torch import nn
 
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.tune import Tune
 from compile_callbacks.profiling.baseline import Baseline
+from compile_callbacks.runtime.arguments import CompileArguments
 from compile_callbacks.runtime.target import overlap
 from compile_callbacks.runtime.targets import named_targets
 
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
 
 Names = Sequence[str] | str | None
 """The ``targets`` of a callback."""
+
+
+def callbacks_of(trainer: Trainer, own: InductorCompile) -> Sequence[InductorCompile]:
+    """The `InductorCompile` callbacks of a trainer; ``own`` alone if another callback calls its hooks."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of its connectors sets it
+    found: list[Any] = [one for one in callbacks if isinstance(getattr(one, "arguments", None), CompileArguments)]
+    return found if any(one is own for one in found) else [own]
 
 
 def why_not_together(callbacks: Sequence[InductorCompile], module: nn.Module) -> str | None:

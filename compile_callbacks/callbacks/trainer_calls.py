@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.hooks import RemovableHandle
 
 from compile_callbacks._utils import stack_chunks
-from compile_callbacks._utils.errors import warn_user
+from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
+from compile_callbacks.callbacks import several_callbacks as several
+from compile_callbacks.callbacks.trainer_progress import is_stopping
+from compile_callbacks.report.console import print_line
 from compile_callbacks.report.loggers import report_folder
+from compile_callbacks.report.report import CompileReport
+from compile_callbacks.runtime.fsdp import unsupported_reason, unsupported_strategy_reason
 from compile_callbacks.runtime.measurements import Stage
 from compile_callbacks.runtime.session import Session
-from compile_callbacks.runtime.users_compile import match_orig_mod_keys
+from compile_callbacks.runtime.targets import named_targets, resolve_targets
+from compile_callbacks.runtime.users_compile import match_orig_mod_keys, unwrap_compiled
+
+if TYPE_CHECKING:
+    from compile_callbacks.callbacks.inductor_compile import InductorCompile
+
+
+class LastReport:
+    """The report of the last run of a callback or of any copy of it: some libraries train with a copy."""
+
+    report: CompileReport | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LastReport:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
 
 @dataclass(kw_only=True)
@@ -45,28 +71,45 @@ class TrainerCalls:
 
     A call inside another one, such as ``trainer.validate(module)`` in a hook of a fit, uses the session of the outer
     call if it has the same module, and another session otherwise.
+
+    Args:
+        last: The holder of the last report, which copies of the callback share.
+
+    Attributes:
+        session: The session of the current or last call.
+        last: The holder of the last report.
+        earlier_state: The state in a checkpoint, with which the next session resumes.
+        printed: Whether the report was printed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: LastReport | None = None) -> None:
         self.session: Session | None = None
+        self.last = last or LastReport()
+        self.earlier_state: object = None
+        self.printed = False
         self._calls: list[TrainerCall] = []
+        self._others: tuple[Any, ...] = ()  # targets of other callbacks of the trainer, which targets=None leaves out
 
     @property
     def nested(self) -> bool:
         """Whether the innermost call runs in the session of the call around it."""
         return bool(self._calls) and self.session is not None and self._calls[-1].outer is self.session
 
-    def begin(self, trainer: Trainer, pl_module: LightningModule, *, fits: bool, keep_compiled: bool) -> None:
+    def begin(self, trainer: Trainer, pl_module: LightningModule, own: InductorCompile, *, fits: bool) -> None:
         """Begin a call.
 
         Args:
             trainer: The trainer.
             pl_module: The module.
+            own: The callback.
             fits: Whether the call is a fit.
-            keep_compiled: Whether the module stays compiled after a call.
         """
+        if refused := unsupported_strategy_reason(trainer.strategy):
+            raise MisconfigurationException(with_code("CC801", refused))
+        with contextlib.suppress(ValueError):  # configure_model may still create the module of an unknown name
+            _check_together(trainer, pl_module, own)
         while self._calls and self._is_over(self._calls[-1], trainer, fits=fits):
-            self._close(self._calls.pop(), keep_compiled=keep_compiled)
+            self._close(self._calls.pop(), keep_compiled=own.keep_compiled)
         outer = self.session if self._calls and self.session is not None and self.session.running else None
         self._calls.append(
             TrainerCall(
@@ -78,8 +121,43 @@ class TrainerCalls:
             )
         )
         stack_chunks.install_on(trainer)
+        _unwrap_compiled(pl_module, own)
 
-    def drop_session(self) -> None:
+    def prepare(self, trainer: Trainer, pl_module: LightningModule, own: InductorCompile) -> Session:
+        """Return the session of the call. At the first time in a call, begin it and install the targets."""
+        session, arguments, peers = self.session, own.arguments, several.callbacks_of(trainer, own)
+        others: tuple[Any, ...] = ()
+        if arguments.finds_targets:
+            others = tuple(peer.arguments.targets for peer in peers if peer is not own)
+        if session is None or session.module is not pl_module or (not session.running and others != self._others):
+            self._drop_session()
+            _unwrap_compiled(pl_module, own)  # again, because configure_model comes after setup
+            if refused := unsupported_reason(pl_module, arguments.configs):
+                raise MisconfigurationException(with_code("CC802", refused))
+            _check_together(trainer, pl_module, own)
+            taken = [target for names in others for target in named_targets(pl_module, names)]
+            self._others = others
+            session = self.session = Session(
+                pl_module,
+                resolve_targets(pl_module, arguments.targets, LightningModule, taken),
+                arguments,
+                finds_targets=arguments.finds_targets,
+                taken=taken,
+                print_line=functools.partial(print_line, trainer),
+            )
+        if not session.running:
+            session.begin(
+                precision=str(trainer.precision),
+                together=trainer.world_size > 1,
+                shared=several.shared_baselines(peers, own),
+                stopping=functools.partial(is_stopping, weakref.ref(trainer)),
+            )
+        if self.earlier_state is not None:  # only now the number of processes is known
+            session.resume(self.earlier_state)
+            self.earlier_state = None
+        return session
+
+    def _drop_session(self) -> None:
         """End the session of an earlier call. The session of the outer call continues."""
         if self.session is not None and not self.nested:
             self.session.end()
@@ -125,3 +203,17 @@ class TrainerCalls:
                 raise
             reason = in_one_line(describe_failure(error))
             warn_user("CC106", f"InductorCompile could not clean up after the run: {reason}")
+
+
+def _unwrap_compiled(pl_module: LightningModule, own: InductorCompile) -> None:
+    """Undo what the user compiled, so that state_dict keys are clean and this callback's settings hold."""
+    if replaced := unwrap_compiled(pl_module, own.arguments.left_alone):
+        rank_zero_info(
+            f"InductorCompile replaces your torch.compile of {', '.join(replaced)}: it compiles the original module "
+            "with train_mode and infer_mode while a trainer runs. If a mode is None, its phase runs as you compiled"
+        )
+
+
+def _check_together(trainer: Trainer, pl_module: LightningModule, own: InductorCompile) -> None:
+    if refused := several.why_not_together(several.callbacks_of(trainer, own), pl_module):
+        raise MisconfigurationException(with_code("CC203", refused))

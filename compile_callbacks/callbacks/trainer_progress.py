@@ -1,4 +1,4 @@
-"""How many steps a trainer has before it, by phase, and how much time."""
+"""What `InductorCompile` asks a Trainer about its run: the stage, the remaining steps and time, whether it stops."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.runtime.measurements import Stage
+
+
+def stage_of(trainer: Trainer, phase: Phase, *, nested: bool) -> Stage:
+    """The stage that a Trainer is in.
+
+    Args:
+        trainer: The trainer.
+        phase: The phase of the stage.
+        nested: Whether a Trainer call within another one runs it.
+    """
+    return Stage(
+        phase=phase,
+        name="validate" if trainer.sanity_checking else str(trainer.state.stage.value),  # type: ignore[union-attr]
+        sanity=trainer.sanity_checking,
+        nested=nested,
+        weights_frozen=trainer.state.fn != "fit" and not nested,
+    )
 
 
 def is_stopping(trainer: weakref.ref[Trainer]) -> bool:
