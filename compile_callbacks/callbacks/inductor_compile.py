@@ -17,7 +17,7 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.callbacks import trainer_report
 from compile_callbacks.callbacks.several_callbacks import state_key
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
-from compile_callbacks.callbacks.trainer_progress import remaining_seconds, remaining_steps, stage_of
+from compile_callbacks.callbacks.trainer_progress import remaining_steps, stage_of
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.arguments import (
     CompileArguments,
@@ -200,10 +200,8 @@ class InductorCompile(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not (self.session and self.session.has_cudagraphs):
-            return
-        if trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization:
-            self.session.keep_gradients()
+        if self.session and (trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization):
+            self.session.after_backward()
 
     @override
     def on_train_batch_end(
@@ -271,7 +269,7 @@ class InductorCompile(Callback):
         session, nested = self._calls.prepare(trainer, pl_module, self), self._calls.nested
         session.stage_begins(stage_of(trainer, phase, nested=nested))
         if not trainer.sanity_checking and not nested:
-            session.plan(remaining_steps(trainer), remaining_seconds(trainer))
+            session.plan(remaining_steps(trainer))
 
     def _begin_step(self, batch_idx: int) -> None:
         if self.session:

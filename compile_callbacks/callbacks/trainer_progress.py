@@ -1,4 +1,4 @@
-"""What `InductorCompile` asks a Trainer about its run: the stage, the remaining steps and time, whether it stops."""
+"""What `InductorCompile` asks a Trainer about its run: the stage, the remaining steps, whether it stops."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from compile_callbacks._utils.phases import Phase
@@ -52,14 +51,6 @@ def remaining_steps(trainer: Trainer) -> Mapping[Phase, float]:
         "predict": trainer.num_predict_batches,
     }
     return {"infer": float(sum(batches.get(trainer.state.fn, ())))}
-
-
-def remaining_seconds(trainer: Trainer) -> float:
-    """The seconds until ``max_time`` or a `Timer` ends a fit; ``math.inf`` without a limit."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of its connectors sets it
-    timers = [callback for callback in callbacks if isinstance(callback, Timer)]
-    left = [timer.time_remaining() for timer in timers if trainer.state.fn == "fit"]
-    return max(0.0, min((seconds for seconds in left if seconds is not None), default=math.inf))
 
 
 def _train_batches(trainer: Trainer) -> float:

@@ -18,7 +18,7 @@ from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.inference.saved_state import Sample, on_device
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.arguments import CompileArguments
-from compile_callbacks.runtime.session import Session
+from compile_callbacks.runtime.compile_phases import GradModeSession
 from compile_callbacks.runtime.snapshot import Snapshot
 from compile_callbacks.runtime.target import Target
 from compile_callbacks.runtime.target_settings import TargetSettings
@@ -78,7 +78,7 @@ class CompiledInference:
         self._device = device
         self._placement = Placement(module)
         arguments = CompileArguments(configs={"train": None, "infer": config}, target_settings=settings)
-        self._session = Session(module, [Target("forward", module)], arguments)
+        self._session = GradModeSession(module, [Target("forward", module)], arguments)
         try:
             module.to(device).eval()
             self._session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
@@ -157,6 +157,6 @@ def _as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _end(session: Session) -> None:
+def _end(session: GradModeSession) -> None:
     session.end()
     session.free_compiled()

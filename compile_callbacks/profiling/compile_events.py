@@ -142,8 +142,6 @@ class CompileRecorder:
         """The number of the running step, for its events."""
         self.compiles_seen = 0
         """Number of compiles in this process, including the user's own: a step in which it changes is not a sample."""
-        self.traces_seen = 0
-        """The same without recordings of CUDA graphs."""
         self.recompile_limits: dict[CompileKey, str] = {}
         """The targets that torch compiles for no further inputs, with the reason of the last recompile."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
@@ -155,6 +153,7 @@ class CompileRecorder:
         self.with_graph_breaks: set[CompileKey] = set()
         self.on_reset: Callable[[], None] = lambda: None
         """Called after ``torch.compiler.reset()`` removed all listeners, and this one listens again."""
+        self._traces_seen = 0  # the same without recordings of CUDA graphs
         self._clock = clock
         self._progress = progress or CompileProgress()
         self._backward_seconds = 0.0
@@ -205,6 +204,18 @@ class CompileRecorder:
         self._listening = False
         _torch.events.unregister(self._start, self._end)
 
+    def compiled_since(self, before: tuple[int, int]) -> tuple[bool, bool]:
+        """Return whether anything has compiled since `marker`, and whether it was more than CUDA graph recordings."""
+        if self.marker == before:
+            return False, False
+        self.collect()
+        return self.compiles_seen != before[0], self._traces_seen != before[1]
+
+    @property
+    def marker(self) -> tuple[int, int]:
+        """The number of compiles so far, with and without recordings of CUDA graphs."""
+        return self.compiles_seen, self._traces_seen
+
     def collect(self) -> None:
         """Read torch's compilation metrics, which torch writes after it announced the end of a compile."""
         if not self._listening:  # after torch.compiler.reset(), compile ids belong to other code
@@ -248,7 +259,7 @@ class CompileRecorder:
             key = self._keys.get(args.compile_id)
         self._graphs, self._backward_seconds, self._saved_bytes = 0, 0.0, 0
         self._part = _PARTS.get(args.callback_trigger.name, "graph")
-        self.traces_seen += self._part != "cudagraph"
+        self._traces_seen += self._part != "cudagraph"
         self._running = key, self._clock()
         if key is None:
             return

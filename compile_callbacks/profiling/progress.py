@@ -49,18 +49,21 @@ class CompileProgress:
     def __init__(
         self, print_line: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.seconds: dict[Phase, dict[str, float]] = {}
-        """How long the longest compile of each target took, for those that got a line."""
-        self._last: dict[Phase, dict[str, float]] = {}
+        self._seconds: dict[Phase, dict[str, float]] = {}  # of the longest compile of each target that got a line
+        self._last: dict[Phase, dict[str, float]] = {}  # the same in the last run
         self._print_line = print_line
         self._clock = clock
         self._over: threading.Event | None = None
         self._events: Counter[tuple[str, Phase]] = Counter()
 
-    def set_last_seconds(self, seconds: Mapping[str, object]) -> None:
-        """Take the `seconds` of the last run. Values of another type are ignored."""
+    def state(self) -> dict[Phase, dict[str, float]]:
+        """By phase and target, how long the longest compile took in this run, or else in the last one."""
+        return {phase: self._last.get(phase, {}) | seconds for phase, seconds in self._seconds.items()}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Take the `state` of the last run. Values of another type are ignored."""
         for phase in PHASES:
-            of_phase = seconds.get(phase)
+            of_phase = state.get(phase)
             for target, value in of_phase.items() if isinstance(of_phase, Mapping) else ():
                 if isinstance(value, float):
                     self._last.setdefault(phase, {})[target] = value
@@ -108,5 +111,5 @@ class CompileProgress:
             self._print_line(f"still compiling {what}: {self._clock() - started:.0f} s")
         seconds = self._clock() - started
         self._print_line(f"compiled {what} in {seconds:.1f} s")
-        of_phase = self.seconds.setdefault(key.phase, {})
+        of_phase = self._seconds.setdefault(key.phase, {})
         of_phase[key.target] = max(round(seconds, 1), of_phase.get(key.target, 0.0))

@@ -51,9 +51,13 @@ class CalledTargets:
     Args:
         root: The module.
         others: Targets of other callbacks. Neither they nor modules that contain one are recorded.
+
+    Attributes:
+        stages: The names of the stages whose first step has begun.
     """
 
     def __init__(self, root: nn.Module, others: Sequence[Target] = ()) -> None:
+        self.stages: set[str] = set()
         self._root = root
         self._others = others
         self._recording = False

@@ -145,6 +145,42 @@ def restore(compiled: Any) -> None:
     session.free_compiled()
 
 
+class GradModeSession(Session):
+    """A session without a Trainer: the grad mode of each call tells the phase."""
+
+    def begin_by_grad_mode(self, *, weights_frozen: bool = False, found_from_module: bool = True) -> None:
+        """Compile in place.
+
+        Args:
+            weights_frozen: Whether no weight changes, so that the compiled code may contain the weights.
+            found_from_module: Whether `report_of` and `restore` find this session from the module.
+        """
+        self.begin()
+        if found_from_module:
+            self._switch.set_session(self)
+        self._switch.select_by_grad_mode(self._active, frozen=weights_frozen)
+
+    def allow_shapes(self, args: Any, kwargs: Any) -> None:
+        """Let inference with inputs of these shapes compile, also with ``new_shapes="eager"`` or ``"raise"``."""
+        for compiled_target in self._switch.compiled_targets("infer"):
+            compiled_target.allow_shapes(args, kwargs)
+
+    def finalizer(self) -> Callable[[], None]:
+        """Return a function that ends this session when the module is deleted. It does not keep the module alive."""
+        recorder, trace_settings, cache = self._recorder, self._switch.trace_settings, self._cache
+        backends = [compiled_target.backend for compiled_target in self._switch.compiled_targets()]
+
+        def end() -> None:
+            for backend in backends:
+                backend.free_folded()
+            recorder.stop()
+            if cache is not None:
+                cache.end()
+            trace_settings.remove()
+
+        return end
+
+
 class _Function(nn.Module):
     """A module that calls a function."""
 
@@ -190,7 +226,7 @@ def _compile_in_place(module: nn.Module, arguments: CompileArguments) -> None:
             "deactivate() of the InductorBackend that compiled it"
         )
         raise ValueError(with_code("CC203", message))
-    session = Session(module, targets, arguments)
+    session = GradModeSession(module, targets, arguments)
     session.begin_by_grad_mode()
     weakref.finalize(module, session.finalizer())
 

@@ -73,7 +73,11 @@ class SessionWarnings:
             self._warn_of_no_effect("cudagraph_skip", phase, message, reason)
 
     def check_stage(self, phase: Phase, active: ActiveConfig) -> None:
-        """Warn about targets that ran in a stage without a compiled graph, and about weights that were not folded."""
+        """Warn about targets that ran in a stage uncompiled, about weights that were not folded, and about slow steps.
+
+        While a `Tune` tries candidates, the active config outside steps is eager, so there is nothing to warn about.
+        """
+        self._recorder.collect()
         for key, reason in self._recorder.recompile_limits.items():
             if key.phase == phase and key.candidate == active.candidate:
                 self._warn_of_limit(key, reason)
@@ -91,9 +95,12 @@ class SessionWarnings:
                     self._warn_of_differing_blocks(compiled_target.key)
         if active.config is not None and active.config.fold_weights:
             self._check_folding(phase)
+        self.check_step_times(phase, active.candidate)
 
     def check_targets(self) -> None:
         """Warn about each named target that no phase called, when a fit is over."""
+        if self._finds_targets:
+            return
         called = self._switch.called_targets("train") | self._switch.called_targets("infer")
         for target in self._switch.targets if called else ():
             if target.name not in called:

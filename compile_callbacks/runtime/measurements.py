@@ -45,8 +45,7 @@ class Step:
     Attributes:
         first: Whether it is the first one of its stage.
         measured: Whether its time may be a sample.
-        compiles_before: Number of compiles before it.
-        traces_before: Number of compiles before it, except recordings of CUDA graphs.
+        marker: The recorder's marker at its start.
         timed: Whether the timer takes its time.
         compiled: Whether it runs compiled.
         disturbed: Whether anything compiled in it; known at its end.
@@ -55,8 +54,7 @@ class Step:
 
     first: bool = False
     measured: bool = False
-    compiles_before: int = 0
-    traces_before: int = 0
+    marker: tuple[int, int] = (0, 0)
     timed: bool = False
     compiled: bool = False
     disturbed: bool = False

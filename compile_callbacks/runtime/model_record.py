@@ -1,4 +1,4 @@
-"""`ModelRecord`: the small JSON file in ``cache_dir`` in which a run of a model leaves the winners of its `Tune`."""
+"""`ModelRecord`: the small JSON file in ``cache_dir`` in which a run of a model leaves what the next one can use."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from compile_callbacks._utils.device import device_name
 from compile_callbacks._utils.files import read_json, write_json
-from compile_callbacks._utils.fingerprints import device_fingerprint, installed_version
+from compile_callbacks._utils.fingerprints import (
+    architecture_fingerprint,
+    code_fingerprint,
+    device_fingerprint,
+    digest,
+    installed_version,
+)
 from compile_callbacks.passes.base import pass_identity
 
 VERSION = 1
@@ -51,7 +58,7 @@ class ModelRecord:
         return record
 
     def update(self, section: str, key: str, value: Any) -> str | None:
-        """Write one value, and drop the oldest values of the section if there are too many.
+        """Write one value if it is new, and drop the oldest values of the section if there are too many.
 
         Returns:
             Why it could not be written, or ``None``.
@@ -60,7 +67,8 @@ class ModelRecord:
             return None
         record = self.load()
         entries = record[section]
-        entries.pop(key, None)
+        if entries.pop(key, None) == value:
+            return None
         entries[key] = value
         record[section] = dict(list(entries.items())[-_MAX_ENTRIES:])
         try:
@@ -69,6 +77,11 @@ class ModelRecord:
         except (OSError, TypeError, ValueError) as error:  # the last two: JSON has no form for a value
             return f"{type(error).__name__}: {error}"
         return None
+
+
+def model_fingerprint(module: nn.Module) -> str:
+    """Identify a model by its architecture and its code."""
+    return digest([architecture_fingerprint(module), code_fingerprint(module)])
 
 
 def conditions(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
-from compile_callbacks._utils.device import device_of
-from compile_callbacks._utils.fingerprints import architecture_fingerprint, code_fingerprint, digest
+from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import LEAST_SAMPLES, Tune
@@ -20,7 +17,6 @@ from compile_callbacks.profiling.compile_events import CompileEvent, CompileReco
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from compile_callbacks.profiling.workload import Workload
-from compile_callbacks.runtime.arguments import CompileArguments
 from compile_callbacks.runtime.dispatcher import EAGERLY, ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
@@ -49,6 +45,7 @@ class PhaseTuning:
         switch: Has the compiled targets. The code of candidates that lose is freed.
         recorder: Has the compile events.
         processes: Gathers the measurements of all ranks.
+        print_line: Prints a line of text.
         clock: Returns increasing seconds.
     """
 
@@ -56,18 +53,17 @@ class PhaseTuning:
         self,
         phase: Phase,
         tune: Tune,
-        *,
         switch: PhaseSwitch,
         recorder: CompileRecorder,
         processes: ProcessGroupSync | None = None,
+        print_line: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.phase = phase
         self.tune = tune
-        self.messages: list[str] = []
-        """Lines for the user, which the session prints and deletes."""
         self._switch = switch
         self._recorder = recorder
+        self._print_line = print_line
         self._processes = processes or ProcessGroupSync()
         self._clock = clock
         self._device = torch.device("cpu")
@@ -88,35 +84,43 @@ class PhaseTuning:
 
     # ------------------------------------------------------------------------------------------ a run
 
-    def begin(self, module: nn.Module, arguments: CompileArguments, precision: str = "") -> None:
+    def begin(
+        self,
+        device: torch.device,
+        model: str,
+        *,
+        passes: Sequence[Any] = (),
+        precision: str = "",
+        record: ModelRecord | None = None,
+    ) -> None:
         """Begin a Trainer run. The winner of the run before is kept, unless that run was too short to decide.
 
         Args:
-            module: The root module.
-            arguments: The arguments of the session.
+            device: The device of the module.
+            model: The fingerprint of the module.
+            passes: Graph passes for both phases.
             precision: The trainer's precision.
+            record: The file for winners.
         """
-        self._device = device_of(module)
-        model = digest([architecture_fingerprint(module), code_fingerprint(module)])
+        self._device, self._record = device, record
         self._conditions = conditions(
             model=model,
             targets=[target.name for target in self._switch.targets],
-            passes=arguments.passes,
+            passes=passes,
             precision=precision,
-            device=self._device,
+            device=device,
             ranks=self._processes.size,
         )
-        if arguments.cache_dir is not None:
-            self._record = ModelRecord(arguments.cache_dir, model, read_only=not self._processes.is_global_zero)
-            for winner in self._record.load()["winners"].values():
-                self._remember(winner, f"won in an earlier run; delete {self._record.path} to measure again")
+        if record is not None:
+            for winner in record.load()["winners"].values():
+                self._remember(winner, f"won in an earlier run; delete {record.path} to measure again")
         if not (self._is_final and self._tuner.lasts):
             self._switch.free_candidates(self.phase, *self._configs)
             self._reset()
 
-    def plan(self, steps_left: float, seconds_left: float = math.inf) -> None:
-        """Set how many steps of the phase and how many seconds of the run remain; the same on all ranks."""
-        self._tuner.steps_left, self._tuner.seconds_left = steps_left, seconds_left
+    def plan(self, steps_left: float) -> None:
+        """Set how many steps of the phase remain in the run; the same on all ranks."""
+        self._tuner.steps_left = steps_left
 
     def state(self) -> dict[str, Any] | None:
         """Return the winner as JSON-ready data; ``None`` if a later run should measure again."""
@@ -289,7 +293,7 @@ class PhaseTuning:
         line = f"{self.phase} phase: {self.winner} is chosen"
         if chosen is not eager and chosen.stats and eager.stats:
             line += f" ({chosen.median_ms():.2f} ms a step, eager {eager.median_ms():.2f} ms)"
-        self.messages.append(f"{line}: {chosen.reason}" if chosen.reason else line)
+        self._print_line(f"{line}: {chosen.reason}" if chosen.reason else line)
 
     def _keep(self) -> None:
         """Keep the winner, which is the same on all ranks, in the file for later processes."""
@@ -298,7 +302,7 @@ class PhaseTuning:
             return
         self._earlier[state["key"]] = state["config_key"], "won in this process"
         if problem := self._record.update("winners", state["key"], {**state, "made_for": self._made_for}):
-            self.messages.append(f"{self.phase} phase: the winner could not be written for later runs: {problem}")
+            self._print_line(f"{self.phase} phase: the winner could not be written for later runs: {problem}")
 
     def _remember(self, winner: object, origin: str) -> None:
         """Remember a winner of an earlier run until the conditions of this run are known."""

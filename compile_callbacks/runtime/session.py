@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.errors import WarnOnce
-from compile_callbacks._utils.fingerprints import architecture_fingerprint, code_fingerprint, digest
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.tune import Tune
@@ -36,7 +34,7 @@ from compile_callbacks.runtime.dispatcher import EAGERLY, ActiveConfig, PhaseSwi
 from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import is_sharded
 from compile_callbacks.runtime.measurements import Measurements, Stage, Step
-from compile_callbacks.runtime.model_record import ModelRecord
+from compile_callbacks.runtime.model_record import ModelRecord, model_fingerprint
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
 from compile_callbacks.runtime.recompile_budget import CompileLimits
 from compile_callbacks.runtime.repeated import REPEATED, group_repeated, group_targets
@@ -73,13 +71,13 @@ class Session:
     ) -> None:
         self.module = module
         self._arguments = arguments
-        self._print_line = print_line
         self._finds_targets = finds_targets and arguments.compiles
         self._called = CalledTargets(module, taken)
         self._processes = ProcessGroupSync()
         warn = WarnOnce()
         folder = arguments.cache_dir if arguments.compiles else None
         self._cache = CompileCache(folder, functools.partial(warn.warn, "CC401")) if folder else None
+        self._record: ModelRecord | None = None
         self._progress = CompileProgress(print_line)
         # torch holds the recorder while it listens. The recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(progress=self._progress)
@@ -96,7 +94,7 @@ class Session:
             limits=self._limits,
         )
         self._tunings = {
-            phase: PhaseTuning(phase, config, switch=self._switch, recorder=self._recorder, processes=self._processes)
+            phase: PhaseTuning(phase, config, self._switch, self._recorder, self._processes, print_line)
             for phase, config in arguments.configs.items()
             if isinstance(config, Tune)
         }
@@ -117,7 +115,6 @@ class Session:
         self.running = False
         """Whether a Trainer run is in progress."""
         self._stage, self._step = Stage(), Step()
-        self._stages: set[str] = set()  # the names of the stages so far
         self._compiled = False  # whether the selected config compiles
         self._before: CompileReport | None = None  # the report of the run that this one resumes
 
@@ -145,26 +142,24 @@ class Session:
         self._gpu.begin(device)
         self._processes.join(together=together and self._arguments.compiles, decides=bool(self._tunings))
         self._measurements.begin(device, precision, self._processes.size, shared or {})
-        if self._processes.is_global_zero:
-            for phase, active in self._active.items():
-                self._warnings.check_settings(phase, active.config, sharded=is_sharded(self.module), device=device)
+        for phase, active in self._active.items() if self._processes.is_global_zero else ():
+            self._warnings.check_settings(phase, active.config, sharded=is_sharded(self.module), device=device)
         if self._arguments.compiles:
             _torch.inductor.import_inductor()
+        model = model_fingerprint(self.module) if self._cache is not None or self._tunings else ""
         if self._cache is not None:
             self._cache.begin(clean=self._processes.is_global_zero)
-        if self._cache is not None and self._arguments.cache_dir is not None:
-            model = digest([architecture_fingerprint(self.module), code_fingerprint(self.module)])
-            read_only = not self._processes.is_global_zero
-            self._shapes.record = ModelRecord(self._arguments.cache_dir, model, read_only=read_only)
-            self._shapes.load()
-            self._progress.set_last_seconds(self._shapes.record.load()["compile_seconds"])
+            self._record = ModelRecord(self._cache.folder, model, read_only=not self._processes.is_global_zero)
+            known = self._record.load()
+            self._shapes.restore(known["shapes"])
+            self._progress.restore(known["compile_seconds"])
         if self._trace is not None:
             self._trace.start()
         self._recorder.listen()
         self._switch.install()
         for tuning in self._tunings.values():
-            tuning.begin(self.module, self._arguments, precision)
-            self._adopt(tuning)
+            tuning.begin(device, model, passes=self._arguments.passes, precision=precision, record=self._record)
+            self._active[tuning.phase] = tuning.active
 
     def end(self, *, keep_compiled: bool = False) -> None:
         """End the Trainer run: the module is an ordinary module again, unless it is to stay compiled."""
@@ -190,58 +185,25 @@ class Session:
         self._step = Step()  # not measured
         return self._stage
 
-    def begin_by_grad_mode(self, *, weights_frozen: bool = False, found_from_module: bool = True) -> None:
-        """Compile in place without a Trainer: the grad mode of each call tells the phase.
-
-        Args:
-            weights_frozen: Whether no weight changes, so that the compiled code may contain the weights.
-            found_from_module: Whether `report_of` and `restore` find this session from the module.
-        """
-        self.begin()
-        if found_from_module:
-            self._switch.set_session(self)
-        self._switch.select_by_grad_mode(self._active, frozen=weights_frozen)
-
-    def allow_shapes(self, args: Any, kwargs: Any) -> None:
-        """Let inference with inputs of these shapes compile, also with ``new_shapes="eager"`` or ``"raise"``."""
-        for compiled_target in self._switch.compiled_targets("infer"):
-            compiled_target.allow_shapes(args, kwargs)
-
     def free_compiled(self) -> None:
         """Free the memory of compiled code. A target that is called again is compiled again."""
         self._switch.free_compiled()
 
-    def finalizer(self) -> Callable[[], None]:
-        """Return a function that ends this session when the module is deleted. It does not keep the module alive."""
-        recorder, trace_settings, cache = self._recorder, self._switch.trace_settings, self._cache
-        backends = [compiled_target.backend for compiled_target in self._switch.compiled_targets()]
-
-        def end() -> None:
-            for backend in backends:
-                backend.free_folded()
-            recorder.stop()
-            if cache is not None:
-                cache.end()
-            trace_settings.remove()
-
-        return end
-
     # ------------------------------------------------------------------------------------------ stages and steps
 
-    def plan(self, steps: Mapping[Phase, float], seconds: float = math.inf) -> None:
+    def plan(self, steps: Mapping[Phase, float]) -> None:
         """Plan the baselines and the tuning of the rest of the run.
 
         Args:
             steps: The remaining steps by phase, ``math.inf`` if unknown.
-            seconds: The remaining time, if the run has a time limit.
         """
-        of_ranks = self._processes.gather((dict(steps), seconds))
+        of_ranks = self._processes.gather(dict(steps))
         for phase in steps:
-            least = min(of_rank[phase] for of_rank, _ in of_ranks)
+            least = min(of_rank[phase] for of_rank in of_ranks)
             if self._measurements.owns(phase):
                 self._measurements.baseline(phase).plan(least)
             if (tuning := self._tunings.get(phase)) is not None:
-                tuning.plan(least, min(seconds for _, seconds in of_ranks))
+                tuning.plan(least)
 
     def stage_begins(self, stage: Stage) -> None:
         """Begin or continue a stage. It runs compiled until a step runs eagerly."""
@@ -260,23 +222,23 @@ class Session:
         if first:
             self._switch.invalidate_weights()
         recorder, measurements, stage, phase = self._recorder, self._measurements, self._stage, self._stage.phase
-        recorder.listen_after_reset()
-        is_sample = not (stage.sanity or stage.nested)
-        finds_targets = self._finds_targets and not stage.nested and stage.name not in self._stages
+        is_sample = not (stage.sanity or stage.nested) and measurements.owns(phase)
+        finds_targets = self._finds_targets and not stage.nested and stage.name not in self._called.stages
         if not stage.nested:
-            self._stages.add(stage.name)
-        measured = is_sample and not finds_targets and measurements.owns(phase)
-        self._step = step = Step(first, measured, recorder.compiles_seen, recorder.traces_seen)
+            self._called.stages.add(stage.name)
+        measured = is_sample and not finds_targets
+        self._step = step = Step(first, measured, recorder.marker)
         if (tuning := self._tunings.get(phase)) is not None:
             self._active[phase] = active = tuning.step_begins(measured=measured)
             if measured and tuning.begins_block:
                 compiled = active.config is not None
                 measurements.timer.restart_warmup(phase, compiled=compiled, candidate=active.candidate)
-        in_baseline = is_sample and measurements.baseline(phase).running
-        self._select(compiled=not (stage.sanity or finds_targets or in_baseline))
+        in_baseline = not (stage.sanity or stage.nested) and measurements.baseline(phase).running
+        if tuning is not None or stage.sanity or finds_targets or in_baseline:
+            self._select(compiled=not (stage.sanity or finds_targets or in_baseline))
         step.compiled = self._compiled
         self._gpu.step_begins(trains_compiled=step.compiled and phase == "train")
-        if is_sample and measurements.owns(phase):
+        if is_sample:
             recorder.step = measurements.timer.next_step(phase)
             tries = tuning is not None and tuning.winner is None
             step.timed = measurements.step_begins(step, phase, self._active[phase], tries=tries)
@@ -284,15 +246,11 @@ class Session:
             self._called.start()
         return step.timed
 
-    @property
-    def has_cudagraphs(self) -> bool:
-        """Whether training steps run CUDA graphs."""
+    def after_backward(self) -> None:
+        """Copy the gradients out of the memory of CUDA graphs, because they outlive the step."""
         config = self._active["train"].config
-        return self._gpu.active and self._compiled and config is not None and config.uses_cudagraphs
-
-    def keep_gradients(self) -> None:
-        """Copy the gradients out of the memory of CUDA graphs, because they may outlive the step."""
-        self._gpu.keep_gradients()
+        if self._gpu.active and self._compiled and config is not None and config.uses_cudagraphs:
+            self._gpu.keep_gradients()
 
     def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
         """End a step: record its time, and count it for the baseline or the candidate.
@@ -305,10 +263,7 @@ class Session:
         stage, step = self._stage, self._step
         if called := self._called.stop():
             self._switch.add(self._new_targets(called))
-        step.disturbed = self._recorder.compiles_seen != step.compiles_before
-        step.traced = self._recorder.traces_seen != step.traces_before
-        if step.disturbed:
-            self._recorder.collect()
+        step.disturbed, step.traced = self._recorder.compiled_since(step.marker)
         if step.traced and (self._recorder.step is not None or stage.nested) and gc.isenabled():
             # A compile leaves so many objects that an automatic collection would take longer than most steps.
             gc.collect()
@@ -316,40 +271,34 @@ class Session:
         tuning = self._tunings.get(stage.phase)
         self._gpu.step_ends()
         workload = workload_of(loader, batch, part) if step.timed else None
-        workload = self._measurements.step_ends(
-            step, stage, self._active[stage.phase], workload, tuned=tuning is not None
-        )
+        workload = self._measurements.step_ends(step, stage, self._active[stage.phase], workload, tuned=bool(tuning))
         if tuning is not None:
-            if tuning.winner is None and self.has_cudagraphs:
+            if tuning.winner is None:
                 # torch frees the memory of CUDA graphs with the last of them, even if gradients are still in it.
-                self._gpu.keep_gradients()
+                self.after_backward()
             if workload is not None and step.measured:
                 tuning.step_ends(workload, self._measurements.timer.last_step)
-            self._adopt(tuning)
-        self._select(compiled=True)
+            self._active[tuning.phase] = tuning.active
+        if called or tuning is not None or not step.compiled:  # otherwise the phase is selected already
+            self._select(compiled=True)
 
     def stage_ends(self, phase: Phase) -> None:
         """End a stage: agree with other ranks on the winner of a `Tune`, and issue warnings."""
         if (tuning := self._tunings.get(phase)) is not None:
             tuning.stage_ends()
-            self._adopt(tuning)
+            self._active[tuning.phase] = tuning.active
         self._progress.stage_ends(phase)
         self.check(phase)
 
     def check(self, phase: Phase) -> None:
-        """Warn about targets that ran in a phase and are not compiled, and about slow steps; each once.
-
-        While a `Tune` tries candidates, the active config outside steps is eager, so there is nothing to warn about.
-        """
-        self._recorder.collect()
+        """Warn about targets that ran in a phase and are not compiled, and about slow steps; each once."""
         self._warnings.check_stage(phase, self._active[phase])
-        self._warnings.check_step_times(phase, self._active[phase].candidate)
 
     def check_run(self) -> None:
         """Warn at the end of a run about slow steps, and about targets that no step called."""
         for phase in PHASES:
             self._warnings.check_step_times(phase, self._active[phase].candidate)
-        if not self._finds_targets and "train" in self._stages:
+        if "train" in self._called.stages:
             self._warnings.check_targets()
 
     def baseline(self, phase: Phase) -> Baseline:
@@ -401,7 +350,8 @@ class Session:
         A part that is missing, unknown or of a wrong type is ignored, and so is a state of another version.
         """
         data = state if isinstance(state, Mapping) and state.get("version") == STATE_VERSION else {}
-        report, winners, baselines = (_mapping(data.get(name)) for name in ("report", "winners", "baselines"))
+        parts = map(data.get, ("report", "winners", "baselines"))
+        report, winners, baselines = (part if isinstance(part, Mapping) else {} for part in parts)
         if report:
             self._before = CompileReport.from_dict({**report, "before": None})
         self._shapes.restore(data.get("shapes"))
@@ -422,13 +372,6 @@ class Session:
         observes = not self._compiled and self._arguments.configs[stage.phase] is not None
         self._switch.select(stage.phase, active, frozen=stage.weights_frozen, observes=observes)
 
-    def _adopt(self, tuning: PhaseTuning) -> None:
-        """Take over the config that a tuning has chosen, and print its messages."""
-        self._active[tuning.phase] = tuning.active
-        for message in tuning.messages:
-            self._print_line(message)
-        tuning.messages.clear()
-
     def _new_targets(self, called: Sequence[Target]) -> Sequence[Compiled]:
         """The called modules and methods that are not targets yet; those that look alike share a graph."""
         known = {(id(member.module), member.method) for target in self._switch.targets for member in target.members}
@@ -443,17 +386,14 @@ class Session:
 
     def _save_record(self) -> None:
         """Write the observed shapes, and how long compiles took, into the file of the model."""
-        self._shapes.save()
-        if (record := self._shapes.record) is not None:
-            for phase, seconds in self._progress.seconds.items():
-                record.update("compile_seconds", phase, record.load()["compile_seconds"].get(phase, {}) | seconds)
+        if self._record is not None:
+            for phase, varying in self._shapes.state().items():
+                self._record.update("shapes", phase, varying)
+            for phase, seconds in self._progress.state().items():
+                self._record.update("compile_seconds", phase, seconds)
 
     def _stay_compiled(self) -> None:
         for tuning in self._tunings.values():
             tuning.finalize("the run ended before all steps were taken")
-            self._adopt(tuning)
+            self._active[tuning.phase] = tuning.active
         self._switch.select_by_grad_mode(self._active)
-
-
-def _mapping(value: object) -> Mapping[Any, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -11,7 +11,6 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks._utils.signatures import inputs_of
-from compile_callbacks.runtime.model_record import ModelRecord
 
 SPECIALIZED = (0, 1)
 """Sizes for which torch compiles a separate graph, whether the dimension is dynamic or not."""
@@ -95,14 +94,9 @@ class ObservedShapes:
 
 
 class ShapeRecords:
-    """The `ObservedShapes` of each target and phase of a session.
-
-    Attributes:
-        record: The model's file in ``cache_dir``, which `load` reads and `save` writes.
-    """
+    """The `ObservedShapes` of each target and phase of a session."""
 
     def __init__(self) -> None:
-        self.record: ModelRecord | None = None
         self._records: dict[tuple[str, Phase], ObservedShapes] = {}
 
     def of(self, target: str, phase: Phase) -> ObservedShapes:
@@ -124,18 +118,6 @@ class ShapeRecords:
             for target, varying in of_phase.items() if isinstance(of_phase, Mapping) else ():
                 if isinstance(target, str):
                     self.of(target, phase).restore(varying)
-
-    def load(self) -> None:
-        """Continue from the file of the model."""
-        if self.record is not None:
-            self.restore(self.record.load()["shapes"])
-
-    def save(self) -> None:
-        """Write what varies into the file of the model, if the file has something else."""
-        known = self.record.load()["shapes"] if self.record is not None else {}
-        for phase, varying in self.state().items():
-            if self.record is not None and varying != known.get(phase):
-                self.record.update("shapes", phase, varying)
 
 
 def _key(name: str, value: torch.Tensor | int) -> str:

@@ -41,8 +41,8 @@ class Tuner:
         """Whether all candidates had their chance, so that a longer run would choose the same."""
         self.trials: dict[str, Trial] = {EAGER: Trial(EAGER)}
         """The result of each candidate so far, eager first."""
-        self.steps_left = self.seconds_left = math.inf
-        """The rest of the run, in which a candidate of ``"auto"`` must amortize its compile time."""
+        self.steps_left = math.inf
+        """The remaining steps of the run, in which a candidate of ``"auto"`` must amortize its compile time."""
         self._tune = tune
         self._device_type = "cpu" if device_type == "cpu" else "cuda"
         self._eager = self.trials[EAGER]
@@ -96,7 +96,6 @@ class Tuner:
         if one is not self._eager:
             one.compile_seconds = block.compile_seconds
         self._budget_left -= block.seconds
-        self.seconds_left -= block.seconds
         self.steps_left -= block.steps
         if block.problem is not None:
             one.decide(*block.problem)
@@ -167,7 +166,7 @@ class Tuner:
             return f"compiling takes about {seconds:.0f} s, and {left}"
         if self._tune.candidates != AUTO:
             return None
-        steps_left = max(0.0, min(self.steps_left, self.seconds_left * 1000 / eager_ms))
+        steps_left = max(0.0, self.steps_left)
         fastest_ms = min(eager_ms / _PLAUSIBLE_SPEEDUP[self._device_type], best_ms / _FURTHER_SPEEDUP)
         saved_seconds = steps_left * (best_ms - fastest_ms) / 1000
         if saved_seconds >= seconds:

@@ -1,4 +1,4 @@
-"""The remaining steps and time of a trainer, and what is planned by them."""
+"""The remaining steps of a trainer, and what is planned by them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import lightning.pytorch as pl
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from compile_callbacks import InductorCompile
-from compile_callbacks.callbacks.trainer_progress import remaining_seconds, remaining_steps
+from compile_callbacks.callbacks.trainer_progress import remaining_steps
 from tests.support.models import Classifier, loader, trainer
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
@@ -18,7 +17,7 @@ INF = math.inf
 
 
 class Remaining(pl.Callback):
-    """The remaining train and infer steps at the start of training and of each validation, and the seconds."""
+    """The remaining train and infer steps at the start of training and of each validation."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, float]] = []
@@ -27,7 +26,6 @@ class Remaining(pl.Callback):
         if not trainer.sanity_checking:
             remaining = remaining_steps(trainer)
             self.steps.append((remaining["train"], remaining["infer"]))
-            self.seconds = remaining_seconds(trainer)
 
     on_train_start = on_validation_start = _ask
 
@@ -53,23 +51,13 @@ def stream() -> DataLoader:
         ({"max_epochs": 3, "val_check_interval": 12, "check_val_every_n_epoch": None}, [(24, 8), (12, 8), (0, 4)]),
         ({"max_epochs": -1, "max_steps": 10}, [(10, 4), (2, 4)]),
         ({"max_epochs": 9, "max_steps": 5, "accumulate_grad_batches": 2}, [(10, 4), (2, 4)]),
-        ({"max_epochs": 1, "limit_train_batches": 2, "max_time": {"seconds": 50}}, [(2, 4), (0, 4)]),
+        ({"max_epochs": 1, "limit_train_batches": 2}, [(2, 4), (0, 4)]),
         ({"max_epochs": 1, "stream": True}, [(INF, INF), (INF, INF)]),
         ({"max_epochs": -1, "max_steps": 6, "stream": True}, [(6, INF)]),
     ],
 )
-def test_remaining_steps_and_seconds_of_a_fit(settings, steps):
+def test_remaining_steps_of_a_fit(settings, steps):
     seen = Remaining()
     batches = stream() if settings.pop("stream", False) else loader(8)
     trainer(seen, **settings).fit(Classifier(), batches, loader(4))
     assert seen.steps == steps
-    assert seen.seconds == (pytest.approx(50, abs=10) if "max_time" in settings else INF)
-
-
-def test_auto_compiles_nothing_that_a_run_with_a_time_limit_cannot_amortize():
-    ours = InductorCompile("auto", None)
-    trainer(ours, max_epochs=-1, max_time={"seconds": 2}).fit(Classifier(), loader(50))
-    assert ours.report.train.graphs == 0
-    (trial,) = [trial for trial in ours.report.train.diagnostics.trials if trial["candidate"] != "eager"]
-    assert trial["verdict"] == "not tried"
-    assert "that remain could save" in trial["reason"]
