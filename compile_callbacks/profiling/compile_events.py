@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
@@ -102,18 +102,19 @@ class CompileEvent:
         return {name: value for name, value in asdict(self).items() if value not in (None, 0)}
 
 
-class TargetCall(NamedTuple):
+class TargetCall(Protocol):
     """A call of a compiled target.
 
     Attributes:
         key: The target and its phase.
-        on_trace: Called when Dynamo begins to trace in the call.
         nested_calls_eager: Whether targets that are called within this one run eagerly.
     """
 
     key: CompileKey
-    on_trace: Callable[[], None]
-    nested_calls_eager: bool = False
+    nested_calls_eager: bool
+
+    def on_trace(self) -> None:
+        """Dynamo begins to trace in the call."""
 
 
 class _Calling(threading.local):

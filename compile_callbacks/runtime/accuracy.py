@@ -147,9 +147,26 @@ def gradient_tolerance(allowed: float) -> float:
     return max(allowed, min(math.sqrt(allowed), _MAX_GRADIENT_TOLERANCE))
 
 
-def random_tensor(shape: Sequence[int], device: torch.device, seed: int) -> torch.Tensor:
+def _random_tensor(shape: Sequence[int], device: torch.device, seed: int) -> torch.Tensor:
     """Normally distributed numbers that depend on the seed alone; the user's generators are not used."""
     return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
+
+
+def gradients_of(
+    tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The gradients of leaves for random values at the tensors, the same values in each run."""
+    outputs, cotangents = [], []
+    for seed, (name, tensor) in enumerate(tensors.items()):
+        if leaves and tensor.requires_grad:
+            outputs.append(tensor)
+            # In the float64 run the values are rounded too. Ones would have no gradient through a softmax.
+            random = _random_tensor(tensor.shape, tensor.device, seed).to(like[name].dtype)
+            cotangents.append(random.to(tensor.dtype))
+    if not outputs:
+        return {}
+    found = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
+    return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
 
 def sketches(gradients: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
@@ -160,7 +177,7 @@ def sketches(gradients: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
     for name, gradient in gradients.items():
         device, dtype = gradient.device, torch.promote_types(gradient.dtype, torch.float32).to_real()
         if device not in directions:
-            directions[device] = random_tensor((2, 2 * size), device, seed=0)  # complex numbers are two
+            directions[device] = _random_tensor((2, 2 * size), device, seed=0)  # complex numbers are two
         total = torch.zeros(3, dtype=torch.float64, device=device)
         for part in _flat(gradient).to(dtype).split(_CHUNK):
             products = directions[device][:, : len(part)].to(dtype) @ part

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -109,7 +108,7 @@ class CompiledTarget:
         )
         # One for each block: the inputs of the first one differ from those of the others (requires_grad).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
-        self._limits_shapes = settings.new_shapes != "recompile"
+        self._limits_shapes = settings.new_shapes in ("eager", "raise")
         self._uncompilable: set[Any] = set()  # signatures of calls on which the compiler failed
         self._guards_hooks = False
         self._hooks_seen = -1
@@ -124,15 +123,14 @@ class CompiledTarget:
 
     def call(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
         """Call a member of the target compiled, or eagerly if it cannot be compiled."""
-        if self._runs_eagerly(args, kwargs):
+        calling = self._recorder.calling
+        outer = calling.current
+        if self._runs_eagerly(outer, args, kwargs):
             return member.eager(*args, **kwargs)
         compiled = self._current_function()
-        stance = self._stance(member, args, kwargs) if self._limits_shapes else None
-        calling, outer = self._recorder.calling, self._recorder.calling.current
+        stance = self._stance(member, args, kwargs) if self._limits_shapes or self._budget.exhausted else None
         failure, graphs = None, self._backend.graphs
-        snapshots: list[Snapshot] = []
-        on_trace = functools.partial(self._trace_begins, member, snapshots, args, kwargs)
-        calling.current = TargetCall(self.key, on_trace, nested_calls_eager=stance is not None)
+        calling.current = call = _Call(self, member, args, kwargs, nested_calls_eager=stance is not None)
         try:
             if stance is None:
                 result = compiled(member.module, *args, **kwargs)
@@ -144,19 +142,22 @@ class CompiledTarget:
             failure = error
         finally:
             calling.current = outer
-            if snapshots:
+            if call.snapshot is not None:
                 self._while_tracing.close()
                 self._budget.check()
         if failure is not None:
-            for snapshot in snapshots:
-                snapshot.restore()
+            if call.snapshot is not None:
+                call.snapshot.restore()
             result = self._call_after_failure(member, failure, args, kwargs)
         if self._backend.graphs > graphs:
             self._graphs_were_compiled(member, args, kwargs)
         if self._fallback.region_failure is not None:
             self._give_up_regions(self._fallback.region_failure)
-        self._count_traces(traced=bool(snapshots), compiled=self._backend.graphs > graphs)
-        self._fallback.issue_warnings()
+        traced = call.snapshot is not None
+        if traced or self._traces_without_graph:
+            self._count_traces(traced=traced, compiled=self._backend.graphs > graphs)
+        if self._fallback.pending:
+            self._fallback.issue_warnings()
         return result
 
     def _count_traces(self, *, traced: bool, compiled: bool) -> None:
@@ -169,8 +170,7 @@ class CompiledTarget:
             reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls one after another and compiled no graph"
             self._fallback.run_eagerly("CC101", reason)
 
-    def _runs_eagerly(self, args: Any, kwargs: Any) -> bool:
-        outer = self._recorder.calling.current
+    def _runs_eagerly(self, outer: TargetCall | None, args: Any, kwargs: Any) -> bool:
         if outer is not None and outer.nested_calls_eager:
             return True
         self.called = True
@@ -206,8 +206,8 @@ class CompiledTarget:
         return self._compiled or self._compile()
 
     def _stance(self, member: Target, args: Any, kwargs: Any) -> str | None:
-        if self._fallback.settings.new_shapes == "auto":
-            return "eager_on_recompile" if self._budget.exhausted else None
+        if self._budget.exhausted:
+            return "eager_on_recompile"
         policy = self._shapes[member]
         if self.on_trial:
             # The first call of a candidate may have unusual shapes, in the last batch of an epoch for example.
@@ -229,18 +229,16 @@ class CompiledTarget:
         )
         raise CompileError(with_code("CC107", message))
 
-    def _trace_begins(self, member: Target, snapshots: list[Snapshot], args: Any, kwargs: Any) -> None:
-        """Mark the inputs that vary, and save the module's state to restore it if a compile fails midway."""
-        if not snapshots:
-            snapshots.append(Snapshot(member.module))
-            self.observed.record(args, kwargs)
-            if self._config.dynamic is None:
-                self._while_tracing.enter_context(self.observed.marked(args, kwargs))
-            self._while_tracing.enter_context(_torch.dynamo.without_weak_references())
-            self._while_tracing.enter_context(_torch.dynamo.without_odd_gradients())
-            self._while_tracing.enter_context(_torch.regions.strict_comparison())
-            if self._regions is not None:
-                self._while_tracing.enter_context(_torch.regions.with_constant_floats())
+    def trace_begins(self, args: Any, kwargs: Any) -> None:
+        """Mark the inputs that vary, and set Dynamo's settings for our compiles, until the call ends."""
+        self.observed.record(args, kwargs)
+        if self._config.dynamic is None:
+            self._while_tracing.enter_context(self.observed.marked(args, kwargs))
+        self._while_tracing.enter_context(_torch.dynamo.without_weak_references())
+        self._while_tracing.enter_context(_torch.dynamo.without_odd_gradients())
+        self._while_tracing.enter_context(_torch.regions.strict_comparison())
+        if self._regions is not None:
+            self._while_tracing.enter_context(_torch.regions.with_constant_floats())
 
     def _call_after_failure(self, member: Target, failure: Exception, args: Any, kwargs: Any) -> Any:
         # If the error is the user's, the eager call raises it again with the user's traceback.
@@ -388,6 +386,32 @@ class CompiledTarget:
         if self._regions is not None:
             return self._backend.graphs > 0 and not self._backend.shares_regions
         return self._shares_as_asked and any(len(found) == len(self._members) for found in self._compiled_of.values())
+
+
+class _Call:
+    """A call of a compiled target, which the recorder knows while it runs.
+
+    Attributes:
+        key: The target and its phase.
+        nested_calls_eager: Whether targets that are called within this one run eagerly.
+        snapshot: The state of the module before Dynamo traced it, to be restored if the compile fails.
+    """
+
+    __slots__ = ("_args", "_kwargs", "_member", "_target", "key", "nested_calls_eager", "snapshot")
+
+    def __init__(
+        self, target: CompiledTarget, member: Target, args: Any, kwargs: Any, nested_calls_eager: bool
+    ) -> None:
+        self.key = target.key
+        self.nested_calls_eager = nested_calls_eager
+        self.snapshot: Snapshot | None = None
+        self._target, self._member, self._args, self._kwargs = target, member, args, kwargs
+
+    def on_trace(self) -> None:
+        """Dynamo begins to trace in the call."""
+        if self.snapshot is None:
+            self.snapshot = Snapshot(self._member.module)
+            self._target.trace_begins(self._args, self._kwargs)
 
 
 def _calling(function: Callable[..., Any]) -> Any:

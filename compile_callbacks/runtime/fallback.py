@@ -27,6 +27,7 @@ class EagerFallback:
         has_regions: Whether the target has regions.
         region_failure: Why its regions are compiled separately from now on.
         settings: The reaction to a failure.
+        pending: The warnings that wait for the end of the call.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class EagerFallback:
         self._key = key
         self._recorder = recorder
         self._warn = warn
-        self._pending: list[tuple[str, str, Hashable]] = []
+        self.pending: list[tuple[str, str, Hashable]] = []
 
     def compiler_failed(self, error: BaseException, *, what: str = "the compiler failed") -> None:
         """Record that a part of the target runs eagerly, and warn about it after the call.
@@ -93,12 +94,12 @@ class EagerFallback:
             message: The text of the warning.
             about: The subject: only its first warning is issued. By default it is the target and the phase.
         """
-        self._pending.append((code, message, about or self._key[:2]))
+        self.pending.append((code, message, about or self._key[:2]))
 
     def issue_warnings(self) -> None:
         """Issue the warnings of `warn_after_call`. The warnings of a candidate wait until the `Tune` has chosen it."""
-        while self._pending and not self.settings.on_trial:
-            code, message, about = self._pending.pop(0)
+        while self.pending and not self.settings.on_trial:
+            code, message, about = self.pending.pop(0)
             self._warn.warn(code, message, about=about)
 
 

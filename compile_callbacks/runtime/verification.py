@@ -25,7 +25,7 @@ from compile_callbacks.runtime.accuracy import (
     Comparison,
     Results,
     compare_results,
-    random_tensor,
+    gradients_of,
     sketches,
     tolerance,
 )
@@ -306,7 +306,7 @@ class _Runs:
             # Copied here, because the backward pass of an activation checkpoint writes to them once more.
             names = [self._names[position] for position in self._written]
             written = {name: results.tensors[name].detach().clone() for name in names}
-            gradients = _gradients(results.tensors, (like or results).tensors, leaves)
+            gradients = gradients_of(results.tensors, (like or results).tensors, leaves)
         results.tensors = {name: tensor.detach() for name, tensor in results.tensors.items()} | written
         if keep:
             results.gradients = {name: gradients.get(name, torch.zeros_like(leaves[name])).cpu() for name in keep}
@@ -366,23 +366,6 @@ class _NoLeaf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
-
-
-def _gradients(
-    tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The gradients of leaves for random values at the tensors, the same values in each run."""
-    outputs, cotangents = [], []
-    for seed, (name, tensor) in enumerate(tensors.items()):
-        if leaves and tensor.requires_grad:
-            outputs.append(tensor)
-            # In the float64 run the values are rounded too. Ones would have no gradient through a softmax.
-            random = random_tensor(tensor.shape, tensor.device, seed).to(like[name].dtype)
-            cotangents.append(random.to(tensor.dtype))
-    if not outputs:
-        return {}
-    found = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
-    return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
 
 @contextlib.contextmanager
