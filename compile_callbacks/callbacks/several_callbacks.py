@@ -12,8 +12,8 @@ from torch import nn
 
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.tune import Tune
-from compile_callbacks.profiling.baseline import Baseline
 from compile_callbacks.runtime.arguments import CompileArguments
+from compile_callbacks.runtime.measurements import Baseline
 from compile_callbacks.runtime.target import overlap
 from compile_callbacks.runtime.targets import named_targets
 

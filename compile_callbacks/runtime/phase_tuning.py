@@ -264,11 +264,14 @@ class PhaseTuning:
             no_cudagraphs=WEIGHTS_ARE_SHARDED if sharded else no_cudagraphs,
             shapes_vary=shapes_vary,
         )
-        self._configs |= {one.name: ActiveConfig(one.config, one.name) for one in candidates}
-        self._tuner.start(candidates)
-        possible = {self._key(EAGER): EAGER} | {self._key(one.name): one.name for one in candidates if not one.why_not}
-        if earlier is not None and earlier[0] in possible:
-            self._tuner.adopt(possible[earlier[0]], earlier[1])
+        trials = []
+        for config, trial in candidates:
+            self._configs[trial.candidate] = ActiveConfig(config, trial.candidate)
+            trials.append(trial)
+        without_effect = {trial.candidate for trial in trials if trial.verdict == "not tried"}
+        self._tuner.start(trials)
+        if earlier is not None and (name := self._names.get(earlier[0])) is not None and name not in without_effect:
+            self._tuner.adopt(name, earlier[1])
 
     # ------------------------------------------------------------------------------------------ the winner
 

@@ -19,7 +19,6 @@ from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.tune import Tune
-from compile_callbacks.profiling.baseline import Baseline
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.workload import workload_of
@@ -33,7 +32,7 @@ from compile_callbacks.runtime.diagnostics import SessionWarnings
 from compile_callbacks.runtime.dispatcher import EAGERLY, ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import is_sharded
-from compile_callbacks.runtime.measurements import Measurements, Stage, Step
+from compile_callbacks.runtime.measurements import Baseline, Measurements, Stage, Step
 from compile_callbacks.runtime.model_record import ModelRecord, model_fingerprint
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
 from compile_callbacks.runtime.recompile_budget import CompileLimits

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.tune import Tune
+from compile_callbacks.tuning.trial import Trial
 
 _AUTOTUNE_COST = 8.0  # how many times longer a compile takes if Inductor benchmarks kernels
-
-
-class Candidate(NamedTuple):
-    """A candidate.
-
-    Attributes:
-        name: Its settings in one line.
-        config: Its config.
-        why_not: Why it is not tried; ``None`` if it is.
-        compile_cost: Its expected compile time, divided by that of the default mode.
-    """
-
-    name: str
-    config: InductorConfig
-    why_not: str | None = None
-    compile_cost: float = 1.0
 
 
 def candidates_of(
@@ -39,8 +23,8 @@ def candidates_of(
     no_freezing: str | None,
     no_cudagraphs: str | None,
     shapes_vary: bool,
-) -> Sequence[Candidate]:
-    """The candidates in order, without eager.
+) -> Iterator[tuple[InductorConfig, Trial]]:
+    """The candidates in order, without eager. A trial says so if its candidate is not tried.
 
     Args:
         tune: The `Tune`.
@@ -51,18 +35,18 @@ def candidates_of(
         shapes_vary: Whether batches have different shapes.
     """
     configs = tune.configs or auto_candidates(device, phase, freezes=no_freezing is None, shapes_vary=shapes_vary)
-    candidates: list[Candidate] = []
+    names: list[str] = []
     for config in configs:
-        same = sum(other.config.describe() == config.describe() for other in candidates)  # passes of one class
-        why_not = None
-        if config.freezes and phase == "infer" and no_freezing:
-            why_not = f"it asks for freezing, and {no_freezing}"
+        name = config.describe()
+        names.append(name)
+        if (count := names.count(name)) > 1:  # with other passes of the same class
+            name = f"{name} ({count})"
+        trial = Trial(name, compile_cost=_AUTOTUNE_COST if config.resolved_options().get("max_autotune") else 1.0)
         if config.uses_cudagraphs and no_cudagraphs:
-            why_not = f"it asks for CUDA graphs, and {no_cudagraphs}"
-        name = f"{config.describe()} ({same + 1})" if same else config.describe()
-        cost = _AUTOTUNE_COST if config.resolved_options().get("max_autotune") else 1.0
-        candidates.append(Candidate(name, config, why_not, cost))
-    return candidates
+            trial.decide("not tried", f"it asks for CUDA graphs, and {no_cudagraphs}")
+        elif config.freezes and phase == "infer" and no_freezing:
+            trial.decide("not tried", f"it asks for freezing, and {no_freezing}")
+        yield config, trial
 
 
 def auto_candidates(

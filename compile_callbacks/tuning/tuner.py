@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import AUTO, LEAST_SAMPLES, Tune
-from compile_callbacks.tuning.candidates import Candidate
 from compile_callbacks.tuning.trial import Block, Trial, compare
 
 _MOST_ROUNDS = 2  # times the rounds that the samples need, because a block may have steps that are no samples
@@ -78,12 +77,9 @@ class Tuner:
         )
         return self.winner is not None and self.complete and not (self.winner == EAGER and unknown)
 
-    def start(self, candidates: Sequence[Candidate]) -> None:
+    def start(self, trials: Sequence[Trial]) -> None:
         """Begin to try candidates, in this order."""
-        for one in candidates:
-            self.trials[one.name] = Trial(one.name, compile_cost=one.compile_cost)
-            if one.why_not is not None:
-                self.trials[one.name].decide("not tried", one.why_not)
+        self.trials |= {one.candidate: one for one in trials}
         self._turns = self._in_play()
         self._next_turn()
 

@@ -14,8 +14,8 @@ from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.config.tune import as_settings
 from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.runtime.phase_tuning import BLOCK_STEPS
-from compile_callbacks.tuning.candidates import Candidate, auto_candidates
-from compile_callbacks.tuning.trial import Block
+from compile_callbacks.tuning.candidates import auto_candidates
+from compile_callbacks.tuning.trial import Block, Trial
 from compile_callbacks.tuning.tuner import Tuner
 
 
@@ -76,7 +76,7 @@ class Machine:
                 break
             tuner.block_ends(self.block(tuner.candidate))
             if not tuner.started:
-                tuner.start([Candidate(name, InductorConfig()) for name in names if name in self.mean_ms])
+                tuner.start([Trial(name) for name in names if name in self.mean_ms])
         return tuner.winner
 
 
