@@ -69,7 +69,7 @@ class PhaseTuning:
         self._device = torch.device("cpu")
         self._record: ModelRecord | None = None
         self._conditions: Mapping[str, str] = {}
-        self._earlier: dict[str, tuple[str, str]] = {}  # config key and origin of earlier winners, by their conditions
+        self._earlier: dict[str, str] = {}  # the config keys of earlier winners, by the keys of their conditions
         self._reset()
 
     def _reset(self) -> None:
@@ -77,7 +77,6 @@ class PhaseTuning:
         self._configs: dict[str, ActiveConfig] = {EAGER: EAGERLY}
         self._workloads: Counter[Workload] = Counter()  # of the first block, which is eager
         self._made_for: dict[str, str] = {}
-        self._is_final = True
         self._first_event = len(self._recorder.events)
         self._samples: list[tuple[Workload, Span]] = []  # of the block
         self._block_steps, self._block_seconds, self._step_began = 0, 0.0, 0.0
@@ -111,34 +110,17 @@ class PhaseTuning:
             device=device,
             ranks=self._processes.size,
         )
-        if record is not None:
-            for winner in record.load()["winners"].values():
-                self._remember(winner, f"won in an earlier run; delete {record.path} to measure again")
-        if not (self._is_final and self._tuner.lasts):
+        for winner in record.load()["winners"].values() if record is not None else ():
+            key, config_key = winner.get("key"), winner.get("config_key")
+            if isinstance(key, str) and isinstance(config_key, str):
+                self._earlier[key] = config_key
+        if not self._tuner.lasts:
             self._switch.free_candidates(self.phase, *self._configs)
             self._reset()
 
     def plan(self, steps_left: float) -> None:
         """Set how many steps of the phase remain in the run; the same on all ranks."""
         self._tuner.steps_left = steps_left
-
-    def state(self) -> dict[str, Any] | None:
-        """Return the winner as JSON-ready data; ``None`` if a later run should measure again."""
-        if not self._tuner.worth_keeping:
-            return None
-        winner = str(self.winner)
-        return {"key": digest(self._made_for), "candidate": winner, "config_key": self._key(winner)}
-
-    def restore(self, state: object) -> None:
-        """Resume from the `state` of an earlier run; data of another form is ignored."""
-        self._remember(state, "won in the run that this one resumes")
-
-    def finalize(self, reason: str) -> None:
-        """Choose now, until the next run, among the candidates that are faster than eager so far."""
-        if self.winner is None:
-            self._is_final = False
-            self._tuner.conclude(reason)
-            self._apply()
 
     # ------------------------------------------------------------------------------------------ steps and stages
 
@@ -251,7 +233,7 @@ class PhaseTuning:
         compiled = any(event.graphs for event in self._events())
         return None if compiled else ("failed", "nothing was compiled in its steps")
 
-    def _start(self, *, shapes_vary: bool, earlier: tuple[str, str] | None = None) -> None:
+    def _start(self, *, shapes_vary: bool, earlier: str | None = None) -> None:
         """Eager was measured: start with the candidates, or use the winner of an earlier run."""
         sharded = any(member.sharded for target in self._switch.targets for member in target.members)
         no_freezing = "repeated blocks share a graph without weights" if self._switch.shares_graphs else None
@@ -270,8 +252,9 @@ class PhaseTuning:
             trials.append(trial)
         without_effect = {trial.candidate for trial in trials if trial.verdict == "not tried"}
         self._tuner.start(trials)
-        if earlier is not None and (name := self._names.get(earlier[0])) is not None and name not in without_effect:
-            self._tuner.adopt(name, earlier[1])
+        name = self._names.get(earlier or "")
+        if self._record is not None and name is not None and name not in without_effect:
+            self._tuner.adopt(name, f"won in an earlier run; delete {self._record.path} to measure again")
 
     # ------------------------------------------------------------------------------------------ the winner
 
@@ -300,16 +283,12 @@ class PhaseTuning:
 
     def _keep(self) -> None:
         """Keep the winner, which is the same on all ranks, in the file for later processes."""
-        state = self.state()
-        if self._record is None or state is None or self._earlier.get(state["key"], ("",))[0] == state["config_key"]:
+        if self.winner is None or not self._tuner.worth_keeping:
             return
-        self._earlier[state["key"]] = state["config_key"], "won in this process"
-        if problem := self._record.update("winners", state["key"], {**state, "made_for": self._made_for}):
+        key, config_key = digest(self._made_for), self._key(self.winner)
+        if self._record is None or self._earlier.get(key) == config_key:
+            return
+        self._earlier[key] = config_key
+        winner = {"key": key, "candidate": self.winner, "config_key": config_key, "made_for": self._made_for}
+        if problem := self._record.update("winners", key, winner):
             self._print_line(f"{self.phase} phase: the winner could not be written for later runs: {problem}")
-
-    def _remember(self, winner: object, origin: str) -> None:
-        """Remember a winner of an earlier run until the conditions of this run are known."""
-        data = winner if isinstance(winner, Mapping) else {}
-        key, config_key = data.get("key"), data.get("config_key")
-        if isinstance(key, str) and isinstance(config_key, str):
-            self._earlier[key] = config_key, origin

@@ -172,7 +172,7 @@ class Session:
             self._measurements.timer.discard_step,
             *((self._trace.stop,) if self._trace is not None else ()),
             *((self._warnings.check_cache_dir, cache.end, self._save_record) if cache is not None else ()),
-            self._stay_compiled if keep_compiled else self._switch.remove,
+            functools.partial(self._switch.select_by_grad_mode, self._active) if keep_compiled else self._switch.remove,
         )
         with contextlib.ExitStack() as remaining:  # an exception in one part does not prevent the others
             for part in reversed(parts):
@@ -333,14 +333,13 @@ class Session:
         return CompileReport(train=phases["train"], infer=phases["infer"], before=self._before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the report, the samples of the baseline and the winners, as plain data for a checkpoint."""
+        """Return the report, the samples of the baseline and the observed shapes, as plain data for a checkpoint."""
         return {
             "version": STATE_VERSION,
             "report": self.report().to_dict(),
             "baselines": self._measurements.state_dict(),
             "device": self._measurements.device_name(),
             "shapes": self._shapes.state(),
-            "winners": {phase: winner for phase, tuning in self._tunings.items() if (winner := tuning.state())},
         }
 
     def resume(self, state: object) -> None:
@@ -349,16 +348,14 @@ class Session:
         A part that is missing, unknown or of a wrong type is ignored, and so is a state of another version.
         """
         data = state if isinstance(state, Mapping) and state.get("version") == STATE_VERSION else {}
-        parts = map(data.get, ("report", "winners", "baselines"))
-        report, winners, baselines = (part if isinstance(part, Mapping) else {} for part in parts)
+        parts = map(data.get, ("report", "baselines"))
+        report, baselines = (part if isinstance(part, Mapping) else {} for part in parts)
         if report:
             self._before = CompileReport.from_dict({**report, "before": None})
         self._shapes.restore(data.get("shapes"))
         device = data.get("device")
         if not all(self._processes.gather(isinstance(device, str) and device == self._measurements.device_name())):
             return
-        for phase, tuning in self._tunings.items():
-            tuning.restore(winners.get(phase))
         self._measurements.resume(baselines)
 
     # ------------------------------------------------------------------------------------------ parts of the above
@@ -390,9 +387,3 @@ class Session:
                 self._record.update("shapes", phase, varying)
             for phase, seconds in self._progress.state().items():
                 self._record.update("compile_seconds", phase, seconds)
-
-    def _stay_compiled(self) -> None:
-        for tuning in self._tunings.values():
-            tuning.finalize("the run ended before all steps were taken")
-            self._active[tuning.phase] = tuning.active
-        self._switch.select_by_grad_mode(self._active)
