@@ -340,10 +340,6 @@ class CompileRecorder:
             self._backward_seconds += seconds
             self._saved_bytes += saved_bytes
 
-    def record_pass(self, key: CompileKey, run: dict[str, Any]) -> None:
-        """Record the run of a custom graph pass on a graph."""
-        self.pass_runs.append((key, run))
-
     def count_weight_refresh(self, key: CompileKey) -> None:
         """Count that folded weights were computed again."""
         self.weight_refreshes[key.phase] += 1

@@ -37,8 +37,7 @@ class PeakMemory:
     """
 
     def __init__(self) -> None:
-        self._peak_bytes: dict[_Variant, int] = {}
-        self._at_most_bytes: dict[_Variant, int] = {}
+        self._peaks: dict[_Variant, tuple[bool, int]] = {}  # whether a step raised the process's peak, and the bytes
         self._measured: Counter[_Variant] = Counter()
         self._running: tuple[_Variant, int] | None = None
 
@@ -68,13 +67,10 @@ class PeakMemory:
         if after < before:  # the user reset the peak in this step
             return
         self._measured[variant] += 1
-        found = self._peak_bytes if after > before else self._at_most_bytes
-        found[variant] = max(found.get(variant, 0), after)
+        self._peaks[variant] = max(self._peaks.get(variant, (False, 0)), (after > before, after))
 
     def peak(self, phase: Phase, *, compiled: bool, candidate: str | None = None) -> Peak:
         """Return the highest peak of the measured steps."""
-        variant = phase, compiled, candidate
-        if (peak := self._peak_bytes.get(variant)) is not None:
-            return Peak(mib=peak / 2**20)
-        at_most = self._at_most_bytes.get(variant)
-        return Peak(at_most_mib=None if at_most is None else at_most / 2**20)
+        raised, peak_bytes = self._peaks.get((phase, compiled, candidate), (False, 0))
+        mib = peak_bytes / 2**20 or None
+        return Peak(mib=mib) if raised else Peak(at_most_mib=mib)

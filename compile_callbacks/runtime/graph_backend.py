@@ -159,12 +159,12 @@ class GraphBackend:
     def _record_passes(self, runs: Sequence[PassRun], skipped: Sequence[Any]) -> None:
         """Record what each pass did. A pass that has not run belongs to a graph from torch's cache."""
         for run in runs:
-            self._recorder.record_pass(self._key, run.to_dict())
+            self._recorder.pass_runs.append((self._key, run.to_dict()))
         ran = {(run.name, run.hook) for run in runs}
         for graph_pass in self._passes:
             name, hook = pass_name(graph_pass), pass_hook(graph_pass)
             if (name, hook) not in ran and not any(graph_pass is other for other in skipped):
-                self._recorder.record_pass(self._key, {"name": name, "hook": hook, "from_cache": True})
+                self._recorder.pass_runs.append((self._key, {"name": name, "hook": hook, "from_cache": True}))
 
     def _report_failed_pass(self, failure: GraphPassError) -> None:
         self._recorder.record("pass_skipped", self._key, reason=str(failure))

@@ -46,7 +46,6 @@ class PhaseTuning:
         recorder: Has the compile events.
         processes: Gathers the measurements of all ranks.
         print_line: Prints a line of text.
-        clock: Returns increasing seconds.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class PhaseTuning:
         recorder: CompileRecorder,
         processes: ProcessGroupSync | None = None,
         print_line: Callable[[str], None] = lambda line: None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.phase = phase
         self.tune = tune
@@ -65,7 +63,6 @@ class PhaseTuning:
         self._recorder = recorder
         self._print_line = print_line
         self._processes = processes or ProcessGroupSync()
-        self._clock = clock
         self._device = torch.device("cpu")
         self._record: ModelRecord | None = None
         self._conditions: Mapping[str, str] = {}
@@ -128,7 +125,7 @@ class PhaseTuning:
         """Begin a step; returns the config to run it with. Only measured steps run with a candidate."""
         if not measured or self.winner is not None:
             return self.active
-        self._step_began = self._clock()
+        self._step_began = time.perf_counter()
         return self._configs[self._tuner.candidate]
 
     def step_ends(self, workload: Workload, span: Span | None) -> None:
@@ -145,7 +142,7 @@ class PhaseTuning:
         if span is not None:
             self._samples.append((workload, span))
         self._block_steps += 1
-        self._block_seconds += self._clock() - self._step_began
+        self._block_seconds += time.perf_counter() - self._step_began
         if self._block_steps >= BLOCK_STEPS:
             self._block_ends()
 
@@ -207,13 +204,13 @@ class PhaseTuning:
 
     def _block(self) -> Block:
         """The measurements of this rank."""
-        began = self._clock()
+        began = time.perf_counter()
         self._recorder.collect()
         times = defaultdict[Workload, list[float]](list)
         for workload, span in self._samples:
             times[workload].append(span.milliseconds())  # waits for the GPU
         compile_seconds = sum(event.seconds or 0 for event in self._events() if event.kind == "compile")
-        seconds = self._block_seconds + self._clock() - began
+        seconds = self._block_seconds + time.perf_counter() - began
         return Block(dict(times), seconds, compile_seconds, self._problem(), self._block_steps)
 
     def _events(self, since: int = 0) -> list[CompileEvent]:
