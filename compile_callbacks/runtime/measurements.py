@@ -215,13 +215,13 @@ class Measurements:
     def resume(self, state: Mapping[Any, Any]) -> None:
         """Use the eager samples of an earlier run on the same hardware, in place of a baseline."""
         for phase in PHASES:
-            baseline = baseline_from_data(state.get(phase))
+            baseline = _baseline_from_data(state.get(phase))
             self.timer.restore(phase, baseline)
             if baseline:
                 self._baselines[phase].skip()
 
 
-def baseline_from_data(data: Any) -> dict[Workload, tuple[float, ...]]:
+def _baseline_from_data(data: Any) -> dict[Workload, tuple[float, ...]]:
     """Return the samples by workload, from pairs of lists; nothing if the data has another form."""
     try:
         found = {Workload.from_data(workload): tuple(map(float, samples)) for workload, samples in data}
