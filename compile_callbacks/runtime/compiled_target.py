@@ -23,7 +23,7 @@ from compile_callbacks.runtime.graph_backend import GraphBackend
 from compile_callbacks.runtime.recompile_budget import CompileLimits, RecompileBudget
 from compile_callbacks.runtime.repeated import RegionMarks
 from compile_callbacks.runtime.shapes import ObservedShapes
-from compile_callbacks.runtime.snapshot import Snapshot
+from compile_callbacks.runtime.snapshot import CallInProgress
 from compile_callbacks.runtime.target import Compiled, RepeatedBlocks, Target
 from compile_callbacks.runtime.target_settings import ShapePolicy, TargetSettings
 
@@ -130,7 +130,7 @@ class CompiledTarget:
         compiled = self._current_function()
         stance = self._stance(member, args, kwargs) if self._limits_shapes or self._budget.exhausted else None
         failure, graphs = None, self._backend.graphs
-        calling.current = call = _Call(self, member, args, kwargs, nested_calls_eager=stance is not None)
+        calling.current = call = CallInProgress(self, member, args, kwargs, nested_calls_eager=stance is not None)
         try:
             if stance is None:
                 result = compiled(member.module, *args, **kwargs)
@@ -386,32 +386,6 @@ class CompiledTarget:
         if self._regions is not None:
             return self._backend.graphs > 0 and not self._backend.shares_regions
         return self._shares_as_asked and any(len(found) == len(self._members) for found in self._compiled_of.values())
-
-
-class _Call:
-    """A call of a compiled target, which the recorder knows while it runs.
-
-    Attributes:
-        key: The target and its phase.
-        nested_calls_eager: Whether targets that are called within this one run eagerly.
-        snapshot: The state of the module before Dynamo traced it, to be restored if the compile fails.
-    """
-
-    __slots__ = ("_args", "_kwargs", "_member", "_target", "key", "nested_calls_eager", "snapshot")
-
-    def __init__(
-        self, target: CompiledTarget, member: Target, args: Any, kwargs: Any, nested_calls_eager: bool
-    ) -> None:
-        self.key = target.key
-        self.nested_calls_eager = nested_calls_eager
-        self.snapshot: Snapshot | None = None
-        self._target, self._member, self._args, self._kwargs = target, member, args, kwargs
-
-    def on_trace(self) -> None:
-        """Dynamo begins to trace in the call."""
-        if self.snapshot is None:
-            self.snapshot = Snapshot(self._member.module)
-            self._target.trace_begins(self._args, self._kwargs)
 
 
 def _calling(function: Callable[..., Any]) -> Any:

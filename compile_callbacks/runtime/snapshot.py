@@ -1,14 +1,20 @@
-"""Saves and restores buffers and random generators around a forward pass."""
+"""Saves and restores buffers and random generators around a forward pass, such as a call that compiles."""
 
 from __future__ import annotations
 
 import random
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from compile_callbacks.profiling.compile_events import CompileKey
+from compile_callbacks.runtime.target import Target
+
+if TYPE_CHECKING:
+    from compile_callbacks.runtime.compiled_target import CompiledTarget
 
 
 class RandomState:
@@ -75,6 +81,32 @@ class Snapshot:
             # A write, even of the same value, makes weights look changed. Only dense tensors can be compared.
             if buffer.layout is not torch.strided or not torch.equal(buffer, value):
                 buffer.copy_(value)
+
+
+class CallInProgress:
+    """A call of a compiled target, which the recorder knows while it runs.
+
+    Attributes:
+        key: The target and its phase.
+        nested_calls_eager: Whether targets that are called within this one run eagerly.
+        snapshot: The state of the module before Dynamo traced it, to be restored if the compile fails.
+    """
+
+    __slots__ = ("_args", "_kwargs", "_member", "_target", "key", "nested_calls_eager", "snapshot")
+
+    def __init__(
+        self, target: CompiledTarget, member: Target, args: Any, kwargs: Any, nested_calls_eager: bool
+    ) -> None:
+        self.key: CompileKey = target.key
+        self.nested_calls_eager = nested_calls_eager
+        self.snapshot: Snapshot | None = None
+        self._target, self._member, self._args, self._kwargs = target, member, args, kwargs
+
+    def on_trace(self) -> None:
+        """Dynamo begins to trace in the call."""
+        if self.snapshot is None:
+            self.snapshot = Snapshot(self._member.module)
+            self._target.trace_begins(self._args, self._kwargs)
 
 
 def version(value: Any) -> int | None:
