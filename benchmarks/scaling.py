@@ -7,7 +7,9 @@
 
 Each row is a process with an empty cache; they run one after the other. "first step" is the first training step
 with compiling, "step" the median of the following ones. "gradient error" is the largest relative error of a gradient
-against the eager model's, before the first step. --chart draws the first step and the step against the depth.
+against the eager model's, before the first step. The CPU times are of all threads and of the C++ compiler; unlike the
+other times, they hardly depend on other processes of the machine. --chart draws the first step and the step against
+the depth.
 
 python benchmarks/scaling.py [--device cpu] [--depths 12 24 48] [--width 512] [--mode reduce-overhead] [--steps 30]
                              [--json FILE] [--chart FILE]
@@ -35,6 +37,7 @@ WAYS: dict[str, Any] = {"eager": None, "whole": None, "nested": "repeated", "sep
 COLORS = {"eager": "#9aa5b1", "whole": "#2e86c1", "nested": "#e67e22", "separate": "#7fb3d5"}
 COLUMNS = {
     "depth": "{}", "way": "{}", "first_step_seconds": "{:.2f}", "step_ms": "{:.2f}", "spread_ms": "{:.2f}",
+    "first_step_cpu_seconds": "{:.1f}", "step_cpu_ms": "{:.1f}", "load_average": "{:.1f}",
     "gradient_error": "{:.1e}", "targets": "{}",
 }  # fmt: skip
 
@@ -72,25 +75,27 @@ def measure(way: str, depth: int, args: argparse.Namespace, cache: str, sender: 
             loss = module(x).float().square().mean()
         loss.backward()
 
-    def step() -> float:
-        started = time.perf_counter()
+    def step() -> tuple[float, float]:
+        started, started_cpu = time.perf_counter(), sum(os.times()[:4])
         optimizer.zero_grad()
         backward(net)
         optimizer.step()
         if args.device == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - started
+        return time.perf_counter() - started, sum(os.times()[:4]) - started_cpu
 
     backward(eager)
-    first, gradients = step(), [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    (first, first_cpu), gradients = step(), [None if p.grad is None else p.grad.clone() for p in net.parameters()]
     errors = [relative_error(g, p.grad) for g, p in zip(gradients, eager.parameters(), strict=True) if p.grad.any()]
     for _ in range(args.warmup_steps):
         step()
-    milliseconds = [step() * 1000 for _ in range(args.steps)]
-    quartiles = statistics.quantiles(milliseconds, n=4)
+    seconds = [step() for _ in range(args.steps)]
+    quartiles = statistics.quantiles([1000 * wall for wall, _ in seconds], n=4)
     row = {
-        "depth": depth, "way": way, "mode": args.mode, "width": args.width, "first_step_seconds": first,
-        "step_ms": quartiles[1], "spread_ms": quartiles[2] - quartiles[0], "samples": args.steps,
+        "depth": depth, "way": way, "device": args.device, "mode": args.mode, "width": args.width,
+        "first_step_seconds": first, "step_ms": quartiles[1], "spread_ms": quartiles[2] - quartiles[0],
+        "samples": args.steps, "first_step_cpu_seconds": first_cpu,
+        "step_cpu_ms": 1000 * statistics.fmean(cpu for _, cpu in seconds),
         "load_average": os.getloadavg()[0],
         "gradient_error": max(errors), "targets": "" if way == "eager" else ", ".join(report_of(net).train.targets),
     }  # fmt: skip
@@ -126,9 +131,11 @@ def draw(rows: list[Row], output: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
     panels = {"first_step_seconds": "first step, s", "step_ms": "training step, ms"}
+    if "cpu" in rows[0]["device"]:
+        panels = {"first_step_cpu_seconds": "first step, CPU seconds", "step_cpu_ms": "training step, CPU ms"}
     for axis, (name, title) in zip(axes, panels.items(), strict=True):
         for way in in_order(rows, lambda row: row["way"]):
-            depths = [depth for depth in in_order(rows, lambda row: row["depth"]) if find(rows, way, depth=depth)]
+            depths = sorted(row["depth"] for row in rows if row["way"] == way)
             values = [find(rows, way, depth=depth)[name] for depth in depths]
             axis.plot(depths, values, marker="o", label=way, color=COLORS[way])
         axis.set(title=title, xlabel="layers", xticks=in_order(rows, lambda row: row["depth"]))
