@@ -75,7 +75,7 @@ def test_deactivate_frees_compiled_code_and_weights(mode, breaks):
     backend = InductorBackend(mode).build(module, samples(2, 3))
     code, weights = watch.code(), watch.weights()
     assert alive(code) >= 1 + breaks
-    assert alive(weights) >= 1
+    assert alive(weights) >= (mode == "freezing")
     backend.deactivate()
     assert (alive(code), alive(weights)) == (0, 0)
     assert backend.report.infer.graphs >= 1 + breaks
