@@ -106,7 +106,7 @@ def test_a_compiler_that_fails_on_one_rank_does_not_end_the_run(results):
     assert (other["graphs"], other["fallbacks"]) == (1, 0)
 
 
-def test_sharded_weights_are_neither_frozen_nor_folded(results):
+def test_sharded_weights_are_not_frozen(results):
     for number, rank in enumerate(results("predicts")):
         assert rank["apart"] < 1e-5
         assert rank["apart_moved"] < 1e-5
@@ -114,7 +114,7 @@ def test_sharded_weights_are_neither_frozen_nor_folded(results):
         assert len(rank["warned"]) == (1 if number == 0 else 0)  # the first process warns for all
         assert all("freezing" in message and WEIGHTS_ARE_SHARDED in message for message in rank["warned"])
         diagnostics = rank["report"]["infer"]["diagnostics"]
-        assert WEIGHTS_ARE_SHARDED in {e.get("reason") for e in diagnostics["events"] if e["kind"] == "fold"}
+        assert any(WEIGHTS_ARE_SHARDED in e["reason"] for e in diagnostics["events"] if e["kind"] == "fold")
         assert diagnostics["folded_mib"] is None
 
 

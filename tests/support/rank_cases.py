@@ -139,7 +139,9 @@ class ComparesValidation(Classifier):
 
 
 def folding() -> dict[str, Any]:
-    ours, module = InductorCompile(None, targets=["net"], baseline_steps=0, verify="off"), seeded(ComparesValidation)
+    folds = {"fold_weights": True}
+    ours = InductorCompile(None, folds, targets=["net"], baseline_steps=0, verify="off")
+    module = seeded(ComparesValidation)
     fit(module, ours, max_epochs=2)
     return {"report": report_of(ours), "differences": [float(value) for value in module.validation_outputs]}
 
