@@ -25,7 +25,7 @@ from tables import Row, parser_for, print_columns, relative_error, save, say
 from torch import nn
 
 from compile_callbacks import InductorConfig
-from compile_callbacks.cli.bench_measure import Candidate, Subject, alternate, summarize
+from compile_callbacks.cli.bench_measure import BenchmarkedModule, Candidate, alternate, summarize
 
 OPTIONS = {"default": {}, "reduce-overhead": {"triton.cudagraphs": True}}
 BLOCKS, BLOCK_SECONDS = 9, 0.05
@@ -72,7 +72,7 @@ def change_weights(module: nn.Module) -> None:
 def measure(name: str, batch_size: int, precision: str, mode: str, args: argparse.Namespace) -> Row:
     torch._dynamo.reset()
     net, images, _ = make(name, batch_size, args.image_size, args.device)
-    subject = Subject(name, torch.device(args.device), net, (images,))
+    benchmarked = BenchmarkedModule(name, torch.device(args.device), net, (images,))
     options = OPTIONS[mode]
     configs = {
         "eager": None,
@@ -81,7 +81,7 @@ def measure(name: str, batch_size: int, precision: str, mode: str, args: argpars
         "frozen": InductorConfig(options={**options, "freezing": True}),
     }
     dtype = torch.bfloat16 if precision == "bf16" else None
-    candidates = {name: Candidate(name, config, subject, "infer", dtype) for name, config in configs.items()}
+    candidates = {name: Candidate(name, config, benchmarked, "infer", dtype) for name, config in configs.items()}
     for candidate in candidates.values():
         candidate.prepare()
     eager, folded = candidates["eager"], candidates["folded"]

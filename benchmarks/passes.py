@@ -17,7 +17,7 @@ from models import make
 from tables import Row, parser_for, print_columns, save, say
 
 from compile_callbacks import InductorConfig
-from compile_callbacks.cli.bench_measure import Subject, measure
+from compile_callbacks.cli.bench_measure import BenchmarkedModule, measure
 from compile_callbacks.passes import TritonMaxPoolBackward, TritonSqueezeExcitation
 
 ROWS = [
@@ -51,8 +51,8 @@ def run(graph_pass: Any, phase: str, model: str, args: argparse.Namespace) -> di
     torch._dynamo.reset()
     net, images, _ = make(model, args.batch_size, args.image_size, args.device)
     modes = {"without": InductorConfig(mode=args.mode), "with": InductorConfig(mode=args.mode, passes=(graph_pass,))}
-    subject = Subject(model, torch.device(args.device), net, (images,))
-    rows = {row["mode"]: row for row in measure(subject, modes, phase, steps=args.steps, dtype=torch.bfloat16)}
+    benchmarked = BenchmarkedModule(model, torch.device(args.device), net, (images,))
+    rows = {row["mode"]: row for row in measure(benchmarked, modes, phase, steps=args.steps, dtype=torch.bfloat16)}
     for name, row in rows.items():
         if row["failure"]:
             raise RuntimeError(f"{graph_pass.name}, {model}, {name}: {row['failure']}")

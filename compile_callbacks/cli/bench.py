@@ -19,7 +19,7 @@ from compile_callbacks._utils.device import parse_device
 from compile_callbacks._utils.import_ref import resolve
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
 from compile_callbacks._utils.phases import PHASES
-from compile_callbacks.cli.bench_measure import Subject, as_result, measure
+from compile_callbacks.cli.bench_measure import BenchmarkedModule, as_result, measure
 from compile_callbacks.config.inductor_config import EAGER, as_config
 from compile_callbacks.report.console import make_table, print_table
 
@@ -58,15 +58,15 @@ def run(args: argparse.Namespace) -> int:
         device = parse_device(args.device)
         default = ["default"] if device.type == "cpu" else ["default", "reduce-overhead"]
         modes = {mode: as_config(_parse_mode(mode), "--modes") for mode in args.modes or default if mode != EAGER}
-        subject = _load(args.module, device, args.input)
+        benchmarked = _load(args.module, device, args.input)
         steps = args.steps or (20 if device.type == "cpu" else 200)
         for phase in PHASES:
             if args.phase in (phase, "both"):
-                rows += measure(subject, modes, phase, steps=steps, dtype=_PRECISIONS[args.precision], say=_say)
+                rows += measure(benchmarked, modes, phase, steps=steps, dtype=_PRECISIONS[args.precision], say=_say)
     except (ValueError, TypeError) as error:
         _say(in_one_line(f"compile-callbacks bench: {error}", width=1000))
         return 2
-    title = f"{args.module}, inputs {subject.shapes()}, {args.precision}"
+    title = f"{args.module}, inputs {benchmarked.shapes()}, {args.precision}"
     result = as_result(title, rows, shlex.join(["compile-callbacks", *sys.argv[1:]]))
     if args.json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
@@ -82,7 +82,7 @@ def _parse_mode(text: str) -> Any:
         raise ValueError(f"--modes={text!r} is not valid JSON: {error}") from error
 
 
-def _load(name: str, device: torch.device, shape: str | None) -> Subject:
+def _load(name: str, device: torch.device, shape: str | None) -> BenchmarkedModule:
     """Call the factory ``package:factory``, and move its module and inputs to the device."""
     if shape is not None and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
         raise ValueError(f"--input={shape!r} must be a shape such as 4x3x224x224")
@@ -99,8 +99,10 @@ def _load(name: str, device: torch.device, shape: str | None) -> Subject:
     inputs = torch.randn(*map(int, shape.split("x"))) if shape is not None else inputs
     inputs = tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
     if isinstance(inputs, Mapping):
-        return Subject(name, device, module.to(device), kwargs=inputs)
-    return Subject(name, device, module.to(device), tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
+        return BenchmarkedModule(name, device, module.to(device), kwargs=inputs)
+    return BenchmarkedModule(
+        name, device, module.to(device), tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    )
 
 
 def _call_factory(name: str) -> Any:

@@ -33,7 +33,7 @@ _WARMUP_STEPS = 4  # torch warms up a CUDA graph in the first step, records it i
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchmarkedModule:
     """A module on its device, and its inputs. Each mode gets a copy of the module."""
 
     name: str
@@ -56,20 +56,25 @@ class Candidate:
     """
 
     def __init__(
-        self, name: str, config: InductorConfig | None, subject: Subject, phase: Phase, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        config: InductorConfig | None,
+        benchmarked: BenchmarkedModule,
+        phase: Phase,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.name, self.config, self.phase, self.dtype = name, config, phase, dtype
         self.recorder = CompileRecorder()
         self.switch: PhaseSwitch | None = None
         self.failure: str | None = None
         self.peak_memory_mib: float | None = None
-        self._subject = subject
-        self._on_gpu = subject.device.type == "cuda"
+        self._benchmarked = benchmarked
+        self._on_gpu = benchmarked.device.type == "cuda"
 
     def prepare(self) -> None:
         """Copy the module, compile the copy, and run the warm-up steps."""
         before_bytes = torch.cuda.memory_allocated() if self._on_gpu else 0
-        self.module = copy.deepcopy(self._subject.module).train(self.phase == "train")
+        self.module = copy.deepcopy(self._benchmarked.module).train(self.phase == "train")
         if self.phase == "train":  # the learning rate is small, so that the loss stays finite on random labels
             self._optimizer = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1e-4)
         if self.config is not None:
@@ -107,8 +112,8 @@ class Candidate:
             torch.compiler.cudagraph_mark_step_begin()
         with torch.set_grad_enabled(self.phase == "train"):
             # One context for each call, as in a Trainer: within a context, autocast caches its casts of weights.
-            with torch.autocast(self._subject.device.type, self.dtype, enabled=self.dtype is not None):
-                outputs = self.module(*self._subject.args, **self._subject.kwargs)
+            with torch.autocast(self._benchmarked.device.type, self.dtype, enabled=self.dtype is not None):
+                outputs = self.module(*self._benchmarked.args, **self._benchmarked.kwargs)
             if self.phase == "train":
                 _loss(outputs).backward()
                 self._optimizer.step()
@@ -118,18 +123,18 @@ class Candidate:
     def synchronize(self) -> None:
         """Wait for the device."""
         if self._on_gpu:
-            torch.cuda.synchronize(self._subject.device)
+            torch.cuda.synchronize(self._benchmarked.device)
 
     def close(self) -> None:
         """Free the copy of the module and its compiled code."""
         self.recorder.stop()
         if self.switch is not None:
             self.switch.remove()
-        self.module = self._subject.module
+        self.module = self._benchmarked.module
 
 
 def measure(
-    subject: Subject,
+    benchmarked: BenchmarkedModule,
     modes: Mapping[str, InductorConfig | None],
     phase: Phase,
     *,
@@ -141,8 +146,8 @@ def measure(
 
     A disturbance of the machine then affects all modes alike. ``say`` takes lines of progress.
     """
-    candidates = [Candidate(name, modes.get(name), subject, phase, dtype) for name in (EAGER, *modes)]
-    on_device = torch.cuda.device(subject.device) if subject.device.type == "cuda" else contextlib.nullcontext()
+    candidates = [Candidate(name, modes.get(name), benchmarked, phase, dtype) for name in (EAGER, *modes)]
+    on_device = torch.cuda.device(benchmarked.device) if benchmarked.device.type == "cuda" else contextlib.nullcontext()
     blocks = min(steps, _BLOCKS)
     try:
         with on_device, warnings.catch_warnings():
@@ -151,7 +156,9 @@ def measure(
                 say(f"preparing {candidate.name} for {phase}")
                 _attempt(candidate, candidate.prepare)
                 if candidate.name == EAGER and candidate.failure:
-                    raise ValueError(f"{subject.name!r} fails in eager mode on {subject.shapes()}: {candidate.failure}")
+                    raise ValueError(
+                        f"{benchmarked.name!r} fails in eager mode on {benchmarked.shapes()}: {candidate.failure}"
+                    )
                 candidate.failure = candidate.failure or _why_not_compiled(candidate)
             say(f"timing {phase} steps")
             timers = {c.name: partial(_attempt, c, c.time, math.ceil(steps / blocks)) for c in candidates}
