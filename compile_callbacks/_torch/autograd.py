@@ -102,7 +102,7 @@ class _UnpackedOnce:
 
 @contextlib.contextmanager
 def donated_buffers_kept(node: Any) -> Iterator[Any]:
-    """A context in which the backward pass of a compiled graph may keep its graph; gives the node to call it with.
+    """Allow ``retain_graph=True`` in the backward pass of a compiled graph. Yields autograd's node to call it with.
 
     Workaround (until AOTAutograd supports ``retain_graph=True`` with donated buffers): AOTAutograd lets the backward
     pass overwrite saved tensors, and raises an error if the graph is kept. This restores these tensors afterwards.

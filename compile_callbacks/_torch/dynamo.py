@@ -20,14 +20,15 @@ CONTROL_FLOW = (_exc.RestartAnalysis, _exc.SkipFrame, *_exc.exceptions_allowed_t
 """Exceptions of Dynamo that pass through a backend and are no failures. The last ones ask for a graph break."""
 
 SHARES_RECOMPILE_LIMIT = "isolate_recompiles" not in inspect.signature(torch.compile).parameters
-"""Whether two configs of one code object share a ``recompile_limit``. Workaround (torch<2.13): this is false later."""
+"""Whether two configs of one code object share a ``recompile_limit``. Workaround (torch<2.13): newer versions separate
+the limits."""
 
 
 def raised_while_compiling(error: BaseException) -> bool:
     """Whether an error was raised while Dynamo compiled a frame, and not while the frame ran.
 
-    Workaround (until Dynamo wraps all of its errors): torch 2.11 lets an ``AssertionError`` pass, and only its
-    traceback tells. The errors that Dynamo wraps have no such traceback.
+    Workaround (until Dynamo wraps all of its errors): torch 2.11 does not wrap an ``AssertionError`` that is raised
+    while it compiles, so this function looks for Dynamo's frames in the traceback. Wrapped errors have no such frames.
     """
     if isinstance(error, (_exc.TorchDynamoException, _exc.FailOnRecompileLimitHit)):
         return True

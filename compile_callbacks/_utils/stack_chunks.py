@@ -24,10 +24,10 @@ HAS_FAULT = sys.implementation.name == "cpython" and (
 """Whether this Python has the fault. It was fixed in 3.13.13 and 3.14.4, not in 3.11 and 3.12."""
 
 _FRAME_WORDS = 2**16 - 500
-"""CPython wants 1,000 free words behind a frame, so this frame just does not fit into a chunk of 2**16 words.
+"""The size of a frame that is slightly too large for a chunk of 2**16 words: CPython needs 1,000 free words after it.
 
-It gets a chunk of 2**17 words (1 MiB). Its calls use the second half, which has room for about a thousand frames. Pages
-that are not written to take no memory.
+CPython allocates a chunk of 2**17 words (1 MiB) for such a frame. Its calls use the second half, which has room for
+about a thousand frames. Pages that are not written to take no memory.
 """
 
 

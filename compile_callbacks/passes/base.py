@@ -86,9 +86,9 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     """A custom Inductor graph pass, as a class.
 
     Derive from this class, and change the graph in place in ``__call__(graph, is_inference)``. ``is_inference`` has
-    torch's own meaning: the graph has no autograd graph behind it. It is ``True`` for every graph of validation, test
+    torch's own meaning: autograd does not record the graph. It is ``True`` for every graph of validation, test
     and predict, and ``False`` for the forward and the backward graphs of training. If all parameters of a module are
-    frozen, its graphs are inference graphs in training too. ``self.phase`` is the phase.
+    frozen, its graphs are inference graphs in training too. ``self.phase`` is ``"train"`` or ``"infer"``.
 
     Pass an object of the class to `InductorCompile` or `InductorConfig`, or directly to
     ``torch.compile(options={"post_grad_custom_post_pass": my_pass})`` as the option of its hook point.

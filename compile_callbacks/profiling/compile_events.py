@@ -126,8 +126,8 @@ class _Calling(threading.local):
 class CompileRecorder:
     """Listens to torch while compiled targets run, and keeps a list of `CompileEvent`.
 
-    A compile is recorded if it starts in a call of a target (``key``), or continues one that did (a CUDA graph is
-    recorded in the backward pass). Compiles of the user's other code are not recorded.
+    A compile is recorded if it starts in a call of a target (``key``), with all later work that belongs to it, such as
+    the recording of a CUDA graph in the backward pass. Compiles of the user's other code are not recorded.
 
     Args:
         clock: Returns seconds.

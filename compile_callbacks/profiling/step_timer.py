@@ -19,11 +19,11 @@ from compile_callbacks.profiling.step_stats import MIN_SAMPLES
 from compile_callbacks.profiling.workload import Workload
 
 WARMUP_STEPS = 2
-"""Steps that are not samples after anything compiled, and after a change between eager and compiled. Allocators and
-cuDNN warm up in them. torch warms up a CUDA graph in its first call, and records it in the second."""
+"""The number of steps that are not measured after a compile, and after a change between eager and compiled. Allocators
+and cuDNN warm up in them. torch warms up a CUDA graph in its first call, and records it in the second."""
 
 MAX_SAMPLES = 1000
-"""The maximum number of samples of each workload, the latest ones. A month of training must not fill the memory."""
+"""The number of samples that are kept of each workload, the latest ones. This bounds the memory of a long run."""
 
 _MAX_WORKLOADS = 500  # with samples, the latest ones
 _MAX_SHAPES = 100_000  # that were seen, as hashes
@@ -253,10 +253,10 @@ class StepTimer:
         return self._saved[phase].savings(eager_ms, other_seconds)
 
     def series(self, phase: Phase) -> tuple[dict[str, Any], ...]:
-        """Return the times of a phase's steps in order, a mapping for each way of running.
+        """Return the step times of a phase, as one mapping for each kind of step and candidate.
 
-        Each has ``kind`` (see `StepKind`), ``candidate`` (of a tuned phase), ``steps`` (their numbers in the phase,
-        from 1) and ``ms``. Of a long run, it has a random choice of the timed steps.
+        A mapping has ``kind`` (see `StepKind`), ``candidate`` (of a tuned phase), ``steps`` (step numbers in the phase,
+        from 1) and ``ms``. In a long run, the lists are a random sample of the timed steps.
         """
         self._read(wait=False)
         found = []

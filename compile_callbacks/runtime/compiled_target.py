@@ -57,7 +57,7 @@ class CompiledTarget:
         limits: Bounds the time spent on recompiles.
         observed: Which dimensions of the inputs vary.
         compile_regions_separately: Called if torch fails to compile the regions in the target's graph, or if the result
-            differs from eager. Afterwards the switch does not call this object.
+            differs from eager. Afterwards `PhaseSwitch` calls the regions instead of this object.
 
     Attributes:
         key: The target, the phase, and the candidate.

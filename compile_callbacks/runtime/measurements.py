@@ -24,11 +24,12 @@ class Stage:
     """A stage of a Trainer run.
 
     Attributes:
-        phase: Its phase.
+        phase: The phase, train or infer.
         name: The trainer's name: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        sanity: Whether it is the sanity check: its steps are eager, and no samples.
-        nested: Whether a Trainer call within another one runs it: its steps are compiled, and no samples.
-        weights_frozen: Whether no weight changes in it, so that the compiled code may contain the weights.
+        sanity: Whether this is the sanity check. Its steps run eagerly, and their times are not recorded.
+        nested: Whether a Trainer call within another one runs this stage. Its steps run compiled, and their times are
+            not recorded.
+        weights_frozen: Whether no weight changes during the stage, so that compiled code may contain the weights.
     """
 
     phase: Phase = "train"

@@ -33,8 +33,8 @@ class ModelRecord:
     - ``"shapes"``: by phase and target, the dimensions of its inputs that vary.
     - ``"compile_seconds"``: by phase and target, the time of the longest compile.
 
-    A file that is missing, damaged or of another version reads as an empty record. A file that cannot be written costs
-    the record, not the run. The new file replaces the old one as a whole, and only its owner can read it.
+    If the file is missing, damaged or of another version, the record starts empty. If the file cannot be written, the
+    record is lost and the run continues. Each write replaces the whole file, which only its owner can read.
 
     Args:
         cache_dir: The folder, which is created by the first write.
