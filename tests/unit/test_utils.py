@@ -16,6 +16,7 @@ from compile_callbacks._utils.files import ABANDONED_SECONDS, atomic_write, read
 from compile_callbacks._utils.import_ref import resolve
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.report.console import make_table, to_text
+from compile_callbacks.report.table import _listed
 
 
 def test_atomic_write_deletes_files_of_killed_processes_and_no_others(tmp_path):
@@ -112,3 +113,8 @@ def test_the_environment_does_not_change_the_text_of_a_report(name, value, monke
     monkeypatch.setenv(name, value)
     assert str(report) == text
     assert "\x1b" not in text
+
+
+def test_consecutive_target_names_are_joined_and_a_name_without_a_number_is_not():
+    assert _listed(["net", "net.0"]) == "net, net.0"
+    assert _listed(["net.0", "net.1", "net.3", "head"]) == "net.0..1, net.3, head"
