@@ -81,7 +81,7 @@ def fit_all(logdir: Path) -> None:
 
 
 def show_tensorboard(logdir: Path) -> None:
-    """Open the tabs that the page "The report" describes, and save what they show."""
+    """Save pictures of the tabs that the page "The report" describes."""
     with browser.tensorboard(logdir) as address, browser.chromium() as driver:
 
         def show(tab: str, ready: Any, width: int, height: int) -> None:

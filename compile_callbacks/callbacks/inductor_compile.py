@@ -156,9 +156,8 @@ class InductorCompile(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._calls.prepare(
-            trainer, pl_module, self
-        )  # no phase yet: a model summary may run the model, and so may log_graph
+        # No phase begins yet: a model summary may run the model, and so may log_graph.
+        self._calls.prepare(trainer, pl_module, self)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

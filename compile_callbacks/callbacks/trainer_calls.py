@@ -206,7 +206,7 @@ class TrainerCalls:
 
 
 def _unwrap_compiled(pl_module: LightningModule, own: InductorCompile) -> None:
-    """Undo what the user compiled, so that state_dict keys are clean and this callback's settings hold."""
+    """Undo the user's ``torch.compile``: state_dict keys get no ``_orig_mod.``, and this callback's settings apply."""
     if replaced := unwrap_compiled(pl_module, own.arguments.left_alone):
         rank_zero_info(
             f"InductorCompile replaces your torch.compile of {', '.join(replaced)}: it compiles the original module "

@@ -75,6 +75,7 @@ class CompileEvent:
         verdict: How a graph compares with eager (kind ``"verify"``).
         max_abs_error: Largest absolute error of an output; ``None`` if the graph was not compared.
         folded_mib: Memory of the folded weights, in MiB (kind ``"fold"``); ``None`` if nothing is folded.
+        code: The code that explains a fallback, such as ``"CC301"``.
     """
 
     kind: EventKind
@@ -96,6 +97,7 @@ class CompileEvent:
     verdict: Result | None = None
     max_abs_error: float | None = None
     folded_mib: float | None = None
+    code: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as JSON-ready data, without the attributes that are ``None`` or 0."""

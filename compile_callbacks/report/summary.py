@@ -96,7 +96,7 @@ def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     code = _why_uncompiled(report)[1] if verdict == "not compiled" else ""
     yield f"read why {phase} is not compiled: compile-callbacks explain {code}" if code else None
     failed = _last_event(report, "fallback")
-    yield f"read why a part of {phase} runs eagerly: compile-callbacks explain CC301" if failed else None
+    yield f"read why a part of {phase} runs eagerly: compile-callbacks explain {_code(failed)}" if failed else None
     recompile = _last_event(report, "recompile")
     fix = recompile.get("fix") if recompile else None
     again = f"{phase} recompiled {'once' if report.recompiles == 1 else f'{report.recompiles} times'}"
@@ -128,7 +128,7 @@ def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
     if any(trial["candidate"] == EAGER and trial["verdict"] == "chosen" for trial in report.diagnostics.trials):
         return "eager was the fastest candidate", ""
     if failed := _last_event(report, "fallback"):
-        return f"{failed['target']!r} fell back to eager, because {_reason(failed)}", "CC301"
+        return f"{failed['target']!r} fell back to eager, because {_reason(failed)}", _code(failed)
     if broken := _last_event(report, "graph_break"):
         return f"{broken['target']!r} has a graph break, because {_reason(broken)}", "CC101"
     if report.compile_seconds is None:
@@ -140,6 +140,10 @@ def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
 def _last_event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
     events = [event for event in report.diagnostics.events if event.get("kind") == kind]
     return events[-1] if events else None
+
+
+def _code(fallback: Mapping[str, Any]) -> str:
+    return str(fallback.get("code", "CC301"))
 
 
 def _reason(event: Mapping[str, Any] | None) -> str:

@@ -161,12 +161,13 @@ class CompiledTarget:
         return result
 
     def _count_traces(self, *, traced: bool, compiled: bool) -> None:
-        """Run the target eagerly if torch traces call after call and compiles nothing."""
+        """Run the target eagerly if torch traces call after call and has compiled no graph."""
         if not traced or compiled:
             self._traces_without_graph = 0
             return
         self._traces_without_graph += 1
-        if self._traces_without_graph == TRACES_WITHOUT_GRAPH and not self._fallback.active:
+        compiled_before = self._backend.graphs or self._fallback.active
+        if self._traces_without_graph == TRACES_WITHOUT_GRAPH and not compiled_before:
             reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls one after another and compiled no graph"
             self._fallback.run_eagerly("CC101", reason)
 

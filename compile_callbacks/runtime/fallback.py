@@ -71,7 +71,7 @@ class EagerFallback:
             reason: The reason, as a clause of the warning.
         """
         self.active = True
-        self._recorder.record("fallback", self._key, reason=reason)
+        self._recorder.record("fallback", self._key, reason=reason, code=code)
         if not self.settings.on_trial:
             target, phase = self._key[:2]
             self.warn(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")

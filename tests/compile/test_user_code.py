@@ -114,7 +114,7 @@ def test_hooks_on_tensors_see_one_backward_pass(compiled):
 
 
 class Layer(nn.Module):
-    """Dynamo compiles its ``forward`` by itself, unlike those of torch.nn, if it skips the caller."""
+    """If Dynamo skips the caller, it compiles this ``forward`` separately; those of torch.nn it does not."""
 
     def __init__(self):
         super().__init__()

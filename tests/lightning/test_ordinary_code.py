@@ -42,8 +42,8 @@ def fit(make, *callbacks):
     return module
 
 
-def assert_trains_as_eager(make):
-    callback = InductorCompile()
+def assert_trains_as_eager(make, callback=None):
+    callback = callback or InductorCompile()
     compiled, eager = fit(make, callback), fit(make)
     torch.testing.assert_close(compiled.losses, eager.losses, rtol=1e-4, atol=1e-5)
     return compiled, callback.report.train
@@ -82,9 +82,11 @@ class Penalized(Regression):
 
 
 def test_a_target_with_dropout_and_a_gradient_penalty_runs_eagerly():
+    callback = InductorCompile()
     with pytest.warns(CompileWarning, match=r"target 'net' runs eagerly in the train phase.*create_graph=True.*CC303"):
-        _, train = assert_trains_as_eager(Penalized)
+        _, train = assert_trains_as_eager(Penalized, callback)
     assert (train.graphs, train.fallbacks, train.verdict) == (0, 1, "not compiled")
+    assert "explain CC303" in str(callback.report)
 
 
 class Force(nn.Module):

@@ -34,7 +34,7 @@ OLDEST = torch.__version__.startswith("2.11.")
 
 
 class Block(nn.Module):
-    """A residual block whose attributes change what it computes."""
+    """A residual block whose attributes change its results."""
 
     def __init__(self, *, scale: float = 1.0, drop: float = 0.0, tanh: bool = False, special: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The report: what is measured, counts with reasons, data that survives JSON and a resumed run, and the table."""
+"""The report: step times, counts with reasons, data that survives JSON and a resumed run, and the table."""
 
 from __future__ import annotations
 

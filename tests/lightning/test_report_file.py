@@ -1,4 +1,4 @@
-"""``compile_report.json`` and ``trace_dir``: where they are written, what they hold, and that they never end a run."""
+"""``compile_report.json`` and ``trace_dir``: their paths and contents. A failure to write them does not end a run."""
 
 from __future__ import annotations
 

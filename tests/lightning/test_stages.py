@@ -1,4 +1,4 @@
-"""The remaining steps of a trainer, and what is planned by them."""
+"""The remaining steps of a trainer, by which baselines and tuning are planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small LightningModules that are described by a `Spec`, with what user code does beside computing."""
+"""Small LightningModules that a `Spec` describes, with side effects of ordinary user code."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Spec:
     """A LightningModule.
 
     Attributes:
-        blocks: What the blocks of its network do, see `Block`.
-        target: What is compiled: ``"net"``, ``"net.encode"`` (a method) or ``"forward"``.
+        blocks: The kinds of the blocks of its network, see `Block`.
+        target: The compiled target: ``"net"``, ``"net.encode"`` (a method) or ``"forward"``.
         inputs: ``"one"``, or two that share memory: ``"same"`` tensor, or a ``"view"``.
         writes: Whether the network writes into its input.
         output: Type of the network's output: ``"tensor"``, ``"dict"`` or ``"dataclass"``.
@@ -71,7 +71,7 @@ class Spec:
 
 
 class Block(nn.Module):
-    """A layer, and what the method named ``kind`` does behind it."""
+    """A layer, followed by the method named ``kind``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -93,8 +93,8 @@ class Block(nn.Module):
 
     def buffer_counter(self, x):
         self.count += 1
-        # Nothing here reads the buffer: torch 2.11 and 2.15, by hand too, compute wrong gradients if what a graph saves
-        # for its backward pass depends on a buffer that it writes to. Verification reports these.
+        # Nothing here reads the buffer: torch 2.11 and 2.15, by hand too, compute wrong gradients if a tensor that a
+        # graph saves for its backward pass depends on a buffer that it writes to. Verification reports these.
         return x
 
     def running_mean(self, x):
@@ -174,7 +174,7 @@ class Side(nn.Module):
 
 
 class Model(pl.LightningModule):
-    """Trains what a `Spec` describes, and keeps what it saw."""
+    """Trains the network of a `Spec`, and keeps its inputs and losses."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Model(pl.LightningModule):
                 (self if target == "forward" else self.get_submodule(target)).compile(**settings)
 
     def state(self) -> dict[str, Any]:
-        """What a run leaves: all that training computed, counted and drew."""
+        """The results of a run: losses, weights, counters and random states."""
         return {
             "seen": self.seen,
             "state_dict": dict(self.state_dict()),
