@@ -1,8 +1,8 @@
 """ResNet-50 in Lightning: eager, compiled by hand, Lightning's own torch.compile(module), and this library.
 
 Each way is a process. All ways of a phase and batch size prepare together; then they are timed in alternating blocks of
-steps with nothing else running. A cell is the median of the blocks in milliseconds a step. A "bare loop" calls the
-module under `no_grad` and autocast. "auto" is told that the run has --train-run-steps or --infer-run-steps steps, and
+steps with nothing else running. A cell is the median of the blocks in milliseconds a step. A "bare loop" runs in one
+context of `no_grad` and autocast. "auto" is told that the run has --train-run-steps or --infer-run-steps steps, and
 timed after it has chosen. On a GPU everything runs in bf16 autocast.
 
 python benchmarks/resnet50.py [--phase both] [--batch-sizes 1 16 128] [--modes default reduce-overhead] [--json FILE]

@@ -172,14 +172,10 @@ def in_bare_loop(work: Work, way: Way, connection: Connection, turn: Turn, steps
     info: dict[str, Any] = {}
     if way.loop == "backend":
         waited, started = turn.waited_seconds, time.perf_counter()
-        with torch.autocast(work.device, torch.bfloat16, enabled=work.device == "cuda"):
+        with autocast(work):
             backend = InductorBackend(way.mode, on_error="raise").build(net, images, work.device)
         info["first_step_seconds"] = time.perf_counter() - started - (turn.waited_seconds - waited)
-
-        def call(images: Tensor) -> Tensor:
-            with torch.autocast(work.device, torch.bfloat16, enabled=work.device == "cuda"):
-                return backend.infer(images)
-
+        call = backend.infer
     else:
         options = way.mode if isinstance(way.mode, dict) else {}
         # torch freezes if this global is set during tracing; the option alone has no effect.
@@ -189,11 +185,15 @@ def in_bare_loop(work: Work, way: Way, connection: Connection, turn: Turn, steps
 
         def call(images: Tensor) -> Tensor:
             torch.compiler.cudagraph_mark_step_begin()
-            # One context for each call, as in a Trainer: within a context, autocast caches its casts of weights.
-            with torch.no_grad(), torch.autocast(work.device, torch.bfloat16, enabled=work.device == "cuda"):
-                return forward(images)
+            return forward(images)
 
     pacer = Pacer(connection, turn, steps, info=lambda: info)
-    while True:
-        pacer.before_step()
-        call(images)
+    # One context around the loop: within a context, autocast keeps its casts of weights for the next call.
+    with torch.no_grad(), autocast(work):
+        while True:
+            pacer.before_step()
+            call(images)
+
+
+def autocast(work: Work) -> torch.autocast:
+    return torch.autocast(work.device, torch.bfloat16, enabled=work.device == "cuda")
