@@ -46,36 +46,41 @@ Weights = Literal["best", "last"]
 class AOTInductorExport(Callback):
     """Export the module to a ``.pt2`` package at the end of a fit, compare it with eager, and time it.
 
-    The callback exports a copy of the module, so that the module, its weights and the random number generators are as
-    without the callback. The inputs come from the first of these that exists: ``inputs`` applied to the first
-    validation batch; ``example_input_array``, if the LightningModule is exported; the first validation batch; the first
-    training batch. From a batch, ``forward`` gets
+    The callback exports a copy of the module. It changes neither the module and its weights nor the random number
+    generators. The callback takes the example inputs from the first available source:
 
-    - a tensor as it is;
-    - the first element of a tuple or list;
-    - the entries of a mapping that are parameters of ``forward``, by name; or the mapping itself if there are none.
+    1. the result of ``inputs`` for the first validation batch;
+    2. ``example_input_array``, if the callback exports the LightningModule;
+    3. the first validation batch;
+    4. the first training batch.
 
-    The package computes in the trainer's precision. A failure is a warning and is in ``report``, not an error of the
-    run. With several processes, rank zero exports while the others continue.
+    If the batch is a tensor, ``forward`` gets the tensor. If the batch is a tuple or a list, ``forward`` gets the first
+    element. If the batch is a mapping, ``forward`` gets the entries whose keys are its parameters as keyword arguments,
+    or the whole mapping if no key is a parameter.
+
+    The package computes in the trainer's precision. If the export fails, the callback warns and stores the error in
+    ``report``, and the run continues. With several processes, rank zero exports while the other ranks continue.
 
     Args:
-        path: The package, ending in ``.pt2``. The callback checks at the start of the fit that it can be written.
-        weights: ``"best"``: the weights of the best checkpoint of the first ``ModelCheckpoint``, or the last weights
-            with a warning if there is none; ``"last"``: the weights at the end of the fit. If only a resumed checkpoint
-            names the best one, it is loaded with ``torch.load(weights_only=True)``, because loading it otherwise can
-            run code; if torch refuses it, the last weights are exported with a warning.
-        target: The dotted name of the submodule to export; ``None``: the LightningModule.
-        inputs: A function of a batch that returns the inputs of the exported module: a tuple of positional inputs, a
-            mapping of inputs by name, or a single input.
-        mode: The settings of the package, as `export` takes them.
-        verify: The reaction to a package that differs from eager by more than rounding explains. Such a package does
-            not replace an older one. ``"warn"`` warns; ``"raise"`` raises an `ExportError` at the
-            end of the fit; ``"off"``: the package is not compared.
-        dynamic_batch: Whether the batch size may change from call to call, as `export` takes it.
+        path: The path of the package, which ends in ``.pt2``. The callback checks at the start of the fit that it can
+            write the file.
+        weights: ``"best"`` exports the best checkpoint of the first ``ModelCheckpoint``. If no best checkpoint exists,
+            the callback warns and exports the last weights. ``"last"`` exports the weights at the end of the fit. If
+            only a resumed checkpoint names the best checkpoint, the callback loads that file with
+            ``torch.load(weights_only=True)``, because other ways to load a file can run code. If torch refuses the
+            file, the callback warns and exports the last weights.
+        target: The dotted name of the submodule to export. If ``None``, the callback exports the LightningModule.
+        inputs: A function that takes a batch and returns the inputs of the exported module: a tuple of positional
+            inputs, a mapping of inputs by name, or a single input.
+        mode: The settings of the package. See `export`.
+        verify: The reaction if the package differs from eager by more than rounding explains: ``"warn"`` warns, and
+            ``"raise"`` raises an `ExportError` at the end of the fit. Such a package does not replace an older
+            package. ``"off"`` skips the comparison.
+        dynamic_batch: Whether the batch size may change from call to call. See `export`.
 
     Raises:
-        ValueError: An unknown choice, or a path that does not end in ``.pt2``.
-        TypeError: A value of the wrong type.
+        ValueError: If an argument is not one of the choices, or the path does not end in ``.pt2``.
+        TypeError: If a value has the wrong type.
 
     Example::
 
@@ -130,11 +135,11 @@ class AOTInductorExport(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._find_target(pl_module)  # not in setup: configure_model, which comes later, may create the submodule
+        self._find_target(pl_module)  # not in setup, because configure_model runs later and may create the submodule
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A resumed checkpoint is loaded by now. It names files that this process did not write.
+        # Lightning has loaded a resumed checkpoint by now. The checkpoint names files that this process did not write.
         checkpoints = trainer.checkpoint_callback
         best, others = getattr(checkpoints, "best_model_path", ""), getattr(checkpoints, "best_k_models", ())
         self._named_at_start = {str(path) for path in (best, *others)}
@@ -157,7 +162,7 @@ class AOTInductorExport(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Up to on_train_end, other callbacks average weights and write checkpoints.
+        # Not in on_train_end, because other callbacks still average weights and write checkpoints there.
         if not trainer.is_global_zero:
             return
         try:
@@ -228,14 +233,14 @@ class AOTInductorExport(Callback):
         return self._compared is not None and self._compared.verdict == "differs"
 
     def _load_best(self, trainer: Trainer, module: LightningModule) -> str | None:
-        """Load the best checkpoint; returns its path, or ``None`` if the module keeps the last weights."""
+        """Load the best checkpoint and return its path, or return ``None`` if the module keeps the last weights."""
         if self.weights == "last":
             return None
         path = str(getattr(trainer.checkpoint_callback, "best_model_path", ""))
         if not path:
             message = (
-                f"{self.path} gets the last weights: there is no best checkpoint "
-                "(weights='best' takes that of a ModelCheckpoint; weights='last' asks for the last ones)"
+                f"{self.path} gets the last weights: there is no best checkpoint. weights='best' needs a "
+                "ModelCheckpoint that saved one; weights='last' exports the last weights without this warning"
             )
             rank_zero_warn(with_code("CC610", message), category=CompileWarning)
             return None
@@ -254,7 +259,7 @@ class AOTInductorExport(Callback):
         else:
             self._written_here.add(path)
             load = trainer.strategy.checkpoint_io.load_checkpoint
-            # This process wrote the file: hyperparameters of any class may be in it.
+            # This process wrote the file, so loading it is safe. It may contain hyperparameters of any class.
             trusting = {"weights_only": False} if "weights_only" in inspect.signature(load).parameters else {}
             checkpoint = load(path, **trusting)
         module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
@@ -266,7 +271,7 @@ class AOTInductorExport(Callback):
         try:
             return pl_module.get_submodule(self.target)
         except AttributeError as error:
-            raise ValueError(f"target={self.target!r} is no submodule: {error}") from None
+            raise ValueError(f"target={self.target!r} is not a submodule: {error}") from None
 
     def _keep(self, trainer: Trainer, stage: str, batch: Any) -> None:
         """Keep the first batch of a stage, before a step changes it in place."""
@@ -274,12 +279,12 @@ class AOTInductorExport(Callback):
             self._batches[stage] = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), batch)
 
     def _example(self, pl_module: LightningModule) -> ExampleCall:
-        """The inputs of the exported module."""
+        """Return the example inputs of the exported module."""
         example = pl_module.example_input_array if self.target is None else None
         if example is not None and self.inputs is None:
             return ExampleCall.of(example)
         if not self._batches:
-            text = "the fit ran no batch, and example_input_array is not set, so that there is no example input"
+            text = "there is no example input: the fit ran no batch, and example_input_array is not set"
             raise ExportError(with_code("CC601", text))
         batch = self._batches.get("validate", self._batches.get("train"))
         if self.inputs is not None:

@@ -1,4 +1,4 @@
-"""`InductorCompile`: the Lightning callback. Its hooks pass the Trainer's stages and steps to the `Session`."""
+"""`InductorCompile`: the Lightning callback. Its hooks tell the `Session` when stages and steps begin and end."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from compile_callbacks.runtime.arguments import (
 from compile_callbacks.runtime.session import Session
 
 _STATE_KEY = "compile_callbacks"
-"""The checkpoint's key for the states of all callbacks, by their targets. Lightning's ``state_dict`` hook is not used,
-because two callbacks would need different state keys when the Trainer is constructed."""
+"""The key in a checkpoint that holds the states of all `InductorCompile` callbacks. The callback does not use
+Lightning's ``state_dict`` hook, which would need a different state key for each callback in the Trainer's
+constructor."""
 
 _warn = rank_zero_only(warn_user)
 
@@ -39,48 +40,51 @@ _warn = rank_zero_only(warn_user)
 class InductorCompile(Callback):
     """Compile the module with one set of Inductor settings for training, and another for inference.
 
-    The module is compiled in place while the trainer runs, and is an ordinary module again after it: checkpoints,
-    copies and pickles look as if nothing had been compiled.
+    The callback compiles the module in place while the trainer runs, and restores it afterwards. Checkpoints, copies
+    and pickles always contain the original module.
 
     Args:
-        train_mode: Settings for training: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``,
+        train_mode: The settings for training: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``,
             ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), the name of a template, an
             `InductorConfig`, or a mapping of its fields. ``"auto"``, a `Tune` or a mapping of its fields measures
-            several and takes the fastest. ``"eager"`` runs the original modules. ``None`` leaves the phase alone: a
-            module that you compiled yourself runs as you compiled it.
-        infer_mode: Settings for sanity check, validation, test and predict; the same choices.
-        targets: Dotted names of submodules or methods (``"net"``, ``"training_step"``), or globs
-            (``"encoder.layers.*"``); ``"forward"`` is the LightningModule's own call. ``None``: the modules and methods
-            that the first step of each stage calls, which is eager, and direct children with parameters that are
-            called later. A module without parameters and a metric are compiled only if you name them.
-            ``"repeated"``: the same, and repeated blocks, such as the layers of a transformer, are compiled once
-            inside of the graph.
-        passes: Custom graph passes for both phases, see `GraphPass`; in YAML by import path, or by ``class_path``.
-        baseline_steps: Number of eager steps that are measured first in each phase, as the baseline of the speedup,
-            after two warm-up steps; at most half of the remaining steps. 0: no baseline, no speedup.
-        on_error: The reaction to a failure of the compiler: ``"eager"`` warns, counts the failure and runs the target
+            several settings and selects the fastest. ``"eager"`` runs the original modules. ``None`` leaves the phase
+            alone: a module that you compiled yourself runs as you compiled it.
+        infer_mode: The settings for sanity check, validation, test and predict, with the same choices.
+        targets: The modules and methods to compile: dotted names of submodules or methods (``"net"``,
+            ``"training_step"``), or globs (``"encoder.layers.*"``). ``"forward"`` is the LightningModule's own call.
+            If ``None``, the callback compiles the modules and methods that the first step of each stage calls. This
+            step is eager. If a later step calls another direct child with parameters, the callback compiles that
+            child, too. The callback compiles a metric or a module without parameters only if you name it.
+            ``"repeated"`` selects the same targets, and compiles repeated blocks, such as the layers of a transformer,
+            once inside the graph.
+        passes: Custom graph passes for both phases. See `GraphPass`. In YAML, give an import path or a ``class_path``.
+        baseline_steps: The number of eager steps that the callback times first in each phase, after two warm-up steps.
+            The speedup is relative to these steps. The callback uses at most half of the remaining steps. With 0, the
+            report shows no speedup.
+        on_error: The reaction if the compiler fails: ``"eager"`` warns, counts the failure and runs the target
             eagerly; ``"raise"`` ends the run with a `CompileError`.
-        verify: Compare each new graph with eager: outputs, mutated inputs and gradients. The reaction to a difference
-            that rounding does not explain: ``"warn"``; ``"eager"``, warn and run the target eagerly; ``"raise"``, end
-            the run. ``"off"``: do not compare.
-        new_shapes: What an input of a new shape does. Dimensions that vary in the eager steps are dynamic in the first
-            graph, whatever this is, unless the mode sets ``dynamic``. ``"auto"``: recompile within a budget, which is
-            30 seconds, or the time of the target's first compile, plus the time that compiled steps have saved; then
-            run eagerly unless a compiled graph fits. ``"recompile"``: without a budget. ``"eager"``: run eagerly
-            unless a compiled graph fits; a shape that recurs often is compiled. ``"raise"``: end the run.
+        verify: The reaction if a new graph differs from eager by more than rounding explains. The callback compares
+            outputs, mutated inputs and gradients. ``"warn"`` warns, ``"eager"`` warns and runs the target eagerly,
+            and ``"raise"`` ends the run. ``"off"`` skips the comparison.
+        new_shapes: The reaction to an input with a new shape. ``"auto"`` recompiles within a budget: 30 seconds or
+            the time of the target's first compile, whichever is longer, plus the time that compiled steps have saved.
+            After that, new shapes run eagerly. ``"recompile"`` always recompiles. ``"eager"`` runs new shapes eagerly,
+            and compiles a shape that recurs often. ``"raise"`` ends the run. With every choice, dimensions that vary
+            in the eager steps are dynamic in the first graph, unless the mode sets ``dynamic``.
         cache_dir: The folder for the compiled code of Inductor and Triton, and for the winner of a `Tune`. A later run
-            starts in a fraction of the time, also on another machine of the same kind. The folder is created if it is
-            missing, and must belong to you, because its code is run. ``None``: torch's own folder.
-        keep_compiled: Leave the module compiled after the run. The grad mode of each call then tells the phase.
+            compiles in a fraction of the time, also on another machine of the same kind. The callback creates a
+            missing folder. The folder must belong to you, because torch runs the code in it. If ``None``, torch uses
+            its own folder.
+        keep_compiled: Whether the module stays compiled after the run. The grad mode of a call then selects the phase.
         trace_dir: The folder for torch's structured trace of the run, which ``tlparse`` reads. The trace contains all
-            compiles of the process, including your own. If verification finds a difference, a script that reproduces
-            it is written there, too. ``None``: no trace.
+            compiles of the process, including your own. If verification finds a difference, the folder also gets a
+            script that reproduces the difference. If ``None``, torch writes no trace.
 
     Raises:
-        ValueError: A value is not one of the choices. Targets are resolved when the trainer starts.
-        TypeError: A value has the wrong type, or an argument is unknown.
-        MisconfigurationException: When the trainer starts: under DeepSpeed, CUDA graphs of sharded weights, or
-            several callbacks with overlapping targets.
+        ValueError: If a value is not one of the choices. The callback resolves ``targets`` when the trainer starts.
+        TypeError: If a value has the wrong type, or an argument is unknown.
+        MisconfigurationException: When the trainer starts, if the strategy is DeepSpeed, if CUDA graphs would run with
+            sharded weights, or if several callbacks have overlapping targets.
 
     Example::
 
@@ -132,7 +136,7 @@ class InductorCompile(Callback):
         return f"{type(self).__name__}({', '.join(f'{name}={values[name]!r}' for name in shown)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A run belongs to its process: a strategy that spawns processes sends each of them a callback.
+        # A session belongs to its process. A strategy that spawns processes pickles the callback for each of them.
         return {**vars(self), "_calls": TrainerCalls(self._calls.last)}
 
     @property
@@ -142,9 +146,9 @@ class InductorCompile(Callback):
 
     @property
     def report(self) -> CompileReport:
-        """The measurements so far; on a GPU, this waits for the steps done so far.
+        """The measurements so far. On a GPU, reading them waits until the GPU has finished the current steps.
 
-        If only a copy of this callback ran, the report is that of the copy.
+        If only a copy of this callback ran, this is the report of the copy.
         """
         return trainer_report.current_report(self)
 
@@ -156,7 +160,7 @@ class InductorCompile(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # No phase begins yet: a model summary may run the model, and so may log_graph.
+        # No phase begins yet, because a model summary or log_graph may run the model before the first step.
         self._calls.prepare(trainer, pl_module, self)
 
     @override
@@ -168,7 +172,7 @@ class InductorCompile(Callback):
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.session and self.session.running:
-            return  # LearningRateFinder and BatchSizeFinder load a checkpoint within a run, which is no resume
+            return  # LearningRateFinder and BatchSizeFinder load a checkpoint within a run, without resuming it
         states = checkpoint.get(_STATE_KEY)
         key = state_key(self.arguments.targets)
         self._calls.earlier_state = states.get(key) if isinstance(states, Mapping) else None
@@ -179,7 +183,7 @@ class InductorCompile(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # After an error of the GPU, even reading step times raises. It must not hide the exception of the run.
+        # After a GPU error, even reading step times raises. That exception must not hide the run's exception.
         try:
             self._end_call(trainer, exception)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Several `InductorCompile` callbacks in one Trainer: what each may compile, measure and log, and under which name."""
+"""Coordinates several `InductorCompile` callbacks in one Trainer: their targets, baselines and names in logs."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ Names = Sequence[str] | str | None
 
 
 def callbacks_of(trainer: Trainer, own: InductorCompile) -> Sequence[InductorCompile]:
-    """The `InductorCompile` callbacks of a trainer; ``own`` alone if another callback calls its hooks."""
+    """Return the `InductorCompile` callbacks of a trainer, or only ``own`` if another callback calls its hooks."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of its connectors sets it
     found: list[Any] = [one for one in callbacks if isinstance(getattr(one, "arguments", None), CompileArguments)]
     return found if any(one is own for one in found) else [own]
 
 
 def why_not_together(callbacks: Sequence[InductorCompile], module: nn.Module) -> str | None:
-    """Why the callbacks of a trainer cannot run together; ``None`` if they can.
+    """Return the reason why the callbacks of a trainer cannot run together, or ``None`` if they can.
 
     Raises:
-        ValueError: A name in targets matches nothing.
+        ValueError: If a name in ``targets`` matches nothing.
     """
     for one, other in itertools.combinations([callback.arguments for callback in callbacks], 2):
         if one.cache_dir and other.cache_dir and one.cache_dir != other.cache_dir:
             return (
                 f"two InductorCompile callbacks have different folders, cache_dir={str(one.cache_dir)!r} and "
-                f"{str(other.cache_dir)!r}, but torch has one cache folder for the process. Give both the same"
+                f"{str(other.cache_dir)!r}, but torch has one cache folder per process. Give both the same cache_dir"
             )
         for phase in PHASES:
             if isinstance(one.configs[phase], Tune) and isinstance(other.configs[phase], Tune):
@@ -60,25 +60,25 @@ def why_not_together(callbacks: Sequence[InductorCompile], module: nn.Module) ->
             if overlap(first, second):
                 return (
                     f"two InductorCompile callbacks have overlapping targets: {first.name!r} and {second.name!r}. A "
-                    "target can be compiled by one callback: name different modules"
+                    "target can be compiled by one callback only: name different modules"
                 )
     return None
 
 
 def name_in_logs(callbacks: Sequence[InductorCompile], own: InductorCompile) -> str:
-    """The name of a callback in scalars and files: empty for the trainer's first one, else such as ``"head-net"``."""
+    """Return the name of a callback in scalars and files: empty for the first callback, ``"head-net"`` for another."""
     return "" if callbacks[0] is own else _name_of(own.arguments.targets)
 
 
 def state_key(targets: Names) -> str:
-    """The key of a callback's state in a checkpoint. Unlike names in logs, the keys of different targets differ."""
+    """Return the key of a callback's state in a checkpoint. Unlike a name in logs, each key has its own targets."""
     return str(targets if targets is None or isinstance(targets, str) else sorted(targets))
 
 
 def shared_baselines(callbacks: Sequence[InductorCompile], own: InductorCompile) -> dict[Phase, Baseline]:
-    """By phase, the baseline of the callback that measures the phase, unless that is this callback.
+    """Return the baselines, by phase, that other callbacks measure for this callback.
 
-    A callback that tunes the phase measures it, otherwise the first one that compiles it.
+    One callback measures each phase: the callback that tunes the phase, or else the first callback that compiles it.
     """
     measuring = {phase: _measuring(callbacks, phase) for phase in PHASES}
     return {

@@ -1,4 +1,7 @@
-"""`TrainerCalls`: the Trainer calls that `InductorCompile` is in, from ``setup`` to ``teardown``, and their session."""
+"""`TrainerCalls`: the running Trainer calls of an `InductorCompile`, from ``setup`` to ``teardown``, and their session.
+
+A Trainer call is one ``trainer.fit``, ``validate``, ``test`` or ``predict``.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class LastReport:
-    """The report of the last run of a callback or of any copy of it: some libraries train with a copy."""
+    """The report of the last run of a callback. Copies of the callback share it: some libraries train with a copy."""
 
     report: CompileReport | None = None
 
@@ -47,15 +50,15 @@ class LastReport:
 
 @dataclass(kw_only=True)
 class TrainerCall:
-    """A Trainer call.
+    """One running Trainer call.
 
     Attributes:
         trainer: The trainer.
         report_folder: The folder for the report.
-        key_matcher: The hook on the module, which teardown removes.
-        outer: The session of the call around this one, if a hook or step of that call makes this one.
-        outer_stage: The stage of the outer call, which continues after this one.
-        nested: Whether this call runs in the session of the outer one: it does not measure steps then.
+        key_matcher: The handle of the hook on the module that matches ``_orig_mod.`` keys. Teardown removes the hook.
+        outer: The session of the outer call, if a hook or a step of another Trainer call makes this call.
+        outer_stage: The stage of the outer call, which continues after this call.
+        nested: Whether this call uses the session of the outer call. Steps of a nested call are not measured.
     """
 
     trainer: Trainer
@@ -67,10 +70,10 @@ class TrainerCall:
 
 
 class TrainerCalls:
-    """The calls of one callback, the outermost first, with the session of the innermost one.
+    """The running Trainer calls of one callback, the outermost first, with the session of the innermost call.
 
-    A call inside another one, such as ``trainer.validate(module)`` in a hook of a fit, uses the session of the outer
-    call if it has the same module, and another session otherwise.
+    A call inside another call, such as ``trainer.validate(module)`` in a hook of a fit, uses the session of the outer
+    call if both run the same module. Otherwise, the inner call gets its own session.
 
     Args:
         last: The holder of the last report, which copies of the callback share.
@@ -78,7 +81,7 @@ class TrainerCalls:
     Attributes:
         session: The session of the current or last call.
         last: The holder of the last report.
-        earlier_state: The state in a checkpoint, with which the next session resumes.
+        earlier_state: The state from a checkpoint that the next session resumes.
         printed: Whether the report was printed.
     """
 
@@ -88,7 +91,7 @@ class TrainerCalls:
         self.earlier_state: object = None
         self.printed = False
         self._calls: list[TrainerCall] = []
-        self._others: tuple[Any, ...] = ()  # targets of other callbacks of the trainer, which targets=None leaves out
+        self._others: tuple[Any, ...] = ()  # targets of the trainer's other callbacks, which targets=None excludes
 
     @property
     def nested(self) -> bool:
@@ -106,7 +109,7 @@ class TrainerCalls:
         """
         if refused := unsupported_strategy_reason(trainer.strategy):
             raise MisconfigurationException(with_code("CC801", refused))
-        with contextlib.suppress(ValueError):  # configure_model may still create the module of an unknown name
+        with contextlib.suppress(ValueError):  # an unknown name may be of a module that configure_model creates later
             _check_together(trainer, pl_module, own)
         while self._calls and self._is_over(self._calls[-1], trainer, fits=fits):
             self._close(self._calls.pop(), keep_compiled=own.keep_compiled)
@@ -114,7 +117,7 @@ class TrainerCalls:
         self._calls.append(
             TrainerCall(
                 trainer=trainer,
-                report_folder=report_folder(trainer),  # a collective, so that no other hook asks for it
+                report_folder=report_folder(trainer),  # found here once, because it needs a collective
                 key_matcher=match_orig_mod_keys(pl_module),
                 outer=outer,
                 outer_stage=outer.interrupt() if outer is not None else None,
@@ -124,14 +127,14 @@ class TrainerCalls:
         _unwrap_compiled(pl_module, own)
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule, own: InductorCompile) -> Session:
-        """Return the session of the call. At the first time in a call, begin it and install the targets."""
+        """Return the session of the call. In the first hook of a call, begin the session and install the targets."""
         session, arguments, peers = self.session, own.arguments, several.callbacks_of(trainer, own)
         others: tuple[Any, ...] = ()
         if arguments.finds_targets:
             others = tuple(peer.arguments.targets for peer in peers if peer is not own)
         if session is None or session.module is not pl_module or (not session.running and others != self._others):
             self._drop_session()
-            _unwrap_compiled(pl_module, own)  # again, because configure_model comes after setup
+            _unwrap_compiled(pl_module, own)  # again, because configure_model runs after setup
             if refused := unsupported_reason(pl_module, arguments.configs):
                 raise MisconfigurationException(with_code("CC802", refused))
             _check_together(trainer, pl_module, own)
@@ -152,7 +155,7 @@ class TrainerCalls:
                 shared=several.shared_baselines(peers, own),
                 stopping=functools.partial(is_stopping, weakref.ref(trainer)),
             )
-        if self.earlier_state is not None:  # only now the number of processes is known
+        if self.earlier_state is not None:  # not earlier, because the number of processes was unknown
             session.resume(self.earlier_state)
             self.earlier_state = None
         return session
@@ -166,9 +169,9 @@ class TrainerCalls:
 
     @contextlib.contextmanager
     def end(self, trainer: Trainer, *, keep_compiled: bool) -> Iterator[TrainerCall | None]:
-        """End the innermost call: clean up, run the block with the call, and continue the outer call.
+        """End the innermost call: clean up, run the ``with`` block, and continue the outer call.
 
-        The call is ``None`` if this callback's ``setup`` did not run, because an exception came before it.
+        The block gets ``None`` instead of the call if an exception prevented this callback's ``setup``.
         """
         if not self._calls or self._calls[-1].trainer is not trainer:
             yield None
@@ -188,7 +191,7 @@ class TrainerCalls:
 
     @staticmethod
     def _is_over(call: TrainerCall, trainer: Trainer, *, fits: bool) -> bool:
-        """Whether a call ended without our hook, because another callback raised in ``on_exception``."""
+        """Return whether a call ended without our hook, because another callback raised in ``on_exception``."""
         return call.trainer.state.status != TrainerStatus.RUNNING or (call.trainer is trainer and fits)
 
     def _close(self, call: TrainerCall, *, keep_compiled: bool) -> None:
@@ -199,14 +202,14 @@ class TrainerCalls:
         try:
             self.session.end(keep_compiled=keep_compiled)
         except Exception as error:
-            if isinstance(error, Warning):  # a warning that the user has made an error
+            if isinstance(error, Warning):  # the user's warning filters turn warnings into errors
                 raise
             reason = in_one_line(describe_failure(error))
             warn_user("CC106", f"InductorCompile could not clean up after the run: {reason}")
 
 
 def _unwrap_compiled(pl_module: LightningModule, own: InductorCompile) -> None:
-    """Undo the user's ``torch.compile``: state_dict keys get no ``_orig_mod.``, and this callback's settings apply."""
+    """Undo the user's ``torch.compile``, so that ``_orig_mod.`` is in no key and this callback's settings apply."""
     if replaced := unwrap_compiled(pl_module, own.arguments.left_alone):
         rank_zero_info(
             f"InductorCompile replaces your torch.compile of {', '.join(replaced)}: it compiles the original module "

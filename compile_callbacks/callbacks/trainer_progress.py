@@ -1,4 +1,4 @@
-"""What `InductorCompile` asks a Trainer about its run: the stage, the remaining steps, whether it stops."""
+"""Reads a Trainer's progress for `InductorCompile`: the stage, the remaining steps, and whether the run stops."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from compile_callbacks.runtime.measurements import Stage
 
 
 def stage_of(trainer: Trainer, phase: Phase, *, nested: bool) -> Stage:
-    """The stage that a Trainer is in.
+    """Return the stage that a Trainer is in.
 
     Args:
         trainer: The trainer.
         phase: The phase of the stage.
-        nested: Whether a Trainer call within another one runs it.
+        nested: Whether a nested Trainer call runs the stage.
     """
     return Stage(
         phase=phase,
@@ -31,16 +31,16 @@ def stage_of(trainer: Trainer, phase: Phase, *, nested: bool) -> Stage:
 
 
 def is_stopping(trainer: weakref.ref[Trainer]) -> bool:
-    """Whether a Trainer has received SIGTERM, or its run was interrupted by an exception such as Ctrl-C's."""
+    """Return whether a Trainer has received SIGTERM, or an exception such as Ctrl-C has interrupted its run."""
     alive = trainer()
     return alive is not None and (alive.received_sigterm or alive.state.status == TrainerStatus.INTERRUPTED)
 
 
 def remaining_steps(trainer: Trainer) -> Mapping[Phase, float]:
-    """Batches that remain of the run in each phase; ``math.inf`` if that is not known.
+    """Return the number of batches that remain in the run for each phase, or ``math.inf`` if it is unknown.
 
-    Call this when a stage starts: the dataloaders exist then, and a resumed run has restored its progress. An earlier
-    call would create the dataloaders too soon.
+    Call this function when a stage starts: the dataloaders exist then, and a resumed run has restored its progress.
+    An earlier call would create the dataloaders too soon.
     """
     if trainer.state.fn == "fit":
         train_batches = _train_batches(trainer)
@@ -58,7 +58,8 @@ def _train_batches(trainer: Trainer) -> float:
     batches = trainer.num_training_batches
     left = epochs * batches - _batches_done(trainer, batches) if epochs else 0
     if trainer.max_steps >= 0:
-        # By hand, as in a GAN, each optimizer is taken to step in each batch; the trainer counts all of their steps.
+        # With manual optimization, as in a GAN, the trainer counts the steps of all optimizers. We assume that each
+        # optimizer steps once in each batch.
         by_hand = not trainer.lightning_module.automatic_optimization
         steps_a_batch = max(1, len(trainer.optimizers)) if by_hand else 1
         steps = (trainer.max_steps - trainer.global_step) // steps_a_batch
@@ -67,26 +68,27 @@ def _train_batches(trainer: Trainer) -> float:
 
 
 def _batches_done(trainer: Trainer, batches: float) -> float:
-    """The number of training batches done.
+    """Return the number of finished training batches.
 
-    It assumes that each past epoch had as many batches as this one, because a resumed run may have other dataloaders.
+    This assumes that each past epoch had the batches of the current epoch, because a resumed run may have other
+    dataloaders.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     done = float(progress.total.ready)
     if math.isinf(batches) or trainer.current_epoch * batches <= done <= (trainer.current_epoch + 1) * batches:
         return done
     of_epoch = float(progress.current.ready)
-    if of_epoch >= batches:  # of an epoch that is over, at whose end a validation may be
+    if of_epoch >= batches:  # the count of the last epoch, unless the validation at the end of this epoch runs
         of_epoch = batches if trainer.validating else 0.0
     return trainer.current_epoch * batches + of_epoch
 
 
 def _validation_batches(trainer: Trainer, train_batches: float) -> float:
-    """The validation batches that remain in a fit, including the running validation."""
+    """Return the number of validation batches that remain in a fit, including the running validation."""
     if not trainer.enable_validation:
         return 0.0
     batches = float(sum(trainer.num_val_batches))  # empty if the loaders are not created yet
-    between = trainer.val_check_batch  # infinite: once an epoch, of a length that is not known; None: by the clock
+    between = trainer.val_check_batch  # infinite if an epoch of unknown length ends with it; None if it runs by time
     if batches == 0 or between is None:
         return math.inf
     if math.isinf(between):

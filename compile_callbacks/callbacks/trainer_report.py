@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 
 def current_report(own: InductorCompile) -> CompileReport:
-    """The report of a callback so far, or of a copy of it if only the copy ran."""
+    """Return the report of a callback so far, or the report of its copy if only the copy ran."""
     if own.session is not None:
         return own.session.report()
     return own._calls.last.report or uncompiled_report(own.arguments.configs, own.arguments.left_alone)
 
 
 def log_scalars(trainer: Trainer, own: InductorCompile, *, details: bool = True) -> None:
-    """Log the scalars of the report. With details, a GPU is synchronized, so only at the end of a stage."""
+    """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
     if own.session and trainer.loggers and trainer.is_global_zero:
         name = several.name_in_logs(several.callbacks_of(trainer, own), own)
         loggers.log_scalars(trainer.loggers, own.session.report(details=details).scalars(name), trainer.global_step)
 
 
 def write_at_end(trainer: Trainer, own: InductorCompile, call: TrainerCall, exception: BaseException | None) -> None:
-    """Write the report of a Trainer call that ends, and issue the warnings of its end.
+    """Write the report when a Trainer call ends, and issue the warnings about the whole run.
 
     Args:
         trainer: The trainer.
         own: The callback.
-        call: The call.
-        exception: The exception that ended the call, if one did.
+        call: The Trainer call.
+        exception: The exception that ended the call, if any.
     """
     report = own._calls.last.report = current_report(own)
     name = several.name_in_logs(several.callbacks_of(trainer, own), own)

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
     parser.description = "Measure steps of a module in eager and in each mode. The exit status is 1 if a mode fails."
     add = parser.add_argument
-    add("module", metavar="MODULE", help="package:factory, a function without arguments that returns a module, or a "
-        "module and its inputs")  # fmt: skip
+    add("module", metavar="MODULE", help="package:factory, where factory() returns a module, or a tuple of a module "
+        "and its inputs")  # fmt: skip
     add("--modes", nargs="+", metavar="MODE", help="modes and templates, listed by `compile-callbacks modes`, or an "
         "InductorConfig as JSON (default: default, and on a GPU reduce-overhead)")  # fmt: skip
     add("--phase", default="infer", help="train, infer or both (default: infer)")
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print the table; the status is 1 if a mode failed, and 2 for a wrong argument."""
+    """Measure and print the table. Return status 1 if a mode failed, and 2 if an argument is wrong."""
     rows: list[dict[str, Any]] = []
     try:
         check_choice("--phase", args.phase, [*PHASES, "both"])
@@ -93,7 +93,7 @@ def _load(name: str, device: torch.device, shape: str | None) -> BenchmarkedModu
         expected = "a torch.nn.Module, or a tuple of a module and its inputs"
         raise ValueError(f"MODULE={name!r}: the factory must return {expected}, not {type(made).__name__}")
     if inputs is None and shape is None:
-        raise ValueError(f"MODULE={name!r} returns no inputs: give the shape of one, such as --input 4x3x224x224")
+        raise ValueError(f"MODULE={name!r} returns no inputs: set the input's shape, such as --input 4x3x224x224")
     if inputs is not None and shape is not None:
         raise ValueError(f"--input has no effect: {name!r} returns its own inputs")
     inputs = torch.randn(*map(int, shape.split("x"))) if shape is not None else inputs
@@ -110,7 +110,7 @@ def _call_factory(name: str) -> Any:
     if not (package and attribute):
         raise ValueError(f"MODULE={name!r} must have the form package:factory, such as torchvision.models:resnet18")
     if (current := str(Path.cwd())) not in sys.path:
-        # The installed command does not search the current directory. It comes last, so that a file in it cannot
+        # The installed command does not search the current directory. Append the directory, so that its files cannot
         # replace an installed package.
         sys.path.append(current)
     try:
@@ -123,7 +123,7 @@ def _call_factory(name: str) -> Any:
     try:
         return factory()
     except Exception as error:
-        raise ValueError(f"MODULE={name!r}: the factory fails: {in_one_line(describe_failure(error))}") from error
+        raise ValueError(f"MODULE={name!r}: the factory failed: {in_one_line(describe_failure(error))}") from error
 
 
 def _print_tables(result: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Runs copies of a module in several modes, in alternating blocks of steps; for ``bench`` and the benchmarks."""
+"""Times copies of a module in several modes, in alternating blocks of steps, for ``bench`` and the benchmarks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WARMUP_STEPS = 4  # torch warms up a CUDA graph in the first step, records it i
 
 @dataclass(frozen=True)
 class BenchmarkedModule:
-    """A module on its device, and its inputs. Each mode gets a copy of the module."""
+    """A module on its device with its inputs. Each mode runs a copy of the module."""
 
     name: str
     device: torch.device
@@ -51,8 +51,8 @@ class BenchmarkedModule:
 class Candidate:
     """A copy of a module that runs in one mode: eager, or compiled with a config.
 
-    An ``infer`` step is a forward pass without gradients. A ``train`` step is forward, loss, backward and SGD. With a
-    ``dtype``, steps run under autocast. The library compares each compiled graph with eager.
+    An ``infer`` step runs a forward pass without gradients. A ``train`` step runs forward, loss, backward and SGD. With
+    a ``dtype``, steps run under autocast. The library compares each compiled graph with eager.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class Candidate:
         """Copy the module, compile the copy, and run the warm-up steps."""
         before_bytes = torch.cuda.memory_allocated() if self._on_gpu else 0
         self.module = copy.deepcopy(self._benchmarked.module).train(self.phase == "train")
-        if self.phase == "train":  # the learning rate is small, so that the loss stays finite on random labels
+        if self.phase == "train":  # a small learning rate keeps the loss finite on random labels
             self._optimizer = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1e-4)
         if self.config is not None:
             targets, settings = [Target(self.name, self.module)], TargetSettings(verify="warn")
             self.switch = PhaseSwitch(targets, recorder=self.recorder, settings=settings)
             self.recorder.listen()
             self.switch.install()
-            # The weights of infer steps are constant.
+            # Freezing is safe, because infer steps do not change the weights.
             self.switch.select(self.phase, ActiveConfig(self.config), frozen=self.config.freezes)
         torch.manual_seed(0)
         self.step()
@@ -91,12 +91,12 @@ class Candidate:
         for _ in range(_WARMUP_STEPS - 1):
             self.step()
         self.synchronize()
-        if self._on_gpu:  # for a CUDA graph, the peak while it was recorded: a replay allocates nothing
+        if self._on_gpu:  # read before timed steps, because replaying a CUDA graph allocates nothing
             self.peak_memory_mib = (torch.cuda.max_memory_allocated() - before_bytes) / 2**20
         self.recorder.collect()
 
     def time(self, steps: int) -> float | None:
-        """Run a block of steps; returns the milliseconds of a step, or ``None`` if something compiled."""
+        """Run a block of steps. Return the milliseconds per step, or ``None`` if a step compiled."""
         self.step()  # not timed, because other candidates ran since the last block
         self.synchronize()
         compiles, started = self.recorder.compiles_seen, time.perf_counter()
@@ -111,7 +111,7 @@ class Candidate:
         if self._on_gpu:
             torch.compiler.cudagraph_mark_step_begin()
         with torch.set_grad_enabled(self.phase == "train"):
-            # One context for each call, as in a Trainer: within a context, autocast caches its casts of weights.
+            # A new context for each call, as in a Trainer, because autocast caches its casts of weights in a context.
             with torch.autocast(self._benchmarked.device.type, self.dtype, enabled=self.dtype is not None):
                 outputs = self.module(*self._benchmarked.args, **self._benchmarked.kwargs)
             if self.phase == "train":
@@ -142,16 +142,17 @@ def measure(
     dtype: torch.dtype | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Measure at least ``steps`` steps of eager and of every mode, in alternating blocks.
+    """Time at least ``steps`` steps of eager and of each mode.
 
-    A disturbance of the machine then affects all modes alike. ``say`` takes lines of progress.
+    The modes run in alternating blocks, so that a disturbance of the machine affects all modes. The function passes
+    lines about its progress to ``say``.
     """
     candidates = [Candidate(name, modes.get(name), benchmarked, phase, dtype) for name in (EAGER, *modes)]
     on_device = torch.cuda.device(benchmarked.device) if benchmarked.device.type == "cuda" else contextlib.nullcontext()
     blocks = min(steps, _BLOCKS)
     try:
         with on_device, warnings.catch_warnings():
-            warnings.simplefilter("ignore", CompileWarning)  # the rows have the same reasons
+            warnings.simplefilter("ignore", CompileWarning)  # because the rows contain the same reasons
             for candidate in candidates:
                 say(f"preparing {candidate.name} for {phase}")
                 _attempt(candidate, candidate.prepare)
@@ -170,7 +171,7 @@ def measure(
 
 
 def _attempt(candidate: Candidate, run: Callable[..., float | None], *args: Any) -> float | None:
-    """Call a function, and store an exception as the failure of the candidate. No call after a failure."""
+    """Call a function unless the candidate has failed. Store an exception as the failure of the candidate."""
     try:
         return run(*args) if candidate.failure is None else None
     except Exception as error:
@@ -179,7 +180,7 @@ def _attempt(candidate: Candidate, run: Callable[..., float | None], *args: Any)
 
 
 def alternate(timers: Mapping[str, Callable[[], float | None]], blocks: int) -> dict[str, list[float]]:
-    """Call functions that return the time of a block, or ``None``, in turn; reverse the order after each round."""
+    """Call each timer once per round, and reverse the order after each round. Ignore a timer that returns ``None``."""
     samples: dict[str, list[float]] = {name: [] for name in timers}
     for number in range(blocks):
         for name in reversed(samples) if number % 2 else samples:
@@ -189,7 +190,7 @@ def alternate(timers: Mapping[str, Callable[[], float | None]], blocks: int) -> 
 
 
 def summarize(block_ms: Sequence[float]) -> dict[str, Any]:
-    """The median and the interquartile range of the times of blocks, and their number."""
+    """Return the median and the interquartile range of block times, and the number of blocks."""
     samples = tuple(block_ms)
     return {"step_ms": median_ms(samples), "spread_ms": spread_ms(samples), "samples": len(samples)}
 
@@ -197,7 +198,7 @@ def summarize(block_ms: Sequence[float]) -> dict[str, Any]:
 def as_result(
     title: str, rows: Sequence[Mapping[str, Any]], command: str, found: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Rows as JSON-ready data; ``found`` is the `environment` of the process that ran the steps, if not this one."""
+    """Return rows as JSON-ready data. ``found`` is the `environment`, if another process ran the steps."""
     found = found or environment()
     versions = {name: found.get(name) for name in ("python", "torch", "triton", "lightning")}
     head = {"title": title, "date": dt.datetime.now(dt.UTC).date().isoformat(), "device": found["device"]}
@@ -205,7 +206,7 @@ def as_result(
 
 
 def _why_not_compiled(candidate: Candidate) -> str | None:
-    """The reason why no graph was compiled; ``None`` if one was, and for eager."""
+    """Return the reason why no graph was compiled, or ``None`` for eager or if a graph was compiled."""
     events = [event for event in candidate.recorder.events if event.phase == candidate.phase]
     if candidate.config is None or any(event.graphs for event in events):
         return None
@@ -242,7 +243,7 @@ def _row(candidate: Candidate, samples: Mapping[str, list[float]]) -> dict[str, 
 
 
 def _notes(candidate: Candidate, events: Mapping[str, Sequence[CompileEvent]]) -> Iterator[str]:
-    """Settings that have no effect in this run, and reasons of torch and of the comparison with eager."""
+    """Yield settings that have no effect in this run, and reasons that torch and verification report."""
     config = candidate.config
     if config is not None and config.uses_cudagraphs and candidate.peak_memory_mib is None:
         yield "CUDA graphs have no effect without a GPU"
@@ -258,7 +259,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _loss(outputs: Any) -> torch.Tensor:
-    """Cross-entropy with the labels 0, 1, 2, ... if the output looks like logits, else the mean of the outputs."""
+    """Return the cross-entropy with labels 0, 1, 2, ... if the output looks like logits, else the mean of outputs."""
     if isinstance(outputs, torch.Tensor) and outputs.dim() == 2 and outputs.shape[1] > 1:
         labels = torch.arange(outputs.shape[0], device=outputs.device) % outputs.shape[1]
         return nn.functional.cross_entropy(outputs.float(), labels)

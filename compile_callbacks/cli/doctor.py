@@ -1,4 +1,4 @@
-"""``compile-callbacks doctor``: checks whether torch.compile can work on this machine, and says how to fix it."""
+"""``compile-callbacks doctor``: checks whether torch.compile can work on this machine, and prints a fix if not."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Check:
     """The result of one check.
 
     Attributes:
-        status: ``"ok"``; ``"warning"``: something may not work, or a part does not; ``"failed"``: it does not work.
-        found: What this machine has.
-        impact: What will not work; empty if everything does.
-        fix: How to fix it; empty if there is nothing to fix.
+        status: ``"ok"``, ``"warning"`` if some features may not work, or ``"failed"`` if compiling does not work.
+        found: A description of what the check found on this machine.
+        impact: The features that will not work. Empty if all will.
+        fix: The fix. Empty if there is nothing to fix.
     """
 
     status: Literal["ok", "warning", "failed"]
@@ -70,7 +70,7 @@ def root_cause(error: BaseException) -> str:
 
 
 def _install(package: str) -> str:
-    """Return how to install ``"g++"``, ``"gcc"``, ``"python-headers"`` or ``"openmp"``."""
+    """Return the advice that installs ``"g++"``, ``"gcc"``, ``"python-headers"`` or ``"openmp"``."""
     if platform.system() == "Darwin":
         return "brew install libomp" if package == "openmp" else "xcode-select --install"
     return f"install {package} (apt-get install {_DEBIAN_NAMES.get(package, package)})"
@@ -101,7 +101,7 @@ def check_gpu() -> Check:
 
 
 def _nvidia_smi(field: str) -> list[str]:
-    """Return a line for each NVIDIA GPU; no line if the program is missing."""
+    """Return one line for each NVIDIA GPU, or no line if ``nvidia-smi`` is not installed."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -110,7 +110,7 @@ def _nvidia_smi(field: str) -> list[str]:
 
 
 def check_cache_folder() -> Check:
-    """Check that Inductor's cache folder can be written to, has room, and is not mounted noexec."""
+    """Check that Inductor's cache folder is writable, has free space, and is not mounted noexec."""
     try:
         folder = _torch.caches.cache_folder()
         with tempfile.TemporaryFile(dir=folder):
@@ -134,7 +134,7 @@ def check_cache_folder() -> Check:
 
 
 def check_cpp_compiler() -> Check:
-    """Check that Inductor's C++ compiler builds a library with OpenMP that can be loaded."""
+    """Check that Inductor's C++ compiler can build a library with OpenMP, and that Python can load the library."""
     try:
         compiler = _torch.inductor.cpp_compiler()
     except (RuntimeError, OSError, ValueError):
@@ -160,7 +160,7 @@ def check_cpp_compiler() -> Check:
 
 
 def _cpp_compiler_fix() -> str:
-    """Return the fix for a C++ compiler that does not work; Inductor uses ``CXX``, or else g++."""
+    """Return the fix for a C++ compiler that does not work. Inductor uses ``CXX``, or g++ if it is not set."""
     cxx = os.environ.get("CXX")
     if cxx is None:
         return f"{_install('g++')}, or set CXX to a compiler that is elsewhere"
@@ -169,17 +169,17 @@ def _cpp_compiler_fix() -> str:
 
 
 def _finds(compiler: str, library: str) -> bool:
-    """Whether a compiler finds a library."""
-    command = [*shlex.split(compiler), f"-print-file-name={library}"]  # prints the bare name if it is missing
+    """Return whether a compiler finds a library."""
+    command = [*shlex.split(compiler), f"-print-file-name={library}"]  # prints the bare name of a missing library
     with contextlib.suppress(OSError):
         return os.sep in subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return False
 
 
 def _libstdcxx_fix() -> str:
-    """Return the fix for a compiler without libstdc++.so: another compiler on this machine that finds it, if any.
+    """Return the fix for a compiler without libstdc++.so: to use another compiler that has it, or to install g++.
 
-    ``LIBRARY_PATH`` does not help: the compiler linked its archive all the same when this was tried.
+    Setting ``LIBRARY_PATH`` is not a fix: in a test, the compiler still linked its static library.
     """
     for folder in dict.fromkeys([*os.get_exec_path(), *_COMPILER_FOLDERS]):
         for name in ("g++", "c++", "clang++"):
@@ -189,19 +189,19 @@ def _libstdcxx_fix() -> str:
 
 
 def check_python_headers() -> Check:
-    """Check that Python.h exists: Inductor's C++ kernels and Triton's launchers include it."""
+    """Check that Python.h exists, because Inductor's C++ kernels and Triton's launchers include it."""
     paths = (sysconfig.get_path("include"), sysconfig.get_path("include", "posix_prefix"))
     headers = [Path(path, "Python.h") for path in dict.fromkeys(paths) if path]
     if header := next(filter(Path.is_file, headers), None):
         return Check("ok", str(header))
     found = f"no Python.h in {' or '.join(str(header.parent) for header in headers)}"
-    impact = "no kernel can be built, neither Inductor's nor Triton's: modules run uncompiled"
+    impact = "Inductor and Triton cannot build kernels: modules run uncompiled"
     return Check("failed", found, impact, _install("python-headers"))
 
 
 def check_compile(device: str) -> Check:
-    """Check that an addition compiles on ``"cpu"`` or ``"cuda"``, and gives the right sum."""
-    # A new number in each run, so that the code is in no cache and the compilers run.
+    """Check that an addition compiles on ``"cpu"`` or ``"cuda"``, and returns the right sum."""
+    # Uses a new number in each run, so that the compilers run instead of loading the code from a cache.
     number = 1 + time.time_ns() % 2**40
     impact = f"modules on the {'CPU' if device == 'cpu' else 'GPU'} run uncompiled"
 
@@ -220,7 +220,7 @@ def check_compile(device: str) -> Check:
         return Check("failed", "torch.compile does nothing", impact, f"unset {variables}")
     if not torch.equal(total, x + number):
         impact = "compiled modules compute wrong results"
-        return Check("failed", "an addition gives a wrong sum", impact, "pip install --force-reinstall torch")
+        return Check("failed", "a compiled addition returns a wrong sum", impact, "pip install --force-reinstall torch")
     return Check("ok", f"an addition compiled in {seconds:.1f} s, with the right sum")
 
 
@@ -233,14 +233,14 @@ def _compile_fix(cause: str) -> str:
 
 
 _DESCRIPTION = """\
-Check everything that torch.compile needs, and compile an addition. If something is missing, say what will not work and
-how to fix it. The exit status is 1 if a check failed; a missing GPU is not a failure.
+Check everything that torch.compile needs, and compile an addition. If something is missing, print what will not work
+and how to fix it. The exit status is 1 if a check failed; a missing GPU is not a failure.
 """
 
 _MINIMUM = {"torch": "2.11", "torchvision": "0.26", "lightning": "2.5.6", "tensorboard": "0", "triton": "0"}
 _IMPACT = {
     "torch": "this library does not run",
-    "torchvision": "`import lightning` fails with it, and so does InductorCompile; bench knows no names of models",
+    "torchvision": "`import lightning` and InductorCompile fail; bench cannot build models by name",
     "lightning": "InductorCompile cannot be imported",
     "tensorboard": "a TensorBoardLogger gets no report",
     "triton": "modules on a GPU run uncompiled",
@@ -254,7 +254,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks and print them; the status is 1 if a check failed."""
+    """Run the checks and print their results. Return status 1 if a check failed."""
     checks = run_checks()
     failures = sum(check.status == "failed" for check in checks.values())
     if args.json:
@@ -270,11 +270,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_checks() -> dict[str, Check]:
-    """Run all checks, and return the results by name. A check that raises is a warning."""
+    """Run all checks, and return the results by name. A check that raises an exception becomes a warning."""
     checks = {}
     for name, check in _CHECKS.items():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the check reports the same
+            warnings.simplefilter("ignore")  # because the check reports the same problem
             try:
                 result = check()
             except Exception as error:
@@ -292,7 +292,7 @@ def _check_package(package: str, fix: str = "") -> Check:
     if version is None:
         return Check("failed", "not installed", _IMPACT[package], fix or f"pip install {wanted}")
     if Version(version) < Version(minimum):
-        found = f"{version}, and {minimum} or newer is needed"
+        found = f"{version}, but this library needs {minimum} or newer"
         return Check("failed", found, _IMPACT[package], fix or f"pip install --upgrade {wanted}")
     try:
         importlib.import_module(package)
@@ -305,30 +305,30 @@ def _check_package(package: str, fix: str = "") -> Check:
 
 
 def _check_torchvision() -> Check:
-    """Check that torchvision can be imported with this torch; a build for another torch cannot."""
+    """Check that Python can import torchvision with this torch. The import fails if it was built for another torch."""
     if installed_version("torchvision") is None:
-        return Check("ok", "not installed; the examples need it, and bench for the names of models")
+        return Check("ok", "not installed; the examples need it, and bench needs it for models by name")
     both = "pip install --force-reinstall torch torchvision"
     return _check_package("torchvision", f"pip uninstall torchvision, or both from one index: {both}")
 
 
 def _check_triton() -> Check:
-    """Check that Triton is the version that this torch requires; only a GPU needs it."""
+    """Check that Triton has the version that this torch requires. Only GPUs need Triton."""
     version, required = installed_version("triton"), _required_by_torch("triton")
     if version is None and not torch.cuda.is_available():
-        return Check("ok", "not installed; only a GPU needs it")
+        return Check("ok", "not installed; only GPUs need Triton")
     fix = f"pip install 'triton{required}'"
     check = _check_package("triton", fix)
     if check.status != "ok" or version is None or not required:
         return check
     if required.contains(version, prereleases=True):
         return Check("ok", f"{version}, which torch {torch.__version__} requires")
-    found = f"{version}, and torch {torch.__version__} requires {required}"
+    found = f"{version}, but torch {torch.__version__} requires {required}"
     return Check("warning", found, "modules on a GPU may not compile", fix)
 
 
 def _required_by_torch(package: str) -> SpecifierSet:
-    """The versions of a package that torch's metadata require; an empty set of conditions if it names none."""
+    """Return the versions of a package that torch's metadata require, or an empty set if torch requires none."""
     try:
         requirements = map(Requirement, importlib.metadata.requires("torch") or ())
     except importlib.metadata.PackageNotFoundError:  # torch was built in its source tree

@@ -1,4 +1,4 @@
-"""``compile-callbacks explain``: print the entry of a code such as CC104. The docs page is made of the same texts."""
+"""``compile-callbacks explain``: prints the entry of a code such as CC104. The docs page uses the same texts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the entry of a code, or the list of all codes; the status is 2 if there is no such code."""
+    """Print the entry of a code, or the list of all codes. Return status 2 if the code does not exist."""
     entries = read_entries()
     if args.code is None:
         sys.stdout.writelines(f"{entry.code}  {entry.title}\n" for entry in entries.values())

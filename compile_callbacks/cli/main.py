@@ -15,11 +15,12 @@ _COMMANDS = {
     "report": "print the reports of earlier runs",
     "explain": "explain a warning or an error by its code",
 }
-"""Each is a module of this package with ``add_arguments(parser)`` and ``run(args)``, which returns the exit status."""
+"""The subcommands. Each is a module of this package with ``add_arguments(parser)`` and ``run(args)``, which returns the
+exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand. Only its own module is imported, so that ``--help`` does not wait for torch."""
+    """Run a subcommand. The function imports only the subcommand's module, so that ``--help`` does not import torch."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="compile-callbacks", description="What compiling costs, gains and needs.")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""``compile-callbacks modes``: the modes and templates, and whether each works on this machine."""
+"""``compile-callbacks modes``: lists the modes and templates, and whether each works on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compile_callbacks.report.console import print_texts
 
 _DESCRIPTION = """\
 List the names that train_mode and infer_mode accept: the modes of the installed torch, and the templates of options.
-The last column says whether each works on this machine.
+The last column tells whether each mode or template works on this machine.
 """
 
 _USED_FOR = {
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list; the status is 2 if this machine does not have the device."""
+    """Print the list. Return status 2 if this machine does not have the device."""
     try:
         device = parse_device(args.device)
     except ValueError as error:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list_modes(device: torch.device) -> list[dict[str, Any]]:
-    """Each mode and template as JSON-ready data. ``"lacks"`` names the part that the device lacks, or is ``None``."""
+    """Return the modes and templates as JSON-ready data. ``"lacks"`` is what the device lacks, or ``None``."""
     rows: list[tuple[Any, ...]] = []
     for name in _torch.inductor.mode_names():
         options = _torch.inductor.resolve_options(name, {}, None)

@@ -16,13 +16,13 @@ from compile_callbacks.report.table import sections, zeros_line
 
 _DESCRIPTION = f"""\
 Print what compiling cost and gained, from the {FILE_NAME} files that InductorCompile writes into the log directory at
-the end of each trainer call. PATH is such a file, or a folder, which is searched with all folders below it.
+the end of each trainer call. PATH is such a file or a folder. Folders are searched recursively.
 """
 _COLUMN_WIDTH = 28
 
 
 class _Call(NamedTuple):
-    """A trainer call: a record of a file."""
+    """A trainer call, read from one record of a file."""
 
     path: Path
     record: dict[str, Any]
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print all records that can be read; the status is 2 if a path has no report, or a file or record is damaged."""
+    """Print all readable records. Return status 2 if a path has no report, or if a file or record is damaged."""
     errors: list[str] = []
     calls = [call for path in args.path for call in _read_calls(path, errors)]
     if args.json:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_calls(path: Path, errors: list[str]) -> list[_Call]:
-    """Read the trainer calls in the files of a path. For each damaged file or record, add a line to ``errors``."""
+    """Read the trainer calls in the files of a path. Add a line to ``errors`` for each damaged file or record."""
     if not path.exists():
         errors.append(f"{path} does not exist")
         return []

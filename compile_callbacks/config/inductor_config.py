@@ -1,4 +1,4 @@
-"""`InductorConfig`: the compiler settings of one phase. `as_config` converts a mode argument to a config."""
+"""`InductorConfig`: the compiler settings of one phase. `as_config` converts a ``mode`` argument to a config."""
 
 from __future__ import annotations
 
@@ -21,41 +21,45 @@ from compile_callbacks.passes.base import HOOK_OPTIONS, PASS_TYPES, as_passes, p
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InductorConfig:
-    """Settings for one compiled module, checked against the installed torch when they are created.
+    """The compiler settings of one phase. The constructor checks them against the installed torch.
 
-    If several arguments set one option, ``options`` override ``freezing``, which overrides ``mode`` or ``template``.
+    If several arguments set the same Inductor option, ``options`` override ``freezing``, and ``freezing`` overrides
+    ``mode`` and ``template``.
 
     Args:
         mode: A mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``,
             ``"max-autotune-no-cudagraphs"`` or ``"lite"`` (``torch._inductor.list_mode_options()`` lists the options
             of each).
-        template: The name of a set of Inductor options (``compile_callbacks.templates.names()``), which includes a
-            mode. Allowed only with ``mode="default"``.
-        options: Inductor options by name (``torch._inductor.list_options()``), for example
-            ``{"max_autotune": True, "triton.cudagraphs": True}``. Allowed only with ``mode="default"``, as in
+        template: The name of a template, a set of Inductor options that includes a mode.
+            ``compile_callbacks.templates.names()`` lists the names. Allowed only with ``mode="default"``.
+        options: Inductor options by name, for example ``{"max_autotune": True, "triton.cudagraphs": True}``.
+            ``torch._inductor.list_options()`` lists the names. Allowed only with ``mode="default"``, as in
             ``torch.compile``.
-        freezing: Whether weights are frozen into the code while they are constant, in test and predict
-            (docs/how_to/cuda_graphs.md). ``None``: as ``options`` and ``template`` set it.
-        fullgraph: Whether a graph break is a compiler failure.
-        dynamic: ``True`` compiles for dynamic shapes from the start, ``False`` recompiles for each shape, ``None``
-            compiles for dynamic shapes after the first change.
-        activation_memory_budget: The share of activations that are saved for the backward pass: 1.0 saves all that it
-            needs, 0.0 recomputes as many as possible, as activation checkpointing does. In between, torch recomputes
-            the cheapest operators. torch estimates the memory, and a smaller budget may have a higher peak: measure the
-            peak. ``None``: torch's own setting, which is 1.0.
-        passes: Custom graph passes, in this order: `GraphPass` objects, or objects of torch's own pass classes, which
-            run at ``"post_grad_post"``. As data: ``"module:name"``, or a mapping of ``class_path`` and ``init_args``.
-        fold_weights: Whether inference graphs compute values that depend only on weights once for each version of the
-            weights, instead of in each call (docs/how_to/cuda_graphs.md). An edit of a weight through ``.data`` within
-            a stage is not noticed. In the train phase, only modules without gradients have inference graphs.
+        freezing: Whether Inductor freezes weights into the code while they are constant, in test and predict
+            (docs/how_to/cuda_graphs.md). If ``None``, ``options`` and ``template`` decide.
+        fullgraph: Whether a graph break counts as a compiler failure.
+        dynamic: ``True`` compiles for dynamic shapes from the start. ``False`` recompiles for each shape. ``None``
+            compiles for dynamic shapes after the first change of a shape.
+        activation_memory_budget: The share of activations that torch saves for the backward pass, from 0 to 1. 1.0
+            saves all activations that the backward pass needs. 0.0 recomputes as many activations as possible, as
+            activation checkpointing does. In between, torch recomputes the cheapest operators. torch only estimates
+            the memory, so a smaller budget may have a higher peak: measure the peak. If ``None``, torch's own setting,
+            which is 1.0.
+        passes: Custom graph passes, in the order in which they run: `GraphPass` objects, or objects of torch's own
+            pass classes, which run at ``"post_grad_post"``. In YAML, ``"module:name"``, or a mapping of ``class_path``
+            and ``init_args``.
+        fold_weights: Whether an inference graph computes values that depend only on weights once for each version of
+            the weights, instead of in each call (docs/how_to/cuda_graphs.md). The graph does not notice an edit of a
+            weight through ``.data`` within a stage. In the train phase, only modules without gradients have inference
+            graphs.
         fold_limit_mib: The maximum memory for the folded weights of each graph, in MiB. The graph computes the
             remaining values in each call.
 
     Raises:
-        ValueError: A mode, template or option is unknown; ``mode`` is given with ``options`` or ``template``;
-            ``options`` and ``passes`` both use one hook point; ``activation_memory_budget`` is not between 0 and 1; or
-            ``fold_limit_mib`` is not positive.
-        TypeError: An argument or an option value has the wrong type.
+        ValueError: If a mode, template or option is unknown; if ``mode`` is combined with ``options`` or ``template``;
+            if ``options`` and ``passes`` use the same hook point; if ``activation_memory_budget`` is not between 0 and
+            1; or if ``fold_limit_mib`` is not positive.
+        TypeError: If an argument or an option value has the wrong type.
 
     Example::
 
@@ -107,7 +111,7 @@ class InductorConfig:
         if self.options:
             both = {**_torch.inductor.resolve_options(self.mode, {}, None), **self.options}
             text = (
-                f"mode={self.mode!r} and options={dict(self.options)!r} cannot be combined, as in torch.compile; give "
+                f"mode={self.mode!r} and options={dict(self.options)!r} cannot be combined, as in torch.compile; set "
                 f"the options of both, options={both!r}"
             )
             if template := _TEMPLATE_OF_MODE.get(self.mode):
@@ -118,18 +122,18 @@ class InductorConfig:
             raise ValueError(with_code("CC203", text))
 
     def check_beside(self, passes: Sequence[Any]) -> None:
-        """Refuse a pass at a hook point that ``options`` also set, because torch runs one of them only."""
+        """Refuse a pass at a hook point that ``options`` also set, because torch runs only one pass there."""
         for graph_pass in passes:
             option = HOOK_OPTIONS[pass_hook(graph_pass)]
             if self.options.get(option) is not None:
                 text = (
-                    f"options[{option!r}] and passes={tuple(passes)!r} use the same hook point; give all of them in "
+                    f"options[{option!r}] and passes={tuple(passes)!r} use the same hook point; list all passes in "
                     "passes, in the order in which they should run"
                 )
                 raise ValueError(with_code("CC203", text))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A mapping proxy cannot be pickled or deep-copied.
+        # Converts the mapping proxy, which cannot be pickled or deep-copied, to a dict.
         return _rebuild, ({**self._fields(), "options": dict(self.options)},)
 
     def __eq__(self, other: object) -> bool:
@@ -139,7 +143,7 @@ class InductorConfig:
         return hash(self.key())
 
     def describe(self) -> str:
-        """The settings that differ from the default, in one line; ``"default"`` if none does."""
+        """Return the settings that differ from the defaults, in one line, or ``"default"`` if all are defaults."""
         parts = [name for name in (self.mode, self.template) if name not in (None, "default")]
         if self.options:
             shown = ", ".join(f"{name}: {value}" for name, value in self._options_as_text().items())
@@ -151,7 +155,7 @@ class InductorConfig:
         return ", ".join(map(str, parts)) or "default"
 
     def key(self) -> str:
-        """A hash of the settings, the same in every process."""
+        """Return a hash of the settings, which is the same in every process."""
         template = self.template and [self.template, dict(templates.get(self.template).resolved_options())]
         return digest(
             {
@@ -164,10 +168,11 @@ class InductorConfig:
         )
 
     def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
-        """Every Inductor option that these settings set, including those of mode and template, by name.
+        """Return each Inductor option that these settings set, including the options of the mode and the template.
 
         Args:
-            device: The module's device; options that it does not support are left out. ``None`` leaves out nothing.
+            device: The module's device. The method omits options that the device does not support. If ``None``, the
+                method omits nothing.
         """
         options = _torch.inductor.resolve_options(self.mode, {}, self.dynamic)
         if self.template is not None:
@@ -177,14 +182,14 @@ class InductorConfig:
         return options | _torch.inductor.resolve_options(None, self.options, self.dynamic)
 
     def template_falls_back(self, device: torch.device) -> str | None:
-        """Return the reason why the template falls back on a device, and its fallback; ``None`` if it does not."""
+        """Return the reason why the template falls back on a device, and the fallback; or ``None`` if it does not."""
         return None if self.template is None else templates.get(self.template).falls_back(device)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings that differ from the default, as JSON-ready data. A pass is written as ``"module:name"``.
+        """Return the settings that differ from the defaults as JSON-ready data. A pass becomes ``"module:name"``.
 
         Raises:
-            ValueError: A pass is not a global of its module, or the value of an option is not plain data.
+            ValueError: If a pass is not a global of its module, or the value of an option is not plain data.
         """
         data = self._fields()
         data["options"] = {name: _plain(name, value) for name, value in self.options.items()}
@@ -196,17 +201,17 @@ class InductorConfig:
     def from_dict(cls, data: Mapping[str, Any], *, allow_passes: Sequence[str] = ()) -> InductorConfig:
         """Load settings that `to_dict` saved.
 
-        Loaded settings cannot run code or a command: an option's value is a boolean, a number, ``None`` or one of the
-        strings that Inductor enumerates for the option. The constructor accepts every option.
+        Loaded settings cannot run code or a command. The method accepts an option only if its value is a boolean, a
+        number, ``None`` or a string that Inductor enumerates for the option. The constructor accepts every option.
 
         Args:
-            data: The fields.
+            data: The settings by name.
             allow_passes: The import paths of the graph passes that may be imported, as they appear in ``data``:
-                ``["module:name"]``. Any other pass is refused.
+                ``["module:name"]``. The method refuses any other pass.
 
         Raises:
-            ValueError: A field is unknown, or a value is refused.
-            TypeError: ``data`` is not a mapping, or a value has the wrong type.
+            ValueError: If a field is unknown, or the method refuses a value.
+            TypeError: If ``data`` is not a mapping, or a value has the wrong type.
         """
         check_fields(data, InductorConfig)
         check_loaded(data, allow_passes)
@@ -244,13 +249,13 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _module_of(graph_pass: Any) -> str:
-    # A pass that a decorator created is a global of its function's module.
+    # A decorated function becomes a pass object in the module that defines the function.
     module: str = getattr(getattr(graph_pass, "function", None) or type(graph_pass), "__module__", "")
     return module
 
 
 def _as_text(value: object) -> str:
-    """The text of an option's value, the same in every process."""
+    """Return the text of an option's value, which is the same in every process."""
     if isinstance(value, PASS_TYPES):
         return pass_identity(value)
     if callable(value):
@@ -259,18 +264,18 @@ def _as_text(value: object) -> str:
 
 
 EAGER = "eager"
-"""The mode of a phase that runs uncompiled."""
+"""The mode of a phase that runs the original modules, uncompiled."""
 
 USER = "user"
-"""In a report, the mode of a phase that the callback leaves alone: its modules run as the user compiled them."""
+"""The mode that a report shows for a phase that the callback leaves alone: modules run as the user compiled them."""
 
 Mode = str | Mapping[str, Any] | InductorConfig | None
-"""The type of a mode argument. ``Mapping`` comes before the class, so that LightningCLI passes a YAML mapping on
-unchanged, and the messages about its entries are those of `as_config`."""
+"""The type of a mode argument. ``Mapping`` comes before the class, so that LightningCLI passes a YAML mapping
+unchanged and `as_config` checks its entries."""
 
 
 def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> InductorConfig | None:
-    """Return the config that a mode stands for; ``None`` for ``None`` and ``"eager"``, which compile nothing."""
+    """Convert a mode to a config. Return ``None`` for ``None`` and ``"eager"``, which compile nothing."""
     if isinstance(value, Mapping) and "class_path" in value:
         _, value = class_and_arguments(value, argument, (InductorConfig,))
     if value is None or value == EAGER:
@@ -300,8 +305,8 @@ def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> Induc
 
 
 def as_compiling_config(value: object, argument: str = "mode") -> InductorConfig:
-    """Return the config that a mode stands for."""
+    """Convert a mode to a config, and refuse modes that compile nothing."""
     config = as_config(value, argument)
     if config is None:
-        raise ValueError(with_code("CC203", f"{argument}={value!r} compiles nothing; give a mode of torch.compile"))
+        raise ValueError(with_code("CC203", f"{argument}={value!r} compiles nothing; use a mode of torch.compile"))
     return config

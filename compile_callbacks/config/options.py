@@ -1,4 +1,4 @@
-"""Checks of Inductor options and modes against the installed torch, and of config data that was loaded from a file."""
+"""Checks Inductor options and modes against the installed torch, and checks config data from a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks.passes.base import HOOK_OPTIONS, as_passes
 
-# Inductor annotates these options as `str`. Their values are lists of names of Inductor's own backends.
+# Inductor annotates these options as `str`, but their values are lists of names of Inductor's backends.
 _BACKEND_LISTS = re.compile(r"max_autotune_(gemm|conv\w*)_backends")
 _NAMES = re.compile(r"\w+(,\w+)*")
 
@@ -32,7 +32,7 @@ def check_mode(mode: object, argument: str = "mode", also: tuple[str, ...] = ())
 
 
 def as_options(options: object) -> Mapping[str, Any]:
-    """Check Inductor options, and return them read-only with Inductor's spelling (``"max_autotune"``)."""
+    """Check Inductor options, and return them as a read-only mapping in Inductor's spelling (``"max_autotune"``)."""
     if not isinstance(options, Mapping):
         text = f"options={options!r} must map option names to values, not {type(options).__name__}"
         raise TypeError(with_code("CC202", text))
@@ -40,10 +40,10 @@ def as_options(options: object) -> Mapping[str, Any]:
     for given, value in options.items():
         name = _option_name(given)
         if name in checked:
-            text = f"options={dict(options)!r} has {name!r} in two spellings; give one of them"
+            text = f"options={dict(options)!r} has {name!r} in two spellings; use one of them"
             raise ValueError(with_code("CC203", text))
         if name in HOOK_OPTIONS.values():
-            if value is not None:  # torch accepts a string here, and then compiles nothing
+            if value is not None:  # torch accepts a string here, but then compiles nothing
                 (value,) = as_passes((value,), f"options[{given!r}]")
         elif not _fits(value, expected := _torch.inductor.option_type(name)):
             expected_name = expected.__name__ if isinstance(expected, type) else str(expected)
@@ -89,7 +89,7 @@ def _option_name(given: object) -> str:
 
 
 def _fits(value: object, expected: Any) -> bool:
-    """Whether a value has an annotated type; true for annotations that cannot be checked."""
+    """Return whether a value has an annotated type. Annotations that cannot be checked accept every value."""
     origin = typing.get_origin(expected)
     if origin is typing.Literal:
         return value in typing.get_args(expected)
@@ -99,13 +99,13 @@ def _fits(value: object, expected: Any) -> bool:
         return _fits(value, origin)
     if expected is Callable or not isinstance(expected, type):
         return True
-    if isinstance(value, bool) and expected is not bool:  # to isinstance, a boolean is an integer
+    if isinstance(value, bool) and expected is not bool:  # isinstance accepts a boolean as an integer
         return expected is object
     return isinstance(value, expected)
 
 
 def _is_enumerated(given: str, value: object) -> bool:
-    """Whether an option's value is one of its fixed strings; true for unknown options, which `as_options` refuses."""
+    """Return whether a value is one of an option's fixed strings. ``True`` if unknown: `as_options` refuses it."""
     name = given.replace("-", "_")
     if name not in _torch.inductor.option_names():
         return True

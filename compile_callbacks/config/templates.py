@@ -1,4 +1,4 @@
-"""Templates: named sets of Inductor options, with the devices that they need and the mode that they fall back to.
+"""Templates: named sets of Inductor options. On a device that lacks a requirement, a template falls back to a mode.
 
 Example::
 
@@ -23,16 +23,16 @@ from compile_callbacks.config.options import as_options
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A named set of Inductor options. If the installed torch lacks one of the options, the others remain.
+    """A named set of Inductor options. If the installed torch does not accept an option, the other options remain.
 
     Attributes:
         name: The name that ``train_mode`` and ``infer_mode`` accept.
-        description: The purpose, in a sentence.
+        description: The purpose, in one sentence.
         mode: The mode of ``torch.compile`` that the template includes.
-        options: Inductor options on top of the mode, by name.
-        missing: A function that returns the requirement that a device lacks; ``None`` if it lacks nothing.
-        fallback: In a few words, what remains without ``options`` if the device lacks something: the mode.
-        left_out: The options, with values, that the installed torch does not accept.
+        options: Inductor options by name, which the template sets in addition to the mode.
+        missing: A function that returns the requirement that a device lacks, or ``None`` if the device has all.
+        fallback: The mode that remains without ``options`` if the device lacks a requirement, in a few words.
+        left_out: The options, with their values, that the installed torch does not accept.
     """
 
     name: str
@@ -55,16 +55,17 @@ class Template:
         object.__setattr__(self, "left_out", tuple(left_out))
 
     def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
-        """Every Inductor option that the template and its mode set.
+        """Return each Inductor option that the template and its mode set.
 
         Args:
-            device: The module's device; ``options`` are left out if it lacks something. ``None``: nothing is missing.
+            device: The module's device. If the device lacks a requirement, the method omits ``options``. If ``None``,
+                the method omits nothing.
         """
         lacks = device is not None and self.missing(device) is not None
         return {**_torch.inductor.resolve_options(self.mode, {}, None), **({} if lacks else self.options)}
 
     def falls_back(self, device: torch.device) -> str | None:
-        """Return the reason for a fallback on a device, and the fallback, in a sentence; ``None`` if there is none."""
+        """Return a sentence with the reason and the fallback on a device, or ``None`` if the template needs none."""
         needs, fallback = self.missing(device), self.fallback
         if needs is None and self.left_out:
             needs = f"Inductor's {' and '.join(self.left_out)}, which torch {torch.__version__} does not accept"
@@ -73,16 +74,16 @@ class Template:
 
 
 def names() -> list[str]:
-    """The names of all templates."""
+    """Return the names of all templates."""
     return list(_templates())
 
 
 def get(name: str) -> Template:
-    """The template with this name.
+    """Return the template with this name.
 
     Raises:
-        ValueError: There is no such template.
-        TypeError: The name is not a string.
+        ValueError: If no template has this name.
+        TypeError: If the name is not a string.
     """
     if not isinstance(name, str):
         text = f"template={name!r} must be the name of a template, not {type(name).__name__}"
@@ -117,7 +118,7 @@ def _without_tma(device: torch.device) -> str | None:
 
 @functools.cache
 def _templates() -> dict[str, Template]:
-    # Created at the first use, because Inductor's option names take longer to import than this library may.
+    # Created at the first use, because importing Inductor's option names is slow.
     templates = [
         Template(
             name="triton",
@@ -125,7 +126,7 @@ def _templates() -> dict[str, Template]:
             mode="max-autotune-no-cudagraphs",
             options={
                 "max_autotune_gemm_backends": "TRITON",
-                # Triton has kernels for 2D and 3D convolutions only: without ATen, others fail.
+                # Includes ATen, because Triton has kernels for 2D and 3D convolutions only, and others would fail.
                 "max_autotune_conv_backends": "TRITON,ATEN",
                 "autotune_fallback_to_aten": True,
             },

@@ -1,4 +1,4 @@
-"""`Tune`: candidates for the config of a phase; and `as_settings`, which checks a ``train_mode`` or ``infer_mode``."""
+"""`Tune`: candidates for the config of a phase. `as_settings` converts a ``train_mode`` or ``infer_mode``."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from compile_callbacks.config.inductor_config import InductorConfig, as_config
 from compile_callbacks.config.inductor_config import Mode as OneMode
 
 LEAST_SAMPLES = 5
-"""A median of fewer step times proves nothing."""
+"""The minimum number of step times for a median. A median of fewer step times proves nothing."""
 
 AUTO = "auto"
-"""The mode string, and the value of ``candidates``, for candidates that suit the device, the phase and the run."""
+"""The mode, and the value of ``candidates``, for which the library chooses candidates by device, phase and run."""
 
 
 @dataclass(frozen=True)
 class Tune:
-    """Candidates for the settings of a phase. The run tries them on its own steps and keeps the fastest.
+    """Candidates for the settings of a phase. The run tries each candidate on its own steps and keeps the fastest.
 
-    Every step trains or validates as usual, whichever candidate it runs with. Eager is always a candidate. It is
-    chosen unless another candidate has a lower median step time, beyond measurement noise.
+    Each step trains or validates as usual, with any candidate. Eager is always a candidate. The callback chooses eager
+    unless the median step time of another candidate is lower by more than measurement noise.
     docs/how_to/choose_settings.md describes the procedure.
 
     Args:
         candidates: Modes, templates, `InductorConfig` objects or mappings of their fields, the cheapest to compile
             first. Equal candidates count once. ``"auto"`` chooses candidates for the device and the phase, and skips
-            those that cannot amortize their compile time in the rest of the run.
-        steps: Number of steps of each candidate that are timed if the comparison is close, 5 or more. A clear
-            comparison ends earlier.
-        budget_seconds: Time that the steps may take while candidates are tried, compile time included. When it is
-            used up, the best candidate so far is chosen. A compile that has started is not interrupted. ``None``: no
-            limit.
-        min_speedup: Speedup over eager that a candidate needs, 1 or more.
+            candidates that cannot amortize their compile time in the rest of the run.
+        steps: The number of timed steps for each candidate if the comparison is close, at least 5. A clear comparison
+            ends earlier.
+        budget_seconds: The maximum time for the steps that try candidates, including compile time. After that, the
+            callback chooses the best candidate so far. It does not interrupt a running compile. If ``None``, the time
+            is not limited.
+        min_speedup: The speedup over eager that a candidate needs, at least 1.
 
     Raises:
-        ValueError: There is no candidate except eager, a mode is unknown, or a number is out of range.
-        TypeError: An argument has the wrong type.
+        ValueError: If eager is the only candidate, a mode is unknown, or a number is out of range.
+        TypeError: If an argument has the wrong type.
 
     Example::
 
@@ -74,7 +74,7 @@ class Tune:
 
     @property
     def configs(self) -> tuple[InductorConfig, ...]:
-        """The candidates in order, without eager; empty for ``"auto"``, which depends on the device."""
+        """The candidates in order, without eager. Empty for ``"auto"``, because its candidates depend on the device."""
         return () if isinstance(self.candidates, str) else tuple(self.candidates)  # type: ignore[arg-type]
 
     @property
@@ -91,19 +91,19 @@ class Tune:
         """Refuse passes at a hook point that the options or the template of a candidate set.
 
         Raises:
-            ValueError: A candidate sets the hook point of a pass.
+            ValueError: If a candidate sets the hook point of a pass.
         """
         for config in self.configs:
             config.check_beside(passes)
 
     def describe(self) -> str:
-        """The candidates, and the arguments that differ from their defaults, in one line."""
+        """Return the candidates, and the arguments that differ from their defaults, in one line."""
         names = " | ".join(config.describe() for config in self.configs) or AUTO
         others = [f"{name}={value}" for name, value in self._set_fields().items() if name != "candidates"]
         return AUTO if names == AUTO and not others else f"tune({', '.join([names, *others])})"
 
     def key(self) -> str:
-        """A hash of the candidates and the other arguments; equal for equal ones, also in another process."""
+        """Return a hash of the candidates and the other arguments, which is the same in every process."""
         return digest(self._set_fields() | {"candidates": [config.key() for config in self.configs] or AUTO})
 
     def _set_fields(self) -> dict[str, Any]:
@@ -111,18 +111,18 @@ class Tune:
 
 
 Mode = str | Mapping[str, Any] | InductorConfig | Tune | None
-"""The type of ``train_mode`` and ``infer_mode``. The mapping comes before the classes, see `config.Mode`."""
+"""The type of ``train_mode`` and ``infer_mode``. `inductor_config.Mode` tells why ``Mapping`` comes first."""
 
 Settings = InductorConfig | Tune | None
-"""The settings that a `Mode` stands for; ``None``: not compiled."""
+"""A converted `Mode`. ``None`` if the phase is not compiled."""
 
 
 def as_settings(value: object, argument: str) -> Settings:
-    """The settings that a ``train_mode`` or ``infer_mode`` stands for; ``None`` if the phase is not compiled.
+    """Convert a ``train_mode`` or ``infer_mode``. Return ``None`` if the phase is not compiled.
 
     Raises:
-        ValueError: A mode or field is unknown.
-        TypeError: The value is not a mode, a mapping, a config or a `Tune`.
+        ValueError: If a mode or field is unknown.
+        TypeError: If the value is not a mode, a mapping, a config or a `Tune`.
     """
     if isinstance(value, bool):
         hint = "'default' compiles" if value else "'eager' runs the original modules, and None leaves the phase alone"
@@ -151,7 +151,7 @@ def _checked(candidates: object) -> object:
     configs = [as_config(candidate, f"candidates[{i}]") for i, candidate in enumerate(candidates)]
     distinct = {config.key(): config for config in configs if config is not None}
     if not distinct:
-        message = f"candidates={candidates!r} names nothing to try except eager, which is always a candidate"
+        message = f"candidates={candidates!r} has no candidate except eager, which is always a candidate"
         raise ValueError(with_code("CC201", message))
     return tuple(distinct.values())
 

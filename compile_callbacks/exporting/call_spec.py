@@ -1,7 +1,7 @@
-"""The inputs of an exported call: `export` writes their description into the package, and each later call is checked.
+"""Describes the inputs of a package. `export` writes the description, and each later call checks its inputs with it.
 
-The check is necessary, because AOTInductor's code does not check its inputs: for another shape, dtype or memory layout,
-it returns wrong numbers or crashes the process.
+The check is necessary, because AOTInductor's code does not check its inputs. For another shape, dtype or memory layout,
+the code returns wrong numbers or crashes the process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TensorInput:
     """A tensor input of a package.
 
     Attributes:
-        dtype: The dtype, ``"float32"``.
-        shape: The sizes; ``None`` for the batch size if it may change from call to call.
+        dtype: The dtype, such as ``"float32"``.
+        shape: The sizes. ``None`` is the batch size, if the batch size may change from call to call.
         device: The type of the device.
         memory_format: The layout: ``"contiguous"``, ``"channels_last"`` or ``"channels_last_3d"``.
     """
@@ -46,7 +46,7 @@ class TensorInput:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, batch: int | None) -> TensorInput:
-        """Describe a tensor. Its dimension 0 is the batch if it has the size ``batch``."""
+        """Describe a tensor. Dimension 0 is the batch if its size is ``batch``."""
         sizes: list[int | None] = list(tensor.shape)
         if sizes and sizes[0] == batch:
             sizes[0] = None
@@ -59,7 +59,7 @@ class TensorInput:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> TensorInput:
-        """Read what `CallSpec.to_json` wrote. Other data raise a ``ValueError``, ``KeyError`` or ``TypeError``."""
+        """Read data that `CallSpec.to_json` wrote. Other data raise a ``ValueError``, ``KeyError`` or ``TypeError``."""
         found = cls(**{**data, "shape": tuple(data["shape"])})
         sizes = all(size is None or type(size) is int for size in found.shape)
         if not (sizes and isinstance(found.dtype, str) and isinstance(found.device, str)):
@@ -115,7 +115,7 @@ class CallSpec:
             for name in bound.arguments
             if (kind := bound.signature.parameters[name].kind) is not Parameter.VAR_KEYWORD and name not in bound.kwargs
         ]
-        # The call left out a parameter with a default, so each parameter after it is passed by name.
+        # The call omitted a parameter with a default, so it passed each later parameter by name.
         signature = Signature([*by_position, *(Parameter(name, Parameter.KEYWORD_ONLY) for name in bound.kwargs)])
         leaves = _leaves(signature.bind(*bound.args, **bound.kwargs))
         return cls(
@@ -169,7 +169,7 @@ class CallSpec:
 
     @classmethod
     def from_json(cls, text: str) -> CallSpec:
-        """Read the description that `to_json` wrote. `read_spec` lists the errors that other text raises."""
+        """Read the description that `to_json` wrote. `read_spec` handles the errors that other text raises."""
         data = json.loads(text)
         parameters = [Parameter(name, getattr(Parameter, kind)) for name, kind in data["parameters"].items()]
         inputs = {
@@ -202,8 +202,9 @@ class ExampleCall(NamedTuple):
     def of_batch(cls, batch: Any, module: nn.Module) -> ExampleCall:
         """Take a module's inputs from a batch.
 
-        A tensor is the input. Of a tuple or list, the first element is the input. Of a mapping, the entries that are
-        parameters of ``forward`` are the inputs, by name; without such entries, the mapping itself is the input.
+        If the batch is a tensor, the tensor is the input. If the batch is a tuple or a list, its first element is the
+        input. If the batch is a mapping, the entries whose keys are parameters of ``forward`` are the inputs, by name.
+        If no key is a parameter, the mapping itself is the input.
         """
         if isinstance(batch, Mapping):
             parameters = inspect.signature(module.forward).parameters
@@ -219,7 +220,7 @@ class ExampleCall(NamedTuple):
         return ExampleCall(args, kwargs)
 
     def times_ms(self, callee: Callable[..., Any], device: torch.device) -> tuple[float, ...]:
-        """Measure repeated calls, in milliseconds each."""
+        """Return the times of repeated calls, in milliseconds."""
         return call_times_ms(lambda: callee(*self.args, **self.kwargs), device=device)
 
 
@@ -244,7 +245,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 def _leaves(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
     for name, value in bound.arguments.items():
-        if isinstance(value, torch.Tensor):  # the usual case, without the overhead of a tree
+        if isinstance(value, torch.Tensor):  # the usual case does not need to flatten a tree
             yield name, value
         else:
             leaves, _ = tree_flatten_with_path(value)

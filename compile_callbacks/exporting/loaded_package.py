@@ -1,4 +1,4 @@
-"""`load_exported`: checks a package that `export` wrote and returns a callable; and the smoke test of a new package."""
+"""`load_exported`: checks and loads a package that `export` wrote. Also runs the smoke test of a new package."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _PROGRAM = "models/model.json"
 
 
 class ExportError(RuntimeError):
-    """A module cannot be exported, or a package cannot be loaded. The message has the reason."""
+    """Raised if a module cannot be exported or a package cannot be loaded. The message contains the reason."""
 
 
 class ExportedModule:
-    """A package that is called like the exported module.
+    """A loaded package, which you call like the original module.
 
     Attributes:
-        path: The file.
+        path: The path of the file.
         format: The content of the file, ``"aoti"`` or ``"export"``.
         device: The type of the device that the package runs on.
         torch_version: The version of torch that wrote the package.
-        spec: The inputs.
+        spec: The description of the inputs.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class ExportedModule:
         """Run the package.
 
         Raises:
-            TypeError: There are too few or too many inputs, or one has another dtype or kind than at the export.
-            ValueError: An input has another shape, device or constant value than at the export.
+            TypeError: If there are too few or too many inputs, or an input has another dtype or type than the example.
+            ValueError: If an input has another shape, device or constant value than the example.
         """
         bound = self.spec.bind(args, kwargs)
         tensors = self.spec.tensors(bound)
@@ -87,20 +87,20 @@ class ExportedModule:
 def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
     """Load a package that `export` wrote.
 
-    The whole file is read once to compare its checksums, because torch loads damaged code without an error. Do not load
-    a package that you do not trust: it contains code.
+    The function reads the whole file once to check its checksums, because torch loads damaged code without an error. A
+    package contains code: do not load a package that you do not trust.
 
     Args:
-        path: A ``.pt2`` file of either format.
+        path: The path of a ``.pt2`` file of either format.
 
     Returns:
-        A callable that takes the arguments of the module's ``forward``, by position or by name, and checks them. A
-        tensor of another shape, dtype or device is an error here; AOTInductor's own code would return wrong numbers.
+        A callable that takes the arguments of the module's ``forward``, by position or by name. Each call checks the
+        shapes, dtypes and devices of its tensors, because AOTInductor's code would return wrong numbers for others.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ExportError: The file is not a package, is damaged, was not written by `export`, is for a device that is not
-            available, or cannot be loaded by this torch.
+        FileNotFoundError: If the file does not exist.
+        ExportError: If the file is damaged, is not a package, or was not written by `export`. Also if the package needs
+            a device that is not available, or this torch cannot load it.
     """
     path = Path(path)
     if not path.exists():
@@ -109,7 +109,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
     spec = read_spec(path, metadata)
     written_by, device = str(metadata.get("torch")), str(metadata.get("device", "cpu"))
     if not _is_available(device):
-        raise _not_loaded(f"{path} was exported for a device of type {device}, and none is available")
+        raise _not_loaded(f"{path} was exported for a device of type {device}, which is not available here")
     try:
         run = _torch.export.load_package(str(path)) if is_compiled else _torch.export.load_program(str(path))
     except Exception as error:
@@ -122,9 +122,9 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
 
 
 def read_package(path: Path) -> tuple[bool, dict[str, Any]]:
-    """Return whether a package holds compiled code, and its metadata. Another or damaged file is an `ExportError`."""
+    """Return whether a package contains compiled code, and its metadata. Any other file raises an `ExportError`."""
     if not zipfile.is_zipfile(path):
-        raise _not_loaded(f"{path} is not a .pt2 package, or its end is missing")
+        raise _not_loaded(f"{path} is not a .pt2 package, or is truncated")
     try:
         with zipfile.ZipFile(path) as archive:
             if (damaged := archive.testzip()) is not None:
@@ -134,7 +134,7 @@ def read_package(path: Path) -> tuple[bool, dict[str, Any]]:
             if not is_compiled and not any(name.endswith(_PROGRAM) for name in names):
                 raise _not_loaded(f"{path} is not a .pt2 package: it has neither compiled code nor a program")
             metadata = _metadata(archive, names)
-    # RuntimeError: an encrypted file, a compression that Python does not have, or JSON that is nested too deeply.
+    # RuntimeError: the file is encrypted, Python lacks its compression method, or its JSON is nested too deeply.
     except (zipfile.BadZipFile, zlib.error, ValueError, OSError, RuntimeError) as error:
         if isinstance(error, ExportError):
             raise
@@ -148,7 +148,7 @@ def read_package(path: Path) -> tuple[bool, dict[str, Any]]:
 
 
 def read_spec(path: Path, metadata: Mapping[str, Any]) -> CallSpec:
-    """Return the inputs of a package from its metadata."""
+    """Return the description of a package's inputs from its metadata."""
     try:
         return CallSpec.from_json(metadata["inputs"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -163,7 +163,7 @@ def _not_loaded(reason: str) -> ExportError:
 
 
 def _metadata(archive: zipfile.ZipFile, names: list[str]) -> dict[str, Any] | None:
-    """Return the metadata that `export` wrote; ``None`` if there is none."""
+    """Return the metadata that `export` wrote, or ``None`` if the package has none."""
     extra = next((name for name in names if name.endswith(f"extra/{METADATA_KEY}")), None)
     wrapper = next((name for name in names if name.endswith("wrapper_metadata.json")), None)
     text: Any = None
@@ -196,10 +196,10 @@ _CRASHES = {-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS
 def load_after_smoke_test(
     path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> ExportedModule:
-    """Load a new package; run a package for a GPU in another process first.
+    """Load a new package. A package for a GPU runs in another process first, as a smoke test.
 
-    The smoke test takes seconds, because the process imports torch. On a GPU, a crash is more likely, because
-    AOTInductor generates more C++ code to launch kernels. It is also worse: after an invalid memory access, the process
+    The smoke test takes seconds, because the process imports torch. Only GPU packages get the test. They crash more
+    often, because AOTInductor generates more C++ code to launch kernels. After an invalid memory access, a process
     cannot use the GPU any more.
     """
     if device.type != "cpu":
@@ -210,8 +210,8 @@ def load_after_smoke_test(
 def run_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Run a package once in a new process, and return whether it succeeded.
 
-    A crash or a timeout raises an `ExportError`. Another error does not, because the process that loads the package
-    raises the same error with more details.
+    A crash or a timeout raises an `ExportError`. For any other error, the function returns ``False``, because the
+    process that loads the package then raises the same error with more details.
     """
     _, metadata = read_package(path)
     spec = read_spec(path, metadata)
@@ -221,14 +221,14 @@ def run_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, A
         command = [sys.executable, "-P", "-W", "ignore", "-c", _torch.export.RUN_PACKAGE, str(path), str(tensors)]
         try:
             subprocess.run(command, capture_output=True, timeout=_TIMEOUT_SECONDS, check=True)
-        except OSError:  # a Python that is embedded in another program cannot start a process
+        except OSError:  # Python cannot start a process if it is embedded in another program
             return False
         except subprocess.TimeoutExpired:
             text = f"the package did not end within {_TIMEOUT_SECONDS} s"
             raise ExportError(with_code("CC601", text)) from None
         except subprocess.CalledProcessError as error:
             if error.returncode in _CRASHES:
-                text = f"the package crashes: {in_one_line(describe_failure(error))}"
+                text = f"the package crashed: {in_one_line(describe_failure(error))}"
                 raise ExportError(with_code("CC601", text)) from None
             return False
     return True

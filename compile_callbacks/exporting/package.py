@@ -1,4 +1,4 @@
-"""`export`: writes a module to a ``.pt2`` package, for processes that have torch only."""
+"""`export`: writes a module to a ``.pt2`` package, which needs only torch to run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from compile_callbacks.runtime.fsdp import check_not_sharded
 from compile_callbacks.runtime.snapshot import Snapshot
 
 VerifyPackage = Literal["off", "warn", "raise"]
-"""If a package differs from eager: compare nothing, warn, or raise an error."""
+"""The reaction if a package differs from eager. ``"off"`` skips the comparison."""
 
 _NO_CUDAGRAPHS = "a package records no CUDA graphs"
 _NO_TORCH_CALLS = "passes at 'pre_grad' change torch function calls, and torch.export produces ATen operators"
@@ -65,37 +65,36 @@ def export(
 ) -> Path:
     """Write a module to a ``.pt2`` package that runs without this library and without the module's code.
 
-    The module is exported in ``eval()`` mode under ``torch.no_grad()`` and the active autocast, on its own device, and
-    is not changed. If a module is compiled in place, by this library or by torch, the original is exported. The file is
-    written atomically and replaces an older one; a failure leaves no file.
+    The function exports the module in ``eval()`` mode under ``torch.no_grad()`` and the active autocast, on its own
+    device. The module does not change. If this library or torch has compiled the module in place, the function exports
+    the original module. It writes the file atomically and replaces an older file. A failure leaves no file.
 
     Args:
-        module: The module.
-        args: The positional inputs of one call, as in ``torch.export.export``. The package is made for their shapes and
-            dtypes. A value that is not a tensor becomes a constant of the package.
-        path: The file, ending in ``.pt2``. Missing folders are created.
+        module: The module to export.
+        args: The positional inputs of one call, as in ``torch.export.export``. The package accepts only their shapes
+            and dtypes. A value that is not a tensor becomes a constant of the package.
+        path: The path of the file, which ends in ``.pt2``. The function creates missing folders.
         kwargs: The inputs of the call by name.
-        mode: The settings that ``"aoti"`` compiles with: a mode of ``torch.compile``, a template's name, an
-            `InductorConfig`, or a mapping of its fields. A warning names the settings that AOTInductor does not
-            support.
-        verify: The reaction to a compiled package that differs from eager by more than rounding explains: ``"raise"``
-            raises an `ExportError`, and nothing is written; ``"warn"`` warns; ``"off"``: the package is not compared.
-            On a GPU, another process runs the package first, because a crash would end this one.
-        dynamic_batch: Whether the batch size may change from call to call: dimension 0 of the first tensor, and of each
-            other tensor whose dimension 0 has the same size.
-        format: ``"aoti"``: compiled by AOTInductor, for devices of this kind. ``"export"``: the program that
-            ``torch.export`` produces, which any device can run or compile.
+        mode: The settings of AOTInductor: a mode of ``torch.compile``, a template's name, an `InductorConfig`, or a
+            mapping of its fields. A warning names the settings that AOTInductor does not support.
+        verify: The reaction if the compiled package differs from eager by more than rounding explains: ``"raise"``
+            raises an `ExportError` and writes nothing, and ``"warn"`` warns. ``"off"`` skips the comparison. On a GPU,
+            another process runs the package first, because a crash would end this process.
+        dynamic_batch: Whether the batch size may change from call to call. The batch is dimension 0 of the first
+            tensor, and of each other tensor whose dimension 0 has the same size.
+        format: ``"aoti"`` is code that AOTInductor compiles for this type of device. ``"export"`` is the program of
+            ``torch.export``, which any device can run or compile.
 
     Returns:
-        The path.
+        The path of the file.
 
     Raises:
-        ExportError: The module cannot be exported or compiled, or the package differs from eager. The message has the
-            reason, and the line of the module's code if torch names it.
-        TypeError: An argument has the wrong type, or ``forward`` does not take the inputs.
-        ValueError: A format or setting is unknown, the path does not end in ``.pt2``, ``dynamic_batch=True`` and there
-            is no batch, or the weights are sharded.
-        OSError: The path cannot be written. This is checked before anything is compiled.
+        ExportError: If the module cannot be exported or compiled, or the package differs from eager. The message
+            contains the reason, and the line of the module's code if torch names it.
+        TypeError: If an argument has the wrong type, or ``forward`` does not accept the inputs.
+        ValueError: If a format or setting is unknown, the path does not end in ``.pt2``, the weights are sharded, or
+            ``dynamic_batch=True`` and the inputs have no batch.
+        OSError: If the path cannot be written. The function checks this before it compiles anything.
 
     Example::
 
@@ -122,10 +121,10 @@ def export(
     with atomic_write(path) as temporary, evaluating(module):
         program = call.trace()
         if format == "export":
-            program.example_inputs = None  # otherwise the file would contain the user's data
+            program.example_inputs = None  # because the file would contain the user's data
             _torch.export.save_program(program, str(temporary), {METADATA_KEY: metadata})
         else:
-            with torch.autocast(call.device.type, enabled=False):  # the program contains its casts
+            with torch.autocast(call.device.type, enabled=False):  # because the program already contains the casts
                 _compile(program, temporary, config, call.device, metadata)
             if verify != "off":
                 package = load_after_smoke_test(temporary, call.args, call.kwargs, call.device)
@@ -137,7 +136,7 @@ def export(
 def compare_with_eager(
     eager: nn.Module, package: ExportedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Comparison:
-    """Compare the outputs of a package with those of the module that it was made from."""
+    """Compare the outputs of a package with the outputs of the original module."""
 
     def run(function: Callable[..., Any], convert: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Results:
         own_args, own_kwargs = tree_map_only(torch.Tensor, convert, (args, kwargs))
@@ -153,7 +152,7 @@ def compare_with_eager(
     try:
         expected = run(eager)
         if before.drew():
-            return Comparison("not compared", "random numbers: the module draws some")
+            return Comparison("not compared", "random numbers: the module draws random numbers")
         values = (*eager.parameters(), *tree_leaves((args, kwargs)))
         allowed = tolerance([value for value in values if isinstance(value, torch.Tensor)])
         return compare_results(expected, run(package), allowed, run_in_double)
@@ -164,7 +163,7 @@ def compare_with_eager(
 
 
 def check_compared(path: Path, compared: Comparison, verify: VerifyPackage) -> None:
-    """Report a package that differs from eager, or was not compared."""
+    """Warn or raise if a package differs from eager, and warn if it was not compared."""
     if compared.verdict == "not compared":
         warn_user("CC602", f"package {path} was not compared with eager: {compared.reason}")
     elif compared.verdict == "differs":
@@ -176,7 +175,7 @@ def check_compared(path: Path, compared: Comparison, verify: VerifyPackage) -> N
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module in evaluation mode without gradients; restore its training flags and torch's random generators."""
+    """Put a module into evaluation mode without gradients; restore its training flags and torch's generators after."""
     modes = {part: part.training for part in module.modules()}
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
@@ -189,16 +188,16 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 class _ExportedCall:
-    """The call of a module that is exported, with copies of its inputs."""
+    """The call that is exported, with copies of its inputs."""
 
     def __init__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_batch: bool
     ) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors:
-            raise ValueError(with_code("CC205", "args contain no tensor; a package computes from tensors"))
+            raise ValueError(with_code("CC205", "args contain no tensor; a package needs at least one tensor input"))
         if dynamic_batch and tensors[0].dim() == 0:
-            text = "the first tensor of args has no dimensions, and so no batch; dynamic_batch=False exports it"
+            text = "the first tensor of args has no dimensions, so it has no batch; set dynamic_batch=False"
             raise ValueError(with_code("CC205", text))
         self.device = tensors[0].device
         batch = tensors[0].shape[0] if dynamic_batch else None
@@ -214,7 +213,7 @@ class _ExportedCall:
             own = copy_in_package_layout(tensor)
             if id(tensor) not in ids:
                 return own
-            # torch.export makes a size of 1 a constant. With two equal samples, the program is the same.
+            # torch.export makes a size of 1 a constant, so repeat the sample once. The program is the same.
             self._batches.append(torch.cat([own, own]) if batch == 1 else own)
             return self._batches[-1]
 
@@ -231,7 +230,7 @@ class _ExportedCall:
                 program = _torch.export.export_program(
                     self._module, self._module.forward, self.args, self.kwargs, shapes, self.spec.signature
                 )
-                # torch.export ignores an active autocast; tracing the program again inserts the casts.
+                # torch.export ignores an active autocast. Tracing the program again inserts the casts.
                 return program.run_decompositions({}) if torch.is_autocast_enabled(self.device.type) else program
         except Exception as error:
             name = type(self._module).__name__
@@ -246,12 +245,12 @@ class _ExportedCall:
         why = f"assumes {guards[0].rstrip('.')}" if guards else "computes with the size as a number"
         return (
             f"{name} does not work for every batch size of input {' and '.join(map(repr, self._batch_names))}: it "
-            f"{why}; dynamic_batch=False exports it for the batch size of the example"
+            f"{why}; dynamic_batch=False exports {name} for the batch size of the example"
         )
 
 
 def _compile(program: Any, path: Path, config: InductorConfig, device: torch.device, metadata: str) -> None:
-    """Compile a program with AOTInductor; if a graph pass fails, compile again without it."""
+    """Compile a program with AOTInductor. If a graph pass fails, compile again without the pass."""
     options, passes, left_out = package_options(config, device)
     for reason in left_out:
         warn_user("CC604", reason)
@@ -316,7 +315,7 @@ def check_path(path: object) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Create missing folders, and check that the file can be written, before minutes of compiling."""
+    """Create missing folders and check that the file can be written, before a compile that may take minutes."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "path is a folder", str(path))
     try:
@@ -334,7 +333,7 @@ def check_dynamic_batch(dynamic_batch: object) -> None:
 
 
 def package_options(config: InductorConfig, device: torch.device) -> tuple[dict[str, Any], list[Any], list[str]]:
-    """Return the options and passes that AOTInductor accepts, and a sentence for each reason that leaves one out."""
+    """Return the options and passes that AOTInductor accepts, and a sentence for each reason to omit others."""
     options: dict[str, Any] = {}
     left_out: dict[str, list[str]] = {}
     for name, value in config.resolved_options(device).items():
@@ -352,7 +351,7 @@ def package_options(config: InductorConfig, device: torch.device) -> tuple[dict[
     if config.fold_weights:
         left_out["freezing=True folds the weights of a package"] = ["fold_weights=True"]
     if config.dynamic is not None:
-        left_out["dynamic_batch sets which sizes may change"] = [f"dynamic={config.dynamic}"]
+        left_out["dynamic_batch decides which sizes may change"] = [f"dynamic={config.dynamic}"]
     sentences = [f"the package is compiled without {', '.join(names)}: {why}" for why, names in left_out.items()]
     falls_back = config.template_falls_back(device)
     return options, passes, sentences if falls_back is None else [falls_back, *sentences]

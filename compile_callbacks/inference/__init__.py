@@ -1,1 +1,1 @@
-"""`InductorBackend`: a module compiled for inference without a Trainer."""
+"""`InductorBackend`: compiles a module for inference without a Trainer."""

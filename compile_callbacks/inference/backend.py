@@ -1,4 +1,4 @@
-"""`InductorBackend`: one module, compiled with one config for inference, without a Trainer."""
+"""`InductorBackend`: compiles one module with one config for inference, without a Trainer."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ TRANSITIONS: Mapping[State, Mapping[str, State]] = {
     "checkpoint_loaded": {"activate": "active", "deploy": "deployed", "to_dict": "checkpoint_loaded"},
     "deployed": {"infer": "deployed"},
 }
-"""The calls that each state allows, and the state after each. A call that fails does not change the state."""
+"""The calls that each state allows, and the state after each call. A call that fails does not change the state."""
 
 
 class InductorBackend:
-    """One module, compiled with one config for inference: built on samples, called, offloaded, saved and deployed.
+    """Compile one module with one config for inference, and build, call, offload, save and deploy it.
 
-    While a backend is active, its module is compiled in place, in evaluation mode, on the backend's device. Calls of
-    the module itself with grad enabled run eagerly. Each state allows these calls (``->``: the next state), and any
+    While a backend is active, its module is compiled in place, in evaluation mode, on the backend's device. If you call
+    the module itself with grad enabled, it runs eagerly. Each state allows these calls (``->``: the next state). Any
     other call raises a ``RuntimeError``::
 
         init: build -> active
@@ -58,25 +58,25 @@ class InductorBackend:
         deployed: infer
 
     `from_dict` creates a backend in the state ``"checkpoint_loaded"``. A call that fails does not change the state. If
-    an active backend is garbage-collected, its module runs uncompiled and stays on its device; `deactivate` moves it
-    back. A backend is not thread-safe.
+    Python garbage-collects an active backend, its module runs uncompiled and stays on the backend's device. Call
+    `deactivate` to move the module back. A backend is not thread-safe.
 
     Args:
         mode: The settings: a mode of ``torch.compile``, a template's name, an `InductorConfig`, or a mapping of its
             fields. ``freezing`` freezes the weights into the code.
-        verify: The reaction to a difference from eager. Each graph is compared at its first execution, as under
-            `InductorCompile`: ``"warn"`` warns; ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises a
-            `CompileError`; ``"off"``: nothing is compared.
-        on_error: The reaction to a failure of the compiler: ``"eager"`` warns and runs the module eagerly; ``"raise"``
-            raises a `CompileError`, and `build` does not change the backend.
-        new_shapes: The reaction to an input whose shape no sample has: ``"auto"`` recompiles within a budget, see
-            `InductorCompile`; ``"recompile"``; ``"eager"`` runs eagerly unless a compiled graph fits (a shape that
-            recurs often is compiled); ``"raise"``.
-        name: The backend's name in messages; ``None``: ``"InductorBackend"``.
+        verify: The reaction if a graph differs from eager by more than rounding explains. The backend compares each
+            graph at its first execution. ``"warn"`` warns, ``"eager"`` warns and runs the module eagerly, and
+            ``"raise"`` raises a `CompileError`. ``"off"`` skips the comparison.
+        on_error: The reaction if the compiler fails: ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises
+            a `CompileError`, and `build` does not change the backend.
+        new_shapes: The reaction to an input whose shape no sample has. ``"auto"`` recompiles within the budget that
+            `InductorCompile` describes, and ``"recompile"`` always recompiles. ``"eager"`` runs new shapes eagerly, and
+            compiles a shape that recurs often. ``"raise"`` raises a `CompileError`.
+        name: The backend's name in messages. If ``None``, the name is ``"InductorBackend"``.
 
     Raises:
-        ValueError: A choice is unknown, the mode compiles nothing, or the name is empty.
-        TypeError: A value has the wrong type.
+        ValueError: If a choice is unknown, the mode compiles nothing, or the name is empty.
+        TypeError: If a value has the wrong type.
 
     Example::
 
@@ -126,7 +126,7 @@ class InductorBackend:
 
     @property
     def device(self) -> torch.device | None:
-        """The device on which the backend runs, or will run when it is activated; ``None`` before `build`."""
+        """The device that an active backend uses, or that `activate` will use. ``None`` before `build`."""
         return self._device
 
     @property
@@ -151,28 +151,29 @@ class InductorBackend:
         samples: SampleLike | list[SampleLike],
         device: str | torch.device | None = None,
     ) -> Self:
-        """Compile a module on samples. Each sample runs through the module once, without gradients.
+        """Compile a module by calling it once with each sample, without gradients.
 
-        Buffers and random number generators are restored afterwards. If this fails, the module is as before. With CUDA
-        graphs, the next call with inputs of a sample's shapes records them.
+        Afterwards, the method restores buffers and random number generators. If the method fails, it restores the
+        module. With CUDA graphs, the next call with the shapes of a sample records the CUDA graph.
 
         Args:
-            module: The module, with its weights on one device. It is moved, and switched to evaluation mode.
-            samples: One sample or a list of samples, with tensors of the shapes, dtypes and layouts of inference, on
-                any device. A sample is a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
-                Call `infer` in the same way: the compiled graph belongs to positional or to keyword arguments. The
-                backend keeps copies in CPU memory.
-            device: The device to run on; ``None``: the module's device.
+            module: The module, with its weights on one device. The method moves the module to ``device`` and puts it
+                into evaluation mode.
+            samples: One sample or a list of samples. A sample contains the inputs of one call: a tensor, a tuple of
+                positional arguments, or a mapping of keyword arguments. Its tensors have the shapes, dtypes and
+                layouts that `infer` will get, on any device. Pass the arguments of `infer` in the same way, by
+                position or by name. The backend keeps copies of the samples in CPU memory.
+            device: The device to run on. If ``None``, the module's device.
 
         Returns:
-            The backend itself, which is active.
+            The active backend itself.
 
         Raises:
-            RuntimeError: The backend was built before.
-            TypeError: A value has the wrong type; the message names the sample.
-            ValueError: There is no sample, the device cannot be used, or the module is already compiled or has weights
-                on several devices.
-            CompileError: The compiler failed and ``on_error="raise"``, or results differ and ``verify="raise"``.
+            RuntimeError: If the backend was built before.
+            TypeError: If a value has the wrong type. The message names the sample.
+            ValueError: If there is no sample, the device cannot be used, the module is already compiled, or its
+                weights are on several devices.
+            CompileError: If the compiler fails and ``on_error="raise"``, or results differ and ``verify="raise"``.
         """
         after = self._after("build")
         _check_module(module)
@@ -187,16 +188,16 @@ class InductorBackend:
         """Call the compiled module, without gradients and in evaluation mode.
 
         Args:
-            args: Positional arguments. Their tensors, also in lists, tuples and dicts, are moved to the device.
-            kwargs: Keyword arguments, likewise.
+            args: Positional arguments. The method moves their tensors to the device, also in lists, tuples and dicts.
+            kwargs: Keyword arguments. The method moves their tensors, too.
 
         Returns:
             The module's result.
 
         Raises:
-            RuntimeError: The backend is not active.
-            CompileError: No sample has the shapes and ``new_shapes="raise"``; the compiler failed and
-                ``on_error="raise"``; or results differ from eager and ``verify="raise"``.
+            RuntimeError: If the backend is not active.
+            CompileError: If no sample has the shapes and ``new_shapes="raise"``, if the compiler fails and
+                ``on_error="raise"``, or if results differ from eager and ``verify="raise"``.
         """
         if self._compiled is None:
             self._after("infer")
@@ -205,13 +206,13 @@ class InductorBackend:
     def deactivate(self) -> None:
         """Free compiled code, folded and frozen weights and CUDA graphs, and restore the module.
 
-        The module returns to its former device, its submodules to their former training flags, and it runs uncompiled.
-        Other owners' compiled code remains. CUDA graphs of one device share a memory pool: if another module has CUDA
-        graphs there, the pool is freed with the last of them.
+        The module moves back to its former device, gets its former training flags, and runs uncompiled. Compiled code
+        of other modules remains. CUDA graphs of one device share a memory pool. If another module has CUDA graphs on
+        the device, torch frees the pool with the last CUDA graph.
 
         Raises:
-            RuntimeError: The backend is not active, or is deployed.
-            Exception: Moving the module failed; the backend is inactive and the module uncompiled nevertheless.
+            RuntimeError: If the backend is not active, or is deployed.
+            Exception: If the module cannot be moved. The backend is inactive and the module uncompiled nevertheless.
         """
         after = self._after("deactivate")
         assert self._compiled is not None
@@ -224,12 +225,12 @@ class InductorBackend:
             free_memory()
 
     def activate(self) -> None:
-        """Compile again on the samples, as `build` does; torch's cache on disk makes this fast.
+        """Compile the module again, as `build` does. torch's cache on disk makes this fast.
 
         Raises:
-            RuntimeError: The backend is neither inactive nor loaded.
-            ValueError: The device cannot be used, or the module is already compiled; see `build`.
-            CompileError: As `build`.
+            RuntimeError: If the backend is neither inactive nor loaded.
+            ValueError: If the device cannot be used, or the module is already compiled.
+            CompileError: For the reasons that `build` lists.
         """
         after = self._after("activate")
         module, device = self._built
@@ -237,16 +238,16 @@ class InductorBackend:
         self._state = after
 
     def deploy(self, device: str | torch.device | None = None) -> None:
-        """Compile a loaded backend permanently: it cannot be deactivated or saved, and its samples are deleted.
+        """Compile a loaded backend permanently, and delete its samples. A deployed backend only allows `infer`.
 
         Args:
-            device: The device to run on; ``None``: the saved one.
+            device: The device to run on. If ``None``, the saved device.
 
         Raises:
-            RuntimeError: The backend does not come from `from_dict`, or was activated since then.
-            TypeError: The device has the wrong type.
-            ValueError: As `activate`.
-            CompileError: As `build`.
+            RuntimeError: If the backend does not come from `from_dict`, or was activated since then.
+            TypeError: If the device has the wrong type.
+            ValueError: For the reasons that `activate` lists.
+            CompileError: For the reasons that `build` lists.
         """
         after = self._after("deploy")
         module, device_of_state = self._built
@@ -255,16 +256,16 @@ class InductorBackend:
         self._state = after
 
     def to_dict(self) -> dict[str, Any]:
-        """The backend as data that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
+        """Return the backend as data that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
 
-        The data are settings and weights as plain containers, plain values and tensors on the CPU, which share memory
-        with a module on the CPU. Of a tensor in a sample they contain shape, dtype and strides, never the values, which
-        may be private. Other values of a sample are constants of the compiled graph, and are saved. The data contain no
-        compiled code and no class: `from_dict` takes a module.
+        The data contain settings and weights as plain containers, plain values and CPU tensors. If the module is on the
+        CPU, the tensors share its memory. Of each tensor in a sample, the data contain the shape, dtype and strides but
+        not the values, which may be private. Other values of a sample are constants of the compiled graph, and are
+        saved. The data contain neither compiled code nor a class, so `from_dict` needs a module.
 
         Raises:
-            RuntimeError: The backend is not built, or deployed.
-            ValueError: Passes, option values, weights or samples cannot be saved; the message names them.
+            RuntimeError: If the backend is not built, or is deployed.
+            ValueError: If passes, option values, weights or samples cannot be saved. The message names them.
         """
         self._after("to_dict")
         module, device = self._built
@@ -295,23 +296,24 @@ class InductorBackend:
         allow_passes: Sequence[str] = (),
         samples: SampleLike | list[SampleLike] | None = None,
     ) -> Self:
-        """Load a backend that `to_dict` saved; `activate` or `deploy` compiles it.
+        """Load a backend that `to_dict` saved. Then call `activate` or `deploy`, which compiles the module.
 
-        The data cannot run code or a command; the rules for settings are those of `InductorConfig.from_dict`.
+        The data cannot run code or a command. `InductorConfig.from_dict` describes which settings it refuses.
 
         Args:
-            module: A module of the same class and architecture. The saved weights are loaded into it, on its device.
+            module: A module of the same class and architecture. The method loads the saved weights into the module.
             state: The data.
-            allow_passes: The import paths of the graph passes that may be imported, ``["module:name"]``. Any other pass
-                is refused.
-            samples: The samples to compile on, as `build` takes them; ``None``: tensors of the saved samples' shapes,
-                dtypes and strides, with random numbers, or integers and booleans of 0. Give samples if the values
-                decide the control flow, or if the module refuses a length of 0.
+            allow_passes: The import paths of the graph passes that may be imported, ``["module:name"]``. The method
+                refuses any other pass.
+            samples: The samples to compile on, as `build` takes them. If ``None``, the backend makes tensors with the
+                saved shapes, dtypes and strides: floating-point tensors of random numbers, and other tensors of 0.
+                Pass samples if values decide the control flow, or if the module refuses a length of 0.
 
         Raises:
-            TypeError: A module or data of the wrong type.
-            ValueError: The data have another format or version, or belong to another module, which is then unchanged;
-                or the module is already compiled, has weights on several devices, or has weights without values.
+            TypeError: If the module or the data have the wrong type.
+            ValueError: If the data have another format or version, or belong to another module. The module is then
+                unchanged. Also if the module is already compiled, or its weights are on several devices or have no
+                values.
         """
         _check_module(module)
         Placement(module)
@@ -331,7 +333,7 @@ class InductorBackend:
         return backend
 
     def _after(self, call: str) -> State:
-        """The state after a call; raises a ``RuntimeError`` if the current state does not allow the call."""
+        """Return the state after a call. Raise a ``RuntimeError`` if the current state does not allow the call."""
         allowed = TRANSITIONS[self._state]
         if call not in allowed:
             choices = ", ".join(f"{choice}()" for choice in allowed)
@@ -341,7 +343,7 @@ class InductorBackend:
 
     @property
     def _built(self) -> tuple[nn.Module, torch.device]:
-        """The module and the device, which exist in all states except ``"init"``."""
+        """Return the module and the device, which exist in all states except ``"init"``."""
         assert self._module is not None
         assert self._device is not None
         return self._module, self._device
@@ -373,7 +375,7 @@ def _check_module(module: object) -> None:
         text = f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}"
         raise TypeError(with_code("CC202", text))
     if is_dynamo_wrapper(module):
-        raise ValueError(with_code("CC608", "module is the result of torch.compile; give the original module"))
+        raise ValueError(with_code("CC608", "module is the result of torch.compile; pass the original module"))
     check_not_sharded(module)
     if compiled := compiled_target_names(module):
         text = (

@@ -1,4 +1,4 @@
-"""`CompiledInference`: an `InductorBackend`'s module, compiled in place: moved, warmed up, called, and restored."""
+"""`CompiledInference`: moves, compiles, warms up, calls and restores the module of an `InductorBackend`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _is_training = operator.attrgetter("training")
 
 
 class Placement:
-    """The device of a module and the training flags of its submodules, saved to be restored.
+    """Save the device of a module and the training flags of its submodules, to restore them later.
 
     Raises:
-        ValueError: The module has weights on several devices, or on ``"meta"``.
+        ValueError: If the module has weights on several devices, or on the device ``"meta"``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -50,7 +50,7 @@ class Placement:
     @property
     def training(self) -> bool:
         """Whether a submodule is in training mode now."""
-        return True in map(_is_training, self._parts)  # checked in each call: faster than any(...)
+        return True in map(_is_training, self._parts)  # faster than any(...), because each call checks this
 
     def restore(self) -> None:
         """Move the module back, and reset the training flags."""
@@ -61,9 +61,9 @@ class Placement:
 
 
 class CompiledInference:
-    """A module in evaluation mode on a device, compiled with one config while this object lives, or until `end`.
+    """Compile a module with one config in evaluation mode on a device, until `end` or until this object is deleted.
 
-    Each sample runs once. If moving, compiling or calling the module fails, the module is restored.
+    The constructor runs each sample once. If it cannot move, compile or call the module, it restores the module.
     """
 
     def __init__(
@@ -94,19 +94,19 @@ class CompiledInference:
         """Call the compiled module, with tensors moved to its device."""
         if self._placement.training:
             self._module.eval()
-        # In inference mode, Inductor would compile another graph, and the outputs could not be used elsewhere.
+        # In inference mode, Inductor would compile another graph, and code outside could not use the outputs.
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self._call(*args, **kwargs)
         return _torch.autograd.call_without_grad(self._call, *args, **kwargs)
 
     def report(self) -> CompileReport:
-        """The report so far. A target that ran and was not compiled is warned about once."""
+        """Return the report so far, and warn once about each target that ran without being compiled."""
         self._session.check("infer")
         return self._session.report()
 
     def end(self) -> None:
-        """Restore the module, uncompiled, and free the memory of compiled code."""
+        """Restore the original module, and free the memory of compiled code."""
         self._end_session()
         self._placement.restore()
 
@@ -128,13 +128,13 @@ class CompiledInference:
         return self._module(*converted, **kwargs)
 
     def _convert(self, value: Any) -> Any:
-        # A single tensor avoids the overhead of a tree.
+        # Avoids the overhead of tree_map for a single tensor.
         if isinstance(value, torch.Tensor):
             return self._convert_tensor(value)
         return tree_map_only(torch.Tensor, self._convert_tensor, value)
 
     def _convert_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that the samples' graphs accept, with the same memory if possible."""
+        """Return a tensor that the compiled graphs accept. It shares the memory of the argument if possible."""
         if tensor.device != self._device:
             tensor = tensor.to(self._device)
         if tensor.is_inference():
@@ -143,14 +143,14 @@ class CompiledInference:
 
 
 def free_memory() -> None:
-    """Free unreferenced memory, also for other processes on the GPU."""
-    gc.collect()  # compiled code has reference cycles
+    """Free unreferenced memory, so that other processes can use it on the GPU, too."""
+    gc.collect()  # because compiled code has reference cycles
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def _as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a normal tensor with the memory of an inference tensor, if memory and strides describe the tensor."""
+    """Return a normal tensor that shares the memory of an inference tensor, if the tensor has storage and strides."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return tensor
     memory = tensor.untyped_storage()

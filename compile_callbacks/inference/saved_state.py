@@ -1,4 +1,4 @@
-"""The samples of an `InductorBackend`, and the data that its ``to_dict`` returns: checked, converted and loaded."""
+"""Checks, converts and loads the samples of an `InductorBackend` and the data that its ``to_dict`` returns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def as_samples(samples: object) -> list[Sample]:
     if not isinstance(samples, list):
         return [_as_sample("samples", samples)]
     if not samples:
-        raise ValueError(with_code("CC609", "samples is empty; a module is compiled on at least one sample"))
+        raise ValueError(with_code("CC609", "samples is empty; compiling a module needs at least one sample"))
     return [_as_sample(f"samples[{index}]", sample) for index, sample in enumerate(samples)]
 
 
@@ -35,7 +35,7 @@ def on_device(sample: Sample, device: torch.device) -> tuple[tuple[Any, ...], di
 
 
 def without_values(samples: list[Sample]) -> list[Any]:
-    """Convert samples to plain containers and values, with tensors on the meta device: without the user's data."""
+    """Convert samples to plain containers and values, and move tensors to the meta device, which drops their values."""
     plain = as_plain(samples, "samples")
     described: list[Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), plain)
     return described
@@ -44,7 +44,7 @@ def without_values(samples: list[Sample]) -> list[Any]:
 def with_synthetic_values(samples: list[Any]) -> list[Any]:
     """Replace tensors on the meta device by CPU tensors of the same shape, dtype and strides.
 
-    The values are random numbers between 0 and 1, or integers and booleans of 0.
+    Floating-point tensors get random numbers between 0 and 1. Other tensors get 0.
     """
 
     def synthetic(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,9 +60,9 @@ def with_synthetic_values(samples: list[Any]) -> list[Any]:
 
 
 def as_plain(value: Any, where: str) -> Any:
-    """Convert a value to what ``torch.load(weights_only=True)`` can read: containers copied, tensors on the CPU.
+    """Convert a value to data that ``torch.load(weights_only=True)`` can read.
 
-    Tensors that are on the CPU already share their memory with the result.
+    The function copies containers and moves tensors to the CPU. Tensors on the CPU share their memory with the result.
 
     Args:
         value: Nested lists, tuples and dicts of numbers, strings, booleans, ``None`` and tensors.
@@ -109,10 +109,10 @@ def _cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 FORMAT = "compile_callbacks.InductorBackend"
-"""The name of the format, in the data."""
+"""The name of the format that `to_dict` writes into the data."""
 
 VERSION = 1
-"""The version of the data. A change that an older version of this library would misread increases it."""
+"""The version of the data. Increase it with each change that an older version of this library would misread."""
 
 _FIELDS: dict[str, type] = {
     "name": str,
@@ -129,7 +129,7 @@ _FIELDS: dict[str, type] = {
 
 
 def check_saved(data: object) -> Mapping[str, Any]:
-    """Check that data have the format, the version and the fields that this library writes."""
+    """Check that the data have the format, the version and the fields that this library writes."""
     if not isinstance(data, Mapping):
         text = f"state must be the mapping that InductorBackend.to_dict() returned, not {type(data).__name__}"
         raise TypeError(with_code("CC607", text))

@@ -1,1 +1,1 @@
-"""The report, and each form in which it is shown."""
+"""The report of a run as data, table, text, plot, file and logger entries."""

@@ -1,4 +1,4 @@
-"""Build a `PhaseReport` from compile events, step times and memory; `Session.report` calls it."""
+"""Builds a `PhaseReport` from compile events, step times and memory. `Session.report` calls this module."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build_phase_report(
         graphs[event.target] += event.graphs
     times = timer.times(phase, candidate)
     if not graphs.total():
-        times = replace(times, compiled_ms=())  # these steps ran eagerly
+        times = replace(times, compiled_ms=())  # because these steps ran eagerly
     eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
     outside = sum(event.seconds or 0 for event in compiles if event.step is None)
     savings = timer.savings(phase, outside) if compiles else None
@@ -120,7 +120,7 @@ def build_phase_report(
 
 
 def uncompiled_report(configs: Mapping[Phase, Settings], left_alone: frozenset[Phase] = frozenset()) -> CompileReport:
-    """Return the report before anything ran."""
+    """Return the report of a run that has not started."""
     modes = {phase: USER if phase in left_alone else EAGER for phase in configs}
     phases = {
         phase: PhaseReport(mode=config.describe() if config else modes[phase]) for phase, config in configs.items()
@@ -133,7 +133,7 @@ def _series(savings: Savings) -> dict[str, Any]:
 
 
 def compare(times: StepTimes) -> Verdict | None:
-    """Compare step times, regardless of the compile time; ``None`` if no compiled step was timed."""
+    """Compare step times without the compile time. Return ``None`` if no compiled step was timed."""
     if not times.compiled_ms:
         return None
     if min(len(times.eager_ms), len(times.compiled_ms)) < MIN_SAMPLES:

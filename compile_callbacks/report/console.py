@@ -33,7 +33,7 @@ def make_table(
     width: int = _CELL_WIDTH,
 ) -> Table:
     """Make a rich table."""
-    from rich.box import Box  # here, because a process that prints no table does not need rich
+    from rich.box import Box  # imported here, because a process that prints no table does not need rich
     from rich.table import Table
     from rich.text import Text
 
@@ -67,7 +67,7 @@ def to_text(table: Table, width: int = _UNLIMITED) -> str:
 
 
 def print_table(table: Table, plain_width: int = _UNLIMITED) -> None:
-    """Print a table: as wide as the terminal, or as plain text if stdout is not a terminal."""
+    """Print a table as wide as the terminal, or as plain text if stdout is not a terminal."""
     if sys.stdout.isatty():
         from rich.console import Console
 
@@ -77,7 +77,7 @@ def print_table(table: Table, plain_width: int = _UNLIMITED) -> None:
 
 
 def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Print a table of texts, which wrap at the width of the terminal."""
+    """Print a table of texts, and wrap them at the width of the terminal."""
     width = shutil.get_terminal_size((_PLAIN_TEXT_WIDTH, 0)).columns
     print_table(make_table(head, rows, title=title, numbers=False), width)
 
@@ -107,7 +107,7 @@ def to_plain_text(report: CompileReport) -> str:
 
 
 def print_report(report: CompileReport, name: str = "") -> None:
-    """Print a report, with the name of the callback if it is not the first one of a trainer."""
+    """Print a report, with the name of the callback unless it is the trainer's first callback."""
     verdicts, table, below = report_parts(report)
     sys.stdout.write("\n" + f"torch.compile report {name}".rstrip() + "\n")
     sys.stdout.write("".join(f"{line}\n" for line in verdicts) + "\n")
@@ -117,7 +117,7 @@ def print_report(report: CompileReport, name: str = "") -> None:
 
 
 def print_line(trainer: Trainer, line: str) -> None:
-    """Print a line on rank zero: above an active progress bar, else as a log message."""
+    """Print a line on rank zero, above an active progress bar or as a log message."""
     if not trainer.is_global_zero:
         return
     bar = trainer.progress_bar_callback

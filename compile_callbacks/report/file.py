@@ -1,4 +1,4 @@
-"""Write and read ``compile_report.json``: a JSON list with a record for each trainer call, in the log directory."""
+"""Writes and reads ``compile_report.json`` in the log directory: a JSON list with one record for each trainer call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compile_callbacks.report.report import CompileReport
 
 FILE_NAME = "compile_report.json"
 VERSION = 1
-_MAX_RECORDS = 100  # each call rewrites the file, and a notebook may call validate a thousand times
+_MAX_RECORDS = 100  # limited, because each call rewrites the file and a notebook may call validate many times
 _PACKAGES = ("torch", "triton", "lightning", "compile-callbacks")
 
 
@@ -48,13 +48,13 @@ def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> No
     except ValueError as error:
         warn_user("CC402", f"{path} is damaged and will be replaced: {error}. The reports of earlier runs are lost")
     filesystem.makedirs(folder, exist_ok=True)
-    # A process that is killed while it writes must not leave half of a file.
+    # Writes to a temporary file first, because a killed process must not leave half of a file.
     filesystem.pipe_file(f"{path}.tmp", json.dumps([*records, record][-_MAX_RECORDS:]).encode())
     filesystem.mv(f"{path}.tmp", path)
 
 
 def read_records(path: Path) -> list[Any]:
-    """Return the records of a file, in order; each may be damaged."""
+    """Return the records of a file, in order. Any record may be damaged."""
     return _parse(path.read_bytes())
 
 
@@ -69,7 +69,7 @@ def _parse(content: bytes) -> list[Any]:
 
 
 def report_in(record: object) -> CompileReport:
-    """Return the report in a record; a figure that is missing or has a wrong type gets its default."""
+    """Return the report in a record. A figure that is missing or has a wrong type gets its default."""
     if not isinstance(record, dict) or record.get("version") != VERSION:
         raise ValueError(f"not a record of version {VERSION}")
     if not isinstance(record.get("report"), dict):
@@ -78,7 +78,7 @@ def report_in(record: object) -> CompileReport:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions of packages, and the device by name. Packages that are not installed are left out."""
+    """Return the versions of the installed packages, and the name of the device."""
     installed = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
     return {"python": platform.python_version(), **installed, "device": _device()}
 

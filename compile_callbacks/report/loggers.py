@@ -1,6 +1,6 @@
-"""What `InductorCompile` and `AOTInductorExport` write to Lightning's loggers and to the log directory.
+"""Writes the reports of `InductorCompile` and `AOTInductorExport` to Lightning's loggers and to the log directory.
 
-Call these functions on every rank; only rank zero writes. A logger or directory that fails costs a warning.
+Call these functions on every rank: only rank zero writes. If a logger or a directory fails, the functions warn.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _CHARTS = {
 
 
 def _layout() -> dict[str, dict[str, list[Any]]]:
-    """Return the charts of the custom-scalars tab, by phase; the one of the peak memory only if there is a GPU."""
+    """Return the charts of the custom-scalars tab, by phase. The chart of the peak memory needs a GPU."""
     charts = {title: tags for title, tags in _CHARTS.items() if torch.cuda.is_available() or "memory" not in title}
     return {
         f"torch.compile, {phase} phase": {
-            # Tags are regular expressions that match from the start. A logger's prefix may precede the tag.
+            # TensorBoard matches these regular expressions from the start, and a logger's prefix may precede the tag.
             title: ["Multiline", [rf"(.*-)?{tag.format(phase=phase)}$" for tag in tags]]
             for title, tags in charts.items()
         }
@@ -56,10 +56,10 @@ def _layout() -> dict[str, dict[str, list[Any]]]:
 
 
 def _add_layout_if_none(writer: SummaryWriter) -> None:
-    """Add the charts, unless the run has a layout. It may be the user's, and TensorBoard uses the last one of a run."""
+    """Add the charts, unless the run has a layout. TensorBoard uses the last layout, which would replace the user's."""
     folder = Path(writer.log_dir)
     if not folder.is_dir():
-        return  # a URL: looking for a layout could mean a large download
+        return  # the folder is a URL, and searching it for a layout could download large files
     writer.flush()
     if not any(_contains(path, _LAYOUT_TAG) for path in folder.glob("*tfevents*") if path.stat().st_size):
         writer.add_custom_scalars(_layout())
@@ -93,7 +93,7 @@ def _add_graphs(writer: SummaryWriter, graphs: Iterable[RecordedGraph], step: in
         writer.add_text(f"graphs/{graph.title}", "\n".join(f"    {line}" for line in graph.text.splitlines()), step)
 
 
-_done: WeakValueDictionary[tuple[str, int], Logger] = WeakValueDictionary()  # a logger need not be hashable
+_done: WeakValueDictionary[tuple[str, int], Logger] = WeakValueDictionary()  # by id, as a logger may be unhashable
 
 
 def _first_time(what: str, logger: Logger) -> bool:
@@ -104,9 +104,9 @@ def _first_time(what: str, logger: Logger) -> bool:
 
 
 def report_folder(trainer: Trainer) -> str | None:
-    """Return the folder for `write_report`; ``None`` in a ``fast_dev_run``.
+    """Return the folder for `write_report`, or ``None`` in a ``fast_dev_run``.
 
-    Call it on every rank and only in ``setup``, because ``trainer.log_dir`` is a collective.
+    Call this function on every rank and only in ``setup``, because reading ``trainer.log_dir`` is a collective.
     """
     if getattr(trainer, "fast_dev_run", False):
         return None
@@ -147,7 +147,7 @@ def log_summary(
     graphs: Sequence[RecordedGraph] = (),
     name: str = "",
 ) -> None:
-    """Log the whole report: text and images with TensorBoard; a table or text with other loggers that take one."""
+    """Log the whole report: text and images to TensorBoard, and a table or text to other loggers that accept it."""
     tag = f"compile_report/{name}" if name else "compile_report"
     for logger in loggers if report.has_figures else ():
         with _warn_if_it_fails(logger):
@@ -184,7 +184,7 @@ def log_export(loggers: Sequence[Logger], report: ExportReport, step: int) -> No
 
 @contextlib.contextmanager
 def _warn_if_it_fails(logger: Logger) -> Iterator[None]:
-    """Issue one warning for each logger, in place of its exceptions."""
+    """Issue one warning for each logger instead of its exceptions."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Draw a report as a matplotlib figure: net seconds saved, and step times, over the steps; see `CompileReport.plot`."""
+"""Draws net seconds saved and step times over the steps of a run with matplotlib. See `CompileReport.plot`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def plot_report(report: CompileReport) -> Figure:
         raise ImportError("CompileReport.plot needs matplotlib: pip install matplotlib") from error
     phases = [phase for phase in PHASES if report.phase(phase).diagnostics.series]
     if not phases:
-        message = "no step was timed yet, so there is nothing to plot: plot after a trainer has run"
+        message = "no step was timed yet, so there is nothing to plot: call plot() after a trainer has run"
         raise ValueError(message)
     figure = Figure(figsize=(12, 3.9 * len(phases)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)  # pyplot would choose a backend for the whole process, and keep the figure
+    FigureCanvasAgg(figure)  # not pyplot, which would select a backend for the process and keep the figure in memory
     for phase, row in zip(phases, figure.subfigures(len(phases), 1, squeeze=False)[:, 0], strict=True):
         found = report.phase(phase)
         row.suptitle(f"{phase}: {_title(phase, found)}", x=0.01, ha="left", fontsize=10)
@@ -57,7 +57,7 @@ def plot_report(report: CompileReport) -> Figure:
 
 
 def _draw_saved(axes: Axes, report: PhaseReport) -> None:
-    """Draw the net seconds saved over the steps, below zero until the compile time is repaid."""
+    """Draw the net seconds saved over the steps. The line is below zero until the compile time is repaid."""
     axes.set_title("net seconds saved", loc="left", fontsize=9)
     found = report.diagnostics.net_series
     if not found.get("steps"):
@@ -83,7 +83,7 @@ def _draw_saved(axes: Axes, report: PhaseReport) -> None:
 
 
 def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
-    """Draw the times of eager and compiled steps, from zero."""
+    """Draw the times of eager and compiled steps. The axis starts at zero."""
     axes.set_title("step time in ms", loc="left", fontsize=9)
     series = report.diagnostics.series
     candidates = iter(_CANDIDATES * len(series))
@@ -107,7 +107,7 @@ def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
 
 
 def _mark_compiles(axes: Axes, report: PhaseReport) -> None:
-    """Mark the steps that compiled. Compiles outside of timed steps are marked at the left edge."""
+    """Mark the steps that compiled. Mark compiles outside timed steps at the left edge."""
     steps = [step for part in report.diagnostics.series if part["kind"] == "compiling" for step in part["steps"]]
     compiles = [event for event in report.diagnostics.events if event["kind"] == "compile"]
     outside = sum("step" not in event for event in compiles)
@@ -116,12 +116,12 @@ def _mark_compiles(axes: Axes, report: PhaseReport) -> None:
         label = "step that compiles" if len(steps) == 1 else f"{len(steps)} steps that compile"
         axes.vlines(steps, 0, 1, color=_COMPILING, label=label, **lines)
     if outside:
-        label = f"{outside} compile{'s' if outside > 1 else ''} outside of these steps"
+        label = f"{outside} compile{'s' if outside > 1 else ''} outside these steps"
         axes.vlines([0.7], 0, 1, color=_COMPILING, ls=":", label=label, **lines)
 
 
 def _top(report: PhaseReport) -> float:
-    """Return the upper end of the axis: above all medians and nearly all steps. A few slow ones would flatten it."""
+    """Return the upper end of the axis, above all medians and most steps. A few slow steps would flatten the curve."""
     times: list[list[float]] = [part["ms"] for part in report.diagnostics.series if part["kind"] != "compiling"]
     times = times or [part["ms"] for part in report.diagnostics.series]
     medians = [ms for ms in (report.eager_step_ms, report.compiled_step_ms) if ms is not None]

@@ -1,4 +1,4 @@
-"""The data of a report: `CompileReport` with a `PhaseReport` for each phase. `ExportReport` for a package."""
+"""The data of reports: a `CompileReport` has a `PhaseReport` for each phase, and an `ExportReport` is of a package."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Verdict = Literal["faster", "no difference", "slower", "too few samples", "compi
 
 
 class _Data:
-    """A dataclass that is written to JSON and read back."""
+    """A dataclass that converts itself to JSON-ready data and back."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data. An infinite number is ``"never"``."""
+        """Return JSON-ready data. An infinite number becomes ``"never"``."""
         return {
             name: list(value) if isinstance(value, tuple) else "never" if value == math.inf else value
             for name, value in asdict(self).items()  # type: ignore[call-overload]
@@ -30,7 +30,7 @@ class _Data:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Rebuild from `to_dict`. A field that is missing, unknown or of a wrong type gets its default."""
+        """Create an object from `to_dict` data. A field that is missing or of a wrong type gets its default."""
         found: dict[str, Any] = {}
         for f in fields(cls):  # type: ignore[arg-type]
             value = data.get(f.name) if isinstance(data, Mapping) else None
@@ -46,26 +46,27 @@ class PhaseDiagnostics(_Data):
 
     Attributes:
         cache_misses: Number of graphs that were not in torch's cache on disk.
-        eager_spread_ms: Interquartile range of the eager samples, in milliseconds.
-        compiled_spread_ms: Interquartile range of the compiled samples, in milliseconds.
-        eager_peak_memory_mib: Peak GPU memory of an eager step, in MiB; see `PeakMemory`.
-        eager_peak_memory_at_most_mib: The same as an upper bound: eager steps did not raise the peak of the process.
+        eager_spread_ms: Interquartile range of the eager step times, in milliseconds.
+        compiled_spread_ms: Interquartile range of the compiled step times, in milliseconds.
+        eager_peak_memory_mib: Peak GPU memory of an eager step, in MiB. See `PeakMemory`.
+        eager_peak_memory_at_most_mib: An upper bound of this peak if eager steps did not raise the peak of the process.
         peak_memory_mib: Peak GPU memory of a compiled step, in MiB.
-        peak_memory_at_most_mib: The same as an upper bound.
-        saved_for_backward_mib: Memory of the activations that graphs save for their backward pass, in MiB: of each
-            target, the graph with the most. Graphs from torch's cache do not count.
+        peak_memory_at_most_mib: An upper bound of this peak if compiled steps did not raise the peak of the process.
+        saved_for_backward_mib: Memory of the activations that graphs save for their backward pass, in MiB. Each target
+            counts with the graph that saves the most. Graphs from torch's cache do not count.
         folded_mib: Memory of the folded copies of weights (``fold_weights``), in MiB.
-        weight_refreshes: Number of times that these copies were recomputed because the weights changed, or might have
-            changed.
-        max_abs_error: Largest absolute error of an output's element, compared with eager at each graph's first call.
+        weight_refreshes: Number of times that folded copies were recomputed because the weights had changed, or might
+            have changed.
+        max_abs_error: Largest absolute difference from eager in any output element, at the first call of each graph.
         skipped_passes: Number of graphs that were compiled without a custom graph pass because the pass failed.
         passes: One mapping for each graph and custom graph pass, in order: ``target``, ``name``, ``hook``, and the
             fields of `PassRun`, or ``from_cache`` if the graph was loaded from torch's cache.
         trials: One mapping with the fields of `Trial` for each candidate of a `Tune`, eager first.
-        series: Step times in order, see `StepTimer.series`.
-        net_series: The net seconds saved over the steps: ``steps``, numbers of steps in the phase, and ``seconds``.
+        series: Step times in order. See `StepTimer.series`.
+        net_series: The net seconds saved over the steps: ``steps`` contains numbers of steps in the phase, and
+            ``seconds`` the seconds saved until then.
         restored: Names of the figures that were loaded from the checkpoint of an earlier run.
-        events: The events behind the counts, in order; see `CompileEvent`.
+        events: The events that the counts count, in order. See `CompileEvent`.
     """
 
     cache_misses: int = 0
@@ -90,37 +91,45 @@ class PhaseDiagnostics(_Data):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseReport(_Data):
-    """Whether compiling one phase was worth it. A figure that was not measured is ``None``.
+    """The cost and the gain of compiling one phase. A figure that was not measured is ``None``.
+
+    A *sample* is the time of one step.
 
     Attributes:
-        mode: The settings in one line; ``"eager"`` if the phase is not compiled, ``"user"`` if the callback leaves it
-            alone. For a `Tune`, the chosen candidate, and the other figures are of that candidate unless they say
-            otherwise.
-        targets: Names of the compiled targets; for repeated blocks, with the number of blocks and of shared graphs.
-        verdict: ``"faster"``: compiled steps are faster than eager steps beyond noise, and saved more time than
-            compiling took. ``"compile time not repaid"``: they are faster, but saved less time than that.
-            ``"slower"``; ``"no difference"``: noise explains the difference; ``"too few samples"``; ``"not
-            compiled"``: steps ran, but without a compiled graph. ``None`` if no step was to run compiled.
-        compile_seconds: Seconds spent on compiling so far: forward, backward and CUDA graph recording. For a `Tune`,
+        mode: The settings in one line. ``"eager"`` if the phase is not compiled, and ``"user"`` if the callback leaves
+            the phase alone. With a `Tune`, the chosen candidate. The other figures are about that candidate, unless
+            their description says otherwise.
+        targets: Names of the compiled targets. Repeated blocks also have the number of blocks and of shared graphs.
+        verdict: The result of the comparison with eager steps:
+
+            - ``"faster"``: compiled steps are faster by more than noise, and saved more time than compiling took.
+            - ``"compile time not repaid"``: compiled steps are faster, but saved less time than compiling took.
+            - ``"slower"``: compiled steps are slower by more than noise.
+            - ``"no difference"``: noise explains the difference.
+            - ``"too few samples"``: too few steps were timed.
+            - ``"not compiled"``: steps ran, but no graph was compiled.
+            - ``None``: the phase is not to be compiled, or only its eager steps have run.
+        compile_seconds: Seconds spent on compiling so far: forward, backward and CUDA graph recording. With a `Tune`,
             the sum over all candidates.
         graphs: Number of compiled graphs.
         graph_breaks: Number of graph breaks.
-        recompiles: Number of compiles caused by a failed guard.
+        recompiles: Number of compiles that a failed guard caused.
         cache_hits: Number of graphs that were loaded from torch's cache on disk.
-        fallbacks: Number of compiler failures after which a part ran eagerly.
-        verified: How the graphs compared with eager at their first call: the number of graphs that are ``equal`` (or
-            ``outputs only``: gradients were not compared), that differ, and that were not compared, with the reason,
-            such as ``"equal 12, not compared 2 (dropout)"``; ``None`` if there were no comparisons.
-        eager_step_ms: Median of the eager baseline steps, in milliseconds.
-        compiled_step_ms: Median of the compiled steps of the same workload, in milliseconds.
-        speedup: ``eager_step_ms / compiled_step_ms``, if there are at least 5 samples of each and the 95% interval of
-            the ratio excludes 1.0; else ``None``.
-        samples: The smaller one of the two sample counts. Without a baseline, the number of compiled samples.
-        break_even_steps: Number of compiled steps after which `net_seconds_saved` is positive; infinite if compiled
-            steps are slower, ``None`` without a speedup.
-        net_seconds_saved: Seconds by which all steps so far were faster than as many eager steps, with the mean
-            time of the eager samples of the same stage. The steps that compiled count, with everything that happened
-            in them. ``None`` if there are fewer than 5 eager samples.
+        fallbacks: Number of compiler failures after which a target or a graph ran eagerly.
+        verified: The number of graphs by result of the comparison with eager, such as
+            ``"equal 12, not compared 2 (dropout)"``. ``outputs only`` means that gradients were not compared. ``None``
+            if no graph was compared.
+        eager_step_ms: Median time of the eager baseline steps, in milliseconds.
+        compiled_step_ms: Median time of the compiled steps of the same workload, in milliseconds.
+        speedup: ``eager_step_ms / compiled_step_ms``. ``None`` if there are fewer than 5 eager or compiled samples, or
+            if the 95% interval of the ratio contains 1.0.
+        samples: The number of eager samples or of compiled samples, whichever is smaller. Without a baseline, the
+            number of compiled samples.
+        break_even_steps: Number of compiled steps after which `net_seconds_saved` is positive. Infinite if compiled
+            steps are slower, and ``None`` without a speedup.
+        net_seconds_saved: The seconds that all steps so far saved, relative to the same number of eager steps with the
+            mean eager time of their stage. Steps that compile count with their whole time. ``None`` if there are fewer
+            than 5 eager samples.
         diagnostics: The details.
     """
 
@@ -143,21 +152,21 @@ class PhaseReport(_Data):
     diagnostics: PhaseDiagnostics = field(default_factory=PhaseDiagnostics)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-ready data; an infinite ``break_even_steps`` is ``"never"``."""
+        """Return the report as JSON-ready data. An infinite ``break_even_steps`` becomes ``"never"``."""
         return {**super().to_dict(), "diagnostics": self.diagnostics.to_dict()}
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Rebuild a report from `to_dict`. A field that is missing, unknown or of a wrong type gets its default."""
+        """Create a report from `to_dict` data. A field that is missing or of a wrong type gets its default."""
         values = dict(data) if isinstance(data, Mapping) else {}
         return super().from_dict({**values, "diagnostics": PhaseDiagnostics.from_dict(values.get("diagnostics"))})
 
     def scalars(self, phase: Phase, name: str = "") -> dict[str, float]:
-        """Return the figures by the names that loggers get.
+        """Return the figures by the names of the logged scalars.
 
         Args:
             phase: The phase.
-            name: The name of the callback, for all but the first one of a trainer.
+            name: The name of the callback. Empty for the trainer's first callback.
         """
         if self.compile_seconds is None:
             return {}
@@ -185,7 +194,7 @@ class CompileReport:
     Attributes:
         train: The train phase.
         infer: The infer phase.
-        before: The report of the run that this run resumes; ``None`` if it resumes none.
+        before: The report of the run that this run resumes, or ``None`` if this run resumes no other run.
     """
 
     train: PhaseReport = field(default_factory=PhaseReport)
@@ -204,7 +213,7 @@ class CompileReport:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CompileReport:
-        """Rebuild a report from `to_dict`. A field that is missing, unknown or of a wrong type gets its default."""
+        """Create a report from `to_dict` data. A field that is missing or of a wrong type gets its default."""
         before = data.get("before")
         return cls(
             train=PhaseReport.from_dict(data.get("train")),
@@ -213,24 +222,25 @@ class CompileReport:
         )
 
     def scalars(self, name: str = "") -> dict[str, float]:
-        """Return the figures of both phases by the names that loggers get.
+        """Return the figures of both phases by the names of the logged scalars.
 
         Args:
-            name: The name of the callback, for all but the first one of a trainer.
+            name: The name of the callback. Empty for the trainer's first callback.
         """
         return self.train.scalars("train", name) | self.infer.scalars("infer", name)
 
     def plot(self) -> Figure:
         """Plot the run as a matplotlib figure with one row for each phase.
 
-        Net seconds saved are on the left, step times on the right. Eager and compiled steps have different colors, and
-        steps that compiled are marked. ``figure.savefig("steps.png")`` writes the figure to a file.
+        The left plot shows the net seconds saved, and the right plot shows the step times. Eager and compiled steps
+        have different colors, and markers show the steps that compiled. ``figure.savefig("steps.png")`` writes the
+        figure to a file.
 
         Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: No step was timed yet.
+            ImportError: If matplotlib is not installed.
+            ValueError: If no step was timed yet.
         """
-        from compile_callbacks.report.plot import plot_report  # imports matplotlib
+        from compile_callbacks.report.plot import plot_report  # imported here, because it imports matplotlib
 
         return plot_report(self)
 
@@ -240,7 +250,7 @@ class CompileReport:
 
     @property
     def compiled_phases(self) -> tuple[Phase, ...]:
-        """The phases that have something to show; both if none has."""
+        """The phases that have figures to show, or both phases if neither has."""
         found = tuple(
             phase
             for phase in PHASES
@@ -250,7 +260,7 @@ class CompileReport:
 
     @property
     def has_figures(self) -> bool:
-        """Whether anything was to run compiled, or a `Tune` has a verdict on any candidate."""
+        """Whether a phase has a verdict, or a `Tune` has a verdict on a candidate."""
         phases = [self.phase(phase) for phase in PHASES]
         trials = [trial for phase in phases for trial in phase.diagnostics.trials]
         verdicts = any(phase.verdict for phase in phases) or any(trial["verdict"] != "undecided" for trial in trials)
@@ -274,21 +284,21 @@ def _fits(value: object, annotation: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """A package and the times of its calls. A figure that was not measured is ``None``.
+    """The report of an export: the package, its comparison with eager, and call times. ``None``: not measured.
 
     Attributes:
-        path: Path of the package; ``None`` if the export failed.
+        path: Path of the package, or ``None`` if the export failed.
         weights: The exported weights, ``"best"`` or ``"last"``.
         checkpoint: Path of the checkpoint with the best weights.
         size_mib: Size of the file, in MiB.
         export_seconds: Seconds for tracing, compiling and comparing.
         eager_ms: Median time of a call of the eager module, in milliseconds.
         package_ms: Median time of a call of the package, in milliseconds.
-        samples: Number of calls for each median, the smaller one of the two.
-        verified: How the package compares with eager: ``"equal"``, ``"differs"`` or ``"not compared"``; ``None`` if
-            verification was off.
+        samples: Number of timed eager calls or of timed package calls, whichever is smaller.
+        verified: The result of the comparison with eager: ``"equal"``, ``"differs"`` or ``"not compared"``. ``None`` if
+            ``verify="off"``.
         max_abs_error: Largest absolute difference from eager in any output element.
-        error: The reason if there is no package.
+        error: The reason why the export failed.
     """
 
     path: str | None = None
@@ -308,13 +318,13 @@ class ExportReport:
         return asdict(self)
 
     def scalars(self) -> dict[str, float]:
-        """Return the figures by the names that loggers get."""
+        """Return the figures by the names of the logged scalars."""
         names = ("size_mib", "eager_ms", "package_ms")
         values = {"export/seconds": self.export_seconds} | {f"export/{name}": getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def describe(self) -> str:
-        """Describe the package in a line."""
+        """Describe the package in one line."""
         if self.path is None:
             return f"no package: {self.error or 'nothing was exported yet'}"
         return (
@@ -326,4 +336,4 @@ class ExportReport:
         """Return a plain-text table with a row for each figure."""
         values = {name.replace("_", " "): value for name, value in self.to_dict().items() if value is not None}
         rows = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in values.items()]
-        return to_text(make_table(("", "export"), rows, width=1000))  # a path stays in one line
+        return to_text(make_table(("", "export"), rows, width=1000))  # wide enough for a path in one line

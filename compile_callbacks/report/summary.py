@@ -1,4 +1,4 @@
-"""The sentences of a report, for all views: the verdict of each phase, notes, and what to do next."""
+"""Writes the sentences that all views of a report share: the verdict of each phase, notes, and the next step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _TRIALS = {
 
 
 def verdict_lines(report: CompileReport) -> list[str]:
-    """Return one line for each phase that ran: whether compiling it was worth the compile time."""
+    """Return one line for each phase that ran, which tells whether the phase repaid its compile time."""
     return [f"{phase:<7} {text}" for phase in PHASES if (text := describe_verdict(phase, report.phase(phase)))]
 
 
 def describe_verdict(phase: Phase, report: PhaseReport) -> str:
-    """Return the verdict of a phase in a sentence; empty if no step was to run compiled."""
+    """Return the verdict of a phase in a sentence, or an empty string if the phase has no verdict."""
     found = report.diagnostics
     eager_ms, compiled_ms, net = report.eager_step_ms, report.compiled_step_ms, report.net_seconds_saved
     times = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms"
@@ -64,7 +64,7 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
 
 
 def notes(report: CompileReport) -> list[str]:
-    """Return the lines below the table: what became of the candidates of a `Tune`, and which figures are older."""
+    """Return the lines below the table: results of the candidates of a `Tune`, and figures from an earlier run."""
     lines = []
     for phase in PHASES:
         diagnostics = report.phase(phase).diagnostics
@@ -74,7 +74,7 @@ def notes(report: CompileReport) -> list[str]:
             if trial["reason"] and trial["verdict"] in _TRIALS
         ]
         if diagnostics.trials and all(trial["verdict"] != "chosen" for trial in diagnostics.trials):
-            lines.append(f"{phase}: nothing is chosen yet: that takes more steps of the phase")
+            lines.append(f"{phase}: no candidate is chosen yet, because the phase ran too few steps")
         lines += [f"{phase}: {event['reason']}" for event in diagnostics.events if event["kind"] == "budget"]
         if diagnostics.restored:
             lines.append(f"{phase}: eager steps were measured in the run before this one")
@@ -82,14 +82,14 @@ def notes(report: CompileReport) -> list[str]:
 
 
 def next_step(report: CompileReport) -> str | None:
-    """Return the most important thing to do, if there is any."""
+    """Return the advice about the most important problem, or ``None`` if there is no problem."""
     phases = [(phase, report.phase(phase)) for phase in PHASES]
     found = (step for steps in zip(*(_next_steps(*pair) for pair in phases), strict=True) for step in steps if step)
     return next(found, None)
 
 
 def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
-    """Yield what to do about each problem, the most important problem first; ``None`` if the phase does not have it."""
+    """Yield advice about each problem, the most important first, or ``None`` if the phase does not have the problem."""
     verdict = report.verdict
     differs = (report.verified or "").startswith("differs")
     yield f"find out why {phase} differs from eager: compile-callbacks explain CC302" if differs else None
@@ -124,7 +124,7 @@ def _why_slower(report: PhaseReport) -> str:
 
 
 def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
-    """Return why a phase has no compiled graph, and the code of the message that explains it."""
+    """Return the reason why a phase has no compiled graph, and the code of the message that explains the reason."""
     if any(trial["candidate"] == EAGER and trial["verdict"] == "chosen" for trial in report.diagnostics.trials):
         return "eager was the fastest candidate", ""
     if failed := _last_event(report, "fallback"):
@@ -159,14 +159,14 @@ def _times(speedup: float) -> str:
 
 
 def _ms(value: float | None) -> str:
-    """Return milliseconds with three digits."""
+    """Format milliseconds with three digits."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _duration(seconds: float) -> str:
-    """Return seconds as a reader says them: ``"3 min 12 s"``."""
+    """Format seconds for a reader: ``"3 min 12 s"``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

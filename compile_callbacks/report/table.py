@@ -1,4 +1,4 @@
-"""The rows of a report's tables as text, and the report as Markdown, for the terminal, loggers and the command line."""
+"""Converts a report to rows of tables and to Markdown, for the terminal, loggers and the command line."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|#])")
 
 
 class Group(NamedTuple):
-    """Rows of the main table that belong together.
+    """A group of rows of the main table.
 
     Attributes:
         title: ``"speed"``, ``"compile"`` or ``"correctness"``.
-        rows: The label of each row, and a cell for each report.
+        rows: The rows. Each row has a label, and a cell for each report.
     """
 
     title: str
@@ -31,7 +31,7 @@ class Group(NamedTuple):
 
 
 def main_table(reports: Sequence[PhaseReport]) -> list[Group]:
-    """Return the groups of the main table. A row without a figure in any report is left out."""
+    """Return the groups of the main table, without rows that have no figure in any report."""
     groups = [
         Group("speed", [*_rows(_SPEED, reports), *_candidates(reports)]),
         Group("compile", _rows(_COMPILE, reports)),
@@ -41,7 +41,7 @@ def main_table(reports: Sequence[PhaseReport]) -> list[Group]:
 
 
 def zeros_line(reports: Sequence[PhaseReport]) -> str:
-    """Name the counts that are zero in all reports in a line: ``no graph breaks, recompiles or fallbacks``."""
+    """Return a line with the counts that are zero in all reports: ``no graph breaks, recompiles or fallbacks``."""
     names = ("graph_breaks", "recompiles", "fallbacks")
     zeros = [name.replace("_", " ") for name in names if not any(getattr(report, name) for report in reports)]
     compiled = any(report.compile_seconds is not None for report in reports)
@@ -67,7 +67,7 @@ class Section(NamedTuple):
 
 
 def sections(report: CompileReport) -> list[Section]:
-    """Return tables of the reasons behind the counts, of graph passes and of candidates; no table without rows."""
+    """Return tables of the reasons for the counts, of graph passes and of candidates. Omit empty tables."""
     reasons: dict[str, Counter[tuple[str, ...]]] = {kind: Counter() for kind in _TITLES}
     for phase in PHASES:
         for event in report.phase(phase).diagnostics.events:
@@ -105,7 +105,7 @@ _TITLES = {
 
 def _pass_row(phase: Phase, run: Mapping[str, Any]) -> tuple[str, ...]:
     if run.get("from_cache"):
-        graph, nodes, ms = _NOTHING, "did not run: the graph came from torch's cache, with the pass applied", _NOTHING
+        graph, nodes, ms = _NOTHING, "did not run: torch's cache has the graph with the pass applied", _NOTHING
     else:
         counts = f"{run['nodes_before']} to {run['nodes_after']}"
         graph, ms = run["graph"], f"{run['seconds'] * 1000:.1f}"
@@ -119,11 +119,11 @@ def _trial_row(phase: Phase, trial: Mapping[str, Any]) -> tuple[str, ...]:
     return phase, trial["candidate"], *cells, trial["verdict"], trial["reason"] or _NOTHING
 
 
-_NO_NUMBER = -2  # below -1, so that the name "layers.0" does not continue it
+_NO_NUMBER = -2  # not -1, because the name "layers.0" would continue the range of a name without a number
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return names in a line; consecutive numbers are joined: ``layers.0..23``."""
+    """Return names in one line, with consecutive numbers as a range: ``layers.0..23``."""
     runs: list[tuple[str, int, int]] = []
     for name in names:
         stem, _, number = name.rpartition(".")
@@ -209,7 +209,7 @@ _CORRECTNESS: tuple[_Row, ...] = (
 
 
 def to_markdown(report: CompileReport, environment: Mapping[str, str]) -> str:
-    """Render a report as Markdown: the verdict, what to do next, the reasons behind the counts, and the figures."""
+    """Render a report as Markdown: the verdict, the next step, the reasons for the counts, and the figures."""
     phases, todo = report.compiled_phases, next_step(report)
     reports = [report.phase(phase) for phase in phases]
     empty = [""] * len(phases)
@@ -234,7 +234,7 @@ def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape a text for a table cell: torch's reasons contain line ends, pipes and names like ``__call__``."""
+    """Escape line ends, pipes and underscores for a table cell, because torch's reasons contain them."""
     lines = (" ".join(line.split()) for line in text.splitlines())
     escaped = (_SPECIAL.sub(r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;")) for line in lines if line)
     return "<br>".join(escaped)

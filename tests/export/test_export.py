@@ -179,7 +179,7 @@ def test_settings_that_a_package_does_not_support_are_named(exported):
     assert "without triton.cudagraphs: a package records no CUDA graphs" in text
     assert "pass early: passes at 'pre_grad' change torch function calls" in text
     assert "fold_weights=True: freezing=True folds the weights of a package" in text
-    assert "dynamic=True: dynamic_batch sets which sizes may change" in text
+    assert "dynamic=True: dynamic_batch decides which sizes may change" in text
     assert "ZeroDivisionError: by design" in text
     assert len(exported.warnings) == 5
     assert set(seen) == {True}  # the pass that a package supports ran
@@ -286,7 +286,7 @@ X = (torch.randn(4, 8),)
     [
         ({"module": 3}, TypeError, r"module=3 must be a torch\.nn\.Module"),
         ({"args": X[0]}, TypeError, r"tuple of positional inputs, not Tensor; pass one tensor as \(tensor,\)"),
-        ({"args": (torch.tensor(1.0),)}, ValueError, "no batch; dynamic_batch=False"),
+        ({"args": (torch.tensor(1.0),)}, ValueError, "no batch; set dynamic_batch=False"),
         ({"path": "net.pt"}, ValueError, r"path='net\.pt' must end in '\.pt2'"),
         ({"format": "aot"}, ValueError, "format='aot' is unknown; did you mean 'aoti'"),
         ({"mode": "defualt"}, ValueError, "mode='defualt' is unknown; did you mean 'default'"),

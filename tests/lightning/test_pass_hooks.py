@@ -125,7 +125,7 @@ def test_the_report_distinguishes_a_graph_from_torchs_cache():
         runs.append(run)
     assert runs[0]["changed"] is False
     assert runs[1] == {"target": "net", "name": "Doubles", "hook": "post_grad_post", "from_cache": True}
-    assert "came from torch's cache" in to_markdown(callback.report, {})
+    assert "torch's cache has the graph" in to_markdown(callback.report, {})
 
 
 class Named(GraphPass):

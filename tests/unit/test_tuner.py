@@ -204,7 +204,7 @@ def test_auto_has_dynamic_candidates_if_shapes_vary():
     ("arguments", "error", "said"),
     [
         ({"candidates": "default"}, TypeError, "candidates='default' must be a list"),
-        ({"candidates": ["eager", None]}, ValueError, "names nothing to try except eager"),
+        ({"candidates": ["eager", None]}, ValueError, "has no candidate except eager"),
         ({"candidates": ["defualt"]}, ValueError, r"candidates\[0\]='defualt' is unknown; did you mean 'default'"),
         ({"candidates": ["default", 3]}, TypeError, r"candidates\[1\]=3"),
         ({"steps": 4}, ValueError, "steps=4 must be 5 or more"),
