@@ -1,1 +1,1 @@
-"""Helpers that know nothing about compiling; any part of the package may import them."""
+"""Helpers that do not depend on the compiler. Any part of the package may import them."""

@@ -1,4 +1,4 @@
-"""Devices: check a ``device`` argument, find the device of a module, name the hardware."""
+"""Checks a ``device`` argument, finds the device of a module, and names the hardware."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def as_device(device: object, argument: str = "device") -> torch.device:
     try:
         found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # torch reports an unknown name, a missing GPU and a build without CUDA only by the text of the message.
+        # An unknown name, a missing GPU and a build without CUDA raise the same type, so pass on torch's message.
         reason = str(error).splitlines()[0]
         raise ValueError(with_code("CC201", f"{argument}={str(device)!r} cannot be used: {reason}")) from error
     if found.type == "meta":
-        raise ValueError(with_code("CC201", f"{argument}='meta' cannot be used: it holds no values"))
+        raise ValueError(with_code("CC201", f"{argument}='meta' cannot be used, because its tensors have no values"))
     return found
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device of the first weight of a module; torch's default device if there are no weights."""
+    """Return the device of the first weight of a module, or torch's default device if the module has no weights."""
     tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
     return torch.get_default_device() if tensor is None else tensor.device
 
 
 def device_name(device: torch.device) -> str:
-    """Return the model of a GPU or CPU, for people to read; the type of any other device."""
+    """Return the model name of a GPU or CPU, or the type of any other device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_info("model name") if device.type == "cpu" else str(device)
@@ -54,7 +54,7 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def cpu_info(*fields: str) -> str:
-    """Return the first of these fields in ``/proc/cpuinfo``; the processor's name if the file has none of them."""
+    """Return the first of these fields in ``/proc/cpuinfo``, or the processor's name if the file has no such field."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The error and the warnings that users see. Each message ends with a code that ``compile-callbacks explain`` knows."""
+"""Defines the error and the warning of this library. Messages end with a code for ``compile-callbacks explain``."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _INTERNAL_PACKAGES = (
 
 
 class CompileError(RuntimeError):
-    """A target cannot be compiled as requested.
+    """Raised if a target cannot run compiled as requested.
 
-    Raised if the compiler fails and ``on_error="raise"``, if compiled results differ from eager and
-    ``verify="raise"``, if an input has a new shape and ``new_shapes="raise"``, and if compiled gradients cannot be
+    The reasons are: the compiler fails and ``on_error="raise"``; compiled results differ from eager and
+    ``verify="raise"``; an input has a new shape and ``new_shapes="raise"``; or compiled gradients cannot be
     differentiated again.
     """
 
 
 class CompileWarning(UserWarning):
-    """A part of the module does not run compiled as requested, or a setting has no effect."""
+    """Issued if a part of the module does not run compiled as requested, or if a setting has no effect."""
 
 
-_CODE = re.compile(r" \[CC\d*(: [^\]…]*)?[\]…]")  # an inner message may be cut off, which ends it with "…"
+_CODE = re.compile(r" \[CC\d*(: [^\]…]*)?[\]…]")  # "…" ends an inner message that was cut off
 
 
 def with_code(code: str, message: str) -> str:
-    """Append the code of a message, and the command that explains the code. Codes within the message are removed.
+    """Append a code to a message, and the command that explains the code. Remove other codes from the message.
 
     Example::
 
@@ -51,16 +51,16 @@ def warn_user(code: str, message: str) -> None:
 
 
 class WarnOnce:
-    """Issue each warning once for each subject."""
+    """Issues each warning once for each ``about`` value."""
 
     def __init__(self) -> None:
         self._subjects: set[Hashable] = set()
 
     def warn(self, code: str, message: str, *, about: Hashable = None) -> bool:
-        """Warn, unless a warning with this code was issued for the same subject.
+        """Warn, unless this object has warned with the same code and the same ``about``.
 
         Returns:
-            Whether the warning was issued.
+            Whether the method warned.
         """
         if (code, about) in self._subjects:
             return False
@@ -70,10 +70,10 @@ class WarnOnce:
 
 
 def _stack_level_of_user() -> int:
-    """Return the ``stacklevel`` at which `warnings.warn` names the line of the user's code, for this function's caller.
+    """Return the ``stacklevel`` with which the caller's `warnings.warn` names the line of the user's code.
 
-    That is the innermost frame whose file is in none of `_INTERNAL_PACKAGES`, or the outermost frame if all files are.
-    Python 3.12 does the same with ``skip_file_prefixes``. Delete this function when Python 3.11 is no longer supported.
+    The user's frame is the innermost frame outside `_INTERNAL_PACKAGES`, or the outermost frame if there is no such
+    frame. Replace this function by ``skip_file_prefixes`` of Python 3.12 when Python 3.11 is no longer supported.
     """
     internal = tuple(f"{folder}/" for package in _INTERNAL_PACKAGES if (folder := _folder_of(package)))
     level, frame = 1, sys._getframe(1)

@@ -1,4 +1,4 @@
-"""Atomic file writes, and small JSON files."""
+"""Writes files atomically, and reads and writes small JSON files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 ABANDONED_SECONDS = 3600
-"""A temporary file of this age was left by a killed process."""
+"""The age at which a temporary file counts as abandoned by a killed process."""
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write to; the file replaces ``path`` if the block succeeds, and is deleted if it fails.
+    """Yield a temporary path. The file replaces ``path`` if the block succeeds, and is deleted if the block fails.
 
-    The temporary file is in the folder of ``path`` and has its suffix. Several processes can write at once: each has
-    its own temporary file, and the last one wins.
+    The temporary file is in the folder of ``path`` and has the same suffix. Several processes can write at once: each
+    has its own temporary file, and the file of the last process remains.
 
     Example::
 
@@ -32,7 +32,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         'complete'
     """
     for abandoned in path.parent.glob(f".{glob.escape(path.stem)}.{'[0-9a-f]' * 8}{glob.escape(path.suffix)}"):
-        with contextlib.suppress(OSError):  # another process can delete it first
+        with contextlib.suppress(OSError):  # another process can delete the file first
             if time.time() - abandoned.lstat().st_mtime > ABANDONED_SECONDS:
                 abandoned.unlink()
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
@@ -40,7 +40,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.replace(path)
     finally:
-        with contextlib.suppress(OSError):  # in a read-only folder, unlink hides the first error
+        with contextlib.suppress(OSError):  # in a read-only folder, the error of unlink would hide the first error
             temporary.unlink(missing_ok=True)
 
 
@@ -55,10 +55,10 @@ def write_json(path: Path, data: Any, *, mode: int = 0o666) -> None:
 def read_json(path: Path) -> Any:
     """Return the data of a JSON file, or ``None`` if the file is missing or damaged.
 
-    Check the data before use: other programs, and people, can write the file.
+    Check the data before use, because other programs and people can write the file.
     """
     try:
-        # Opening a named pipe would wait for its writer.
+        # Opens regular files only, because opening a named pipe would wait for its writer.
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (OSError, ValueError, RecursionError):  # RecursionError: thousands of nested brackets
+    except (OSError, ValueError, RecursionError):  # thousands of nested brackets raise RecursionError
         return None

@@ -1,6 +1,6 @@
-"""Hashes of data, modules, code and devices that are equal in every process; the keys of remembered results.
+"""Hashes data, modules, code and devices, equally in every process. The hashes are keys of saved results.
 
-A fingerprint never raises, and calls no code of the user except ``extra_repr``. It leaves out parts that it cannot
+These functions never raise, and call no code of the user except ``extra_repr``. They omit parts that they cannot
 describe.
 """
 
@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def digest(data: Any) -> str:
-    """Return a hash of JSON-ready data; the order of keys does not count.
+    """Return a hash of JSON-ready data. The order of keys does not matter.
 
     Example::
 
@@ -37,7 +37,7 @@ def digest(data: Any) -> str:
 def installed_version(package: str) -> str | None:
     """Return the version of an installed distribution, or ``None`` if it is not installed.
 
-    A package that is imported from a source tree is not installed either.
+    A package that Python imports from a source tree is not installed.
     """
     try:
         return importlib.metadata.version(package)
@@ -46,9 +46,9 @@ def installed_version(package: str) -> str | None:
 
 
 def architecture_fingerprint(module: nn.Module) -> str:
-    """Return a hash of a module's structure: submodules, their classes and settings, shapes and dtypes of weights.
+    """Return a hash of a module's structure: its submodules, their classes and settings, and its weights.
 
-    The settings are what ``extra_repr`` prints. Values and devices of weights do not count.
+    The settings are the text of ``extra_repr``. Weights count by shape and dtype, not by value and device.
     """
     return digest([(name, _structure(part)) for name, part in module.named_modules()])
 
@@ -61,7 +61,7 @@ def _structure(part: nn.Module) -> list[Any]:
         if weight is not None
     ]
     children = [name for name, child in part._modules.items() if child is not None]  # a shared child is in each parent
-    # Not the name of the class's module: it is `__main__` in one process only.
+    # Without the name of the class's Python module, which is `__main__` in only one process.
     return [
         type(part).__qualname__,
         _or_none(lambda part: _ADDRESS.sub("", part.extra_repr()), part),
@@ -71,7 +71,7 @@ def _structure(part: nn.Module) -> list[Any]:
 
 
 def _or_none(describe: Callable[[Any], str], value: object) -> str | None:
-    """The text, or ``None`` if this fails: a lazy weight has no shape, and ``extra_repr`` is the user's code."""
+    """Return the text, or ``None`` on an error: a lazy weight has no shape, and ``extra_repr`` is the user's code."""
     try:
         return describe(value)
     except Exception:
@@ -81,8 +81,8 @@ def _or_none(describe: Callable[[Any], str], value: object) -> str | None:
 def code_fingerprint(module: nn.Module) -> str:
     """Return a hash of the source of all classes in a module, except those of torch and Lightning.
 
-    Functions that the methods call do not count. A class without a source file, such as one made by ``exec``, counts by
-    its name.
+    The hash does not cover functions that the methods call. A class without a source file, such as a class made by
+    ``exec``, counts by its name.
     """
     classes = {base for part in module.modules() for base in type(part).__mro__}
     own = [base for base in classes if str(base.__module__).partition(".")[0] not in _LIBRARIES]

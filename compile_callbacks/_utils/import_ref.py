@@ -1,4 +1,4 @@
-"""Import references, ``"module:name"``: how a file names graph passes and settings."""
+"""Import references such as ``"module:name"``, by which a file names graph passes and classes of settings."""
 
 from __future__ import annotations
 

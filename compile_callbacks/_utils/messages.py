@@ -1,4 +1,4 @@
-"""Texts of errors: a wrong argument with similar names, and the root cause of a failure in one line."""
+"""Writes the texts of errors: a wrong argument with similar names, and the root cause of a failure in one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
 
 
 def unknown(argument: str, value: object, choices: Iterable[str]) -> str:
-    """Return the message for a value that is not one of the choices: similar names, and the choices if they are few.
+    """Return the message for a value that is not one of the choices, with similar names and a few of the choices.
 
     Example::
 
@@ -51,7 +51,7 @@ def check_fields(data: object, dataclass: type) -> None:
 
 @contextlib.contextmanager
 def part_of(argument: str) -> Iterator[None]:
-    """Put the name of the argument in front of each ``ValueError`` and ``TypeError`` of the block."""
+    """Prefix each ``ValueError`` and ``TypeError`` of a ``with`` block with the name of the argument."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -61,10 +61,10 @@ def part_of(argument: str) -> Iterator[None]:
 def describe_failure(error: BaseException) -> str:
     """Return the type and message of the root cause of ``error``.
 
-    torch wraps errors in its own. If a compiler process failed, the message is the output of that process, because
-    torch's message is only its long command line.
+    torch wraps errors in its own exceptions. If a compiler process failed, the result contains the output of the
+    process, because torch's message only contains the long command line.
     """
-    seen: set[int] = set()  # a chain of causes can be a ring
+    seen: set[int] = set()  # because a chain of causes can be circular
     while id(error) not in seen:
         seen.add(id(error))
         cause = getattr(error, "inner_exception", None) or error.__cause__

@@ -1,7 +1,7 @@
-"""The two phases that a module is compiled for.
+"""Names the two phases that the library compiles a module for.
 
-*train* is ``training_step``; *infer* is sanity check, validation, test and predict. The phase follows the
-trainer's stage, not ``module.training`` and not the grad mode.
+*train* is ``training_step``. *infer* is sanity check, validation, test and predict. The trainer's stage decides the
+phase, not ``module.training`` or the grad mode.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Signatures of batches and of the inputs of a call: shapes, dtypes and devices of tensors, found in bounded time."""
+"""Describes batches and inputs of calls by the shapes, dtypes and devices of their tensors, in bounded time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 _CONTAINERS = (torch.Tensor, list, tuple, Mapping)
-_MAX_VALUES = 32  # a value takes about 1 µs, and every timed step asks for the signature of its batch
-_MAX_INPUTS = 1000  # a call needs the signature of its inputs only if new shapes do not recompile
+_MAX_VALUES = 32  # a value takes about 1 µs, and each timed step needs the signature of its batch
+_MAX_INPUTS = 1000  # calls only need this signature if new shapes do not recompile
 _MAX_DEPTH = 8
 
 
 class TensorSignature(NamedTuple):
-    """The properties of a tensor that decide which graph fits."""
+    """The properties of a tensor that decide whether a compiled graph accepts it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -25,15 +25,15 @@ class TensorSignature(NamedTuple):
 
 
 def signature(args: Any, kwargs: Any = None) -> Any:
-    """Return a hashable description of inputs: a `TensorSignature` for each tensor, the type of any other value.
+    """Return a hashable description of inputs: a `TensorSignature` for each tensor, and the type of any other value.
 
-    Tensors are found in sequences, mappings (`transformers.BatchEncoding` is one), dataclasses and among the attributes
-    of other objects (a batch of graphs). The walk is bounded: it reads the first entries and the length of a large
-    container, and it ends in a batch that contains itself.
+    The function searches sequences, mappings such as `transformers.BatchEncoding`, dataclasses, and the attributes of
+    other objects such as a batch of graphs. Of a large container, it reads the first entries and the length. It also
+    ends if a batch contains itself.
 
     Args:
         args: A batch, or the positional inputs of a call.
-        kwargs: The inputs by name; ``None`` for a batch.
+        kwargs: The inputs by name, or ``None`` for a batch.
     """
     left = [_MAX_VALUES if kwargs is None else _MAX_INPUTS]
     found = _signature_of(args, left, _MAX_DEPTH)
@@ -61,9 +61,9 @@ def _while_left(values: Iterable[Any], left: list[int]) -> Iterator[Any]:
 
 
 def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor | int]]:
-    """The tensors in a call's inputs, and the integers that are inputs themselves, by expressions such as ``args[0]``.
+    """Yield the tensors in a call's inputs, and integer inputs, each with an expression such as ``args[0]``.
 
-    Parameters, and tensors in modules, are left out: they are weights.
+    The function omits parameters and tensors in modules, because they are weights.
 
     Example::
 
@@ -101,7 +101,7 @@ def shapes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The entries of a container by name; ``None`` for any other value. Objects within objects are not searched."""
+    """Return the entries of a container by name, or ``None`` for any other value. Omit objects within objects."""
     if isinstance(value, Mapping):
         return value.items()
     attributes = getattr(value, "__dict__", None)

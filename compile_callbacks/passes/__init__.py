@@ -1,6 +1,6 @@
-"""Custom Inductor graph passes: their classes, the helpers to write them, and the passes that come with the library.
+"""Custom Inductor graph passes: base classes, helpers for writing passes, and the library's own passes.
 
-`check_pass`, for tests of passes, is in ``compile_callbacks.passes.testing``.
+``compile_callbacks.passes.testing`` has `check_pass`, which tests a pass.
 """
 
 from compile_callbacks.passes.base import GraphPass, graph_pass

@@ -1,4 +1,4 @@
-"""`GraphPass` and `graph_pass`: custom Inductor graph passes that know the phase and the kind of graph; hook points."""
+"""`GraphPass` and `graph_pass`: custom Inductor graph passes that know the phase and the kind of graph."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ HOOK_OPTIONS: Mapping[str, str] = {
     "post_grad_pre": "post_grad_custom_pre_pass",
     "post_grad_post": "post_grad_custom_post_pass",
 }
-"""The hook points in the order in which Inductor runs them, each with its Inductor option."""
+"""The hook points, the points at which Inductor runs custom passes, in their order. Each has an Inductor option."""
 
 DEFAULT_HOOK = "post_grad_post"
 
 GraphKind = Literal["module", "joint", "forward", "backward", "inference"]
-"""The content of a graph: the module's calls before autograd, forward and backward in one graph, one of the two, or the
-whole graph if there is no autograd."""
+"""The content of a graph: ``"module"``, the module's calls before autograd; ``"joint"``, forward and backward in one
+graph; ``"forward"`` or ``"backward"``; and ``"inference"``, a graph without autograd."""
 
 
 def graph_kind(hook: str, graph: Graph) -> GraphKind:
-    """Return the kind of a graph at a hook point, from the names that AOTAutograd gives to inputs."""
+    """Return the kind of a graph at a hook point. AOTAutograd's names of the graph's inputs tell the kind."""
     if hook == "pre_grad":
         return "module"
     inputs = [str(node.target) for node in graph.find_nodes(op="placeholder")]
@@ -51,10 +51,10 @@ def graph_kind(hook: str, graph: Graph) -> GraphKind:
 def is_inference_graph(hook: str, graph: Graph) -> bool:
     """Return whether a graph has no autograd graph behind it.
 
-    - ``post_grad_pre``, ``post_grad_post``: the flag that torch passes to its own post-grad passes.
-    - ``joint_pre``, ``joint_post``: a joint graph is for training; torch runs these passes on inference graphs too.
-    - ``pre_grad``: there is no autograd graph yet. The graph is for inference if grad is disabled or no input requires
-      grad. AOTAutograd also creates an inference graph if no output requires grad, which is not known here.
+    - At ``post_grad_pre`` and ``post_grad_post``, this is the flag that torch passes to its own post-grad passes.
+    - At ``joint_pre`` and ``joint_post``, a joint graph is for training, and any other graph is for inference.
+    - At ``pre_grad``, there is no autograd graph yet. The graph is for inference if grad is disabled or no input
+      requires grad. AOTAutograd also creates an inference graph if no output requires grad, but that is unknown here.
     """
     if hook == "pre_grad":
         owner = graph.owning_module
@@ -73,7 +73,7 @@ Function = Callable[[torch.fx.Graph, bool], None]
 
 
 def _with_inference_flag(call: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a pass's ``__call__``, so that ``is_inference`` is determined if torch does not pass it."""
+    """Wrap a pass's ``__call__`` to determine ``is_inference`` if torch does not pass it."""
 
     @functools.wraps(call)
     def with_flag(self: GraphPass, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
@@ -85,12 +85,12 @@ def _with_inference_flag(call: Callable[..., None]) -> Callable[..., None]:
 class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     """A custom Inductor graph pass, as a class.
 
-    Derive from this class, and change the graph in place in ``__call__(graph, is_inference)``. ``is_inference`` has
-    torch's own meaning: autograd does not record the graph. It is ``True`` for every graph of validation, test
-    and predict, and ``False`` for the forward and the backward graphs of training. If all parameters of a module are
-    frozen, its graphs are inference graphs in training too. ``self.phase`` is ``"train"`` or ``"infer"``.
+    Derive from this class, and change the graph in place in ``__call__(graph, is_inference)``. ``is_inference`` has the
+    same meaning as in torch: autograd does not record the graph. It is ``True`` for each graph of validation, test and
+    predict, and ``False`` for the forward and the backward graphs of training. If all parameters of a module are
+    frozen, its graphs are inference graphs in training, too. ``self.phase`` is ``"train"`` or ``"infer"``.
 
-    Pass an object of the class to `InductorCompile` or `InductorConfig`, or directly to
+    Pass an object of the class to `InductorCompile` or `InductorConfig`. Without this library, pass it to
     ``torch.compile(options={"post_grad_custom_post_pass": my_pass})`` as the option of its hook point.
 
     Attributes:
@@ -103,8 +103,8 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
               own post-grad passes. In training the forward and the backward graph are separate.
 
     Note:
-        torch copies its options. A copy of a pass is the pass itself, so that you can read its records. Do not
-        store a Trainer, module or logger in a pass. A pass does not run if torch's cache has the compiled graph.
+        torch copies its options, but copying a pass returns the same object, so you can read what the pass recorded.
+        Do not store a Trainer, module or logger in a pass. A pass does not run if torch's cache has the compiled graph.
 
     Example::
 
@@ -117,9 +117,9 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     _identity: DescribedCall | str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GraphPass:
-        """Describe the arguments for `uuid`."""
+        """Create the pass, and describe its arguments for `uuid`."""
         self = super().__new__(cls)
-        # Described now, so that a later change of an argument does not change the identity of compiled code.
+        # Describes the arguments here, because a later change of an argument must not change the identity.
         self._identity = describe_call(args, kwargs)
         return self  # type: ignore[no-any-return]
 
@@ -134,13 +134,13 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
         """Change the graph in place.
 
         Args:
-            graph: The graph. From ``"joint_pre"`` on, ``meta["val"]`` of a node is its value as a fake tensor.
+            graph: The graph. At ``"joint_pre"`` and later, ``meta["val"]`` of a node is its value as a fake tensor.
             is_inference: Whether the graph has no autograd graph behind it.
         """
 
     @property
     def phase(self) -> Phase | None:
-        """The phase that is compiled, ``"train"`` or ``"infer"``; ``None`` outside this library."""
+        """The phase that is being compiled, ``"train"`` or ``"infer"``. ``None`` outside this library."""
         return _current_phase.get()
 
     @property
@@ -149,15 +149,15 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
         return type(self).__name__
 
     def uuid(self) -> str | None:
-        """The identity of this pass in the key of torch's compile cache.
+        """Return the identity of this pass for the key of torch's compile cache.
 
         The identity covers the code of the class and of its base classes outside torch, the functions, classes and
         values that this code refers to by a global name, the constructor's arguments, the hook point and this library's
-        version. It is ``None`` if one of these cannot be described, and torch then does not cache the graph. Numbers,
-        strings, dtypes, devices, enums, small tensors, functions, classes, passes, and lists and mappings of these can
-        be described.
+        version. The method can describe numbers, strings, dtypes, devices, enums, small tensors, functions, classes,
+        passes, and lists and mappings of these. For any other value, it returns ``None``, and torch does not cache the
+        graph.
 
-        The identity is computed once, at the first call.
+        The first call computes the identity, and later calls return the same.
         """
         if isinstance(self._identity, DescribedCall):
             self._identity = identity_of_call(self, [str(type(self).hook)], self._identity)
@@ -171,11 +171,11 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
 
 
 PASS_TYPES = (GraphPass, *_torch.inductor.TORCH_PASS_TYPES)
-"""The classes of graph passes: this library's and torch's own."""
+"""The classes of graph passes, from this library and from torch."""
 
 
 class FunctionPass(GraphPass):
-    """A function as a pass; `graph_pass` creates it."""
+    """A pass that calls a function. `graph_pass` creates it."""
 
     def __init__(self, function: Function, hook: str = DEFAULT_HOOK) -> None:
         check_choice("hook", hook, list(HOOK_OPTIONS))
@@ -206,12 +206,12 @@ def graph_pass(
     """Make a function a graph pass.
 
     Args:
-        function: The function. It is called with ``(graph, is_inference)`` and changes the graph in place.
-        hook: The hook point; see `GraphPass`.
+        function: The function, which takes ``(graph, is_inference)`` and changes the graph in place.
+        hook: The hook point. See `GraphPass`.
 
     Raises:
-        TypeError: ``function`` cannot be called with two arguments.
-        ValueError: The hook point is unknown.
+        TypeError: If ``function`` does not accept two arguments.
+        ValueError: If the hook point is unknown.
 
     Example::
 
@@ -234,7 +234,7 @@ def graph_pass(
 
 
 def as_passes(value: object, argument: str) -> tuple[Any, ...]:
-    """Check the passes of an argument, and create those that are given as data."""
+    """Check the passes of an argument, and create passes from import paths and mappings."""
     if isinstance(value, PASS_TYPES):
         return (value,)
     if not isinstance(value, (list, tuple)):
@@ -250,7 +250,7 @@ def as_passes(value: object, argument: str) -> tuple[Any, ...]:
             hint = "the function wrapped with compile_callbacks.graph_pass"
         else:
             hint = "a GraphPass, a function wrapped with graph_pass, or an object of torch's CustomGraphPass"
-        text = f"{argument} contains {item!r}, which is not a graph pass; give {hint}"
+        text = f"{argument} contains {item!r}, which is not a graph pass; use {hint}"
         raise TypeError(with_code("CC202", text))
     return passes
 
@@ -268,12 +268,12 @@ def _from_data(value: object, argument: str) -> Any:
 
 
 def pass_name(graph_pass: Any) -> str:
-    """Return the name of a pass, also of torch's own classes, for messages and reports."""
+    """Return the name of a pass for messages and reports. The pass may be of torch's own classes."""
     return graph_pass.name if isinstance(graph_pass, GraphPass) else type(graph_pass).__name__
 
 
 def pass_hook(graph_pass: Any) -> str:
-    """Return the hook point of a pass; torch's own classes have none."""
+    """Return the hook point of a pass. Passes of torch's own classes run at the default hook point."""
     return getattr(graph_pass, "hook", DEFAULT_HOOK)
 
 
@@ -284,7 +284,7 @@ def pass_identity(graph_pass: Any) -> str:
 
 @contextlib.contextmanager
 def running_in(phase: Phase) -> Iterator[None]:
-    """Set `GraphPass.phase` in a block."""
+    """Set `GraphPass.phase` within a ``with`` block."""
     token = _current_phase.set(phase)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The identity of a graph pass in torch's compile cache: its code, its arguments, and this library's version."""
+"""Computes the identity of a graph pass for torch's compile cache from its code, its arguments and our version."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.fingerprints import digest, installed_version
 
-_MAX_TENSOR_BYTES = 2**20  # a larger tensor takes long to hash
+_MAX_TENSOR_BYTES = 2**20  # hashing a larger tensor would take long
 _TORCH_AND_PYTHON = {"torch", *sys.stdlib_module_names}
 
 
 class UndescribableError(Exception):
-    """A value has no text that is the same in every process."""
+    """Raised if a value has no text that is the same in every process."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DescribedCall:
-    """The arguments of a call, at the time of the call."""
+    """The description of a call's arguments at the time of the call."""
 
     text: str
-    """The arguments as text, with a number in place of each function and class."""
+    """The arguments as text, with a number instead of each function and class."""
     code: tuple[Any, ...]
-    """These functions and classes, which `identity_of_call` describes."""
+    """The functions and classes among the arguments. `identity_of_call` describes them."""
 
 
 def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DescribedCall | None:
-    """Describe the arguments of a call before they can change; ``None`` if one cannot be described."""
+    """Describe the arguments of a call before they can change, or return ``None`` if an argument is undescribable."""
     describer = _Describer()
     try:
         return DescribedCall(describer.text([args, dict(kwargs)]), tuple(describer.code))
@@ -52,10 +52,10 @@ def identity_of_call(made: object, details: Iterable[str], call: DescribedCall) 
 
     The hash is the same in every process. It covers the code of the object's class and its base classes outside torch
     and Python, the functions among the arguments, and the functions, classes and values that this code refers to by a
-    global name. An installed package counts by its version, except the package of the object's own class. The hash
-    reads the code that Python has loaded, because the source file may have changed since.
+    global name. An installed package counts by its version, except for the package of the object's own class. The
+    function reads the code that Python has loaded, because the source file may have changed since.
 
-    The result is ``None`` if a part cannot be described.
+    The function returns ``None`` if it cannot describe a value.
     """
     describer = _CodeDescriber(made, call.code)
     try:
@@ -68,8 +68,8 @@ def identity_of_call(made: object, details: Iterable[str], call: DescribedCall) 
 class _Describer:
     """Describes values as text that is the same in every process.
 
-    This class only numbers functions and classes, and collects them in ``code``. `_CodeDescriber` describes them later,
-    when the global names that they refer to are defined.
+    This class only numbers functions and classes, and collects them in ``code``. `_CodeDescriber` describes their code
+    later, when the global names in the code are defined.
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class _CodeDescriber(_Describer):
         if functions:
             return f"{type(member).__name__} {[self._function_text(function) for function in functions]}"
         if only_code or name == "_abc_impl" or name.startswith("__") or hasattr(type(member), "__get__"):
-            return type(member).__name__  # Python's own members, and descriptors without code
+            return type(member).__name__  # a member that Python adds, or a descriptor without code
         return self.text(member)
 
     def _function_text(self, function: types.FunctionType) -> str:
@@ -166,13 +166,13 @@ class _CodeDescriber(_Describer):
         self._seen.add(function)
         text = f"{_name(function)} {self._bytecode_text(function.__code__)}"
         if (version := self._version(function.__globals__.get("__name__"))) is not None:
-            # A decorator of torch or Python, such as `torch.no_grad()`, around the user's function.
+            # The wrapper of a decorator of torch or Python, such as `torch.no_grad()`, has the user's function inside.
             return f"{text} {version} {self.text(getattr(function, '__wrapped__', None))}"
         values = [function.__defaults__, function.__kwdefaults__]
         for cell in function.__closure__ or ():
             try:
                 values.append(cell.cell_contents)
-            except ValueError as error:  # an empty cell: the function cannot be called yet
+            except ValueError as error:  # the cell is empty, so the function cannot be called yet
                 raise UndescribableError from error
         globals_ = [f"{name}={self.text(value)}" for name, value in self._globals(function)]
         return f"{text} {self.text(values)} {' '.join(globals_)}"
@@ -186,17 +186,17 @@ class _CodeDescriber(_Describer):
         return "|".join([code.co_code.hex(), table, repr(code.co_names), repr(code.co_varnames), *constants])
 
     def _globals(self, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-        """Yield the values that a function refers to by global names, also those that it reads from modules."""
+        """Yield the values that a function refers to by global names, including values that it reads from modules."""
         for code in _nested_code(function.__code__):
             loads = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
             for name in sorted(loads):
                 if name in function.__globals__:
                     yield from self._value_or_attributes(name, function.__globals__[name], code)
                 elif not hasattr(builtins, name):
-                    raise UndescribableError  # not defined yet
+                    raise UndescribableError  # the global name is not defined yet
 
     def _value_or_attributes(self, name: str, value: Any, code: types.CodeType) -> Iterator[tuple[str, Any]]:
-        """Yield a value; in place of a module, yield those of its values whose names occur in the code."""
+        """Yield a value. If the value is a module, yield its attributes whose names occur in the code instead."""
         if not isinstance(value, types.ModuleType):
             yield name, value
         elif value not in self._seen and self._version(value.__name__) is None:
@@ -206,7 +206,7 @@ class _CodeDescriber(_Describer):
             self._seen.remove(value)
 
     def _version(self, module_name: str | None) -> str | None:
-        """Return the version of an installed package, which represents its code; ``None`` for code to describe."""
+        """Return the version of an installed package, which represents its code, or ``None`` to describe the code."""
         package = _package(module_name)
         if package == "compile_callbacks" or package in _TORCH_AND_PYTHON:
             return ""

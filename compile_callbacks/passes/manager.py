@@ -1,4 +1,4 @@
-"""`PassManager`: runs the passes of one hook point and one phase in order, and checks the graph after each."""
+"""`PassManager`: runs the passes of one hook point and one phase in order, and checks the graph after each pass."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from compile_callbacks.passes.base import (
 
 
 class GraphPassError(RuntimeError):
-    """A graph pass raised an exception, or left an invalid graph.
+    """Raised if a graph pass raises an exception or leaves an invalid graph.
 
     Attributes:
-        failed: The pass.
+        failed: The pass that failed.
     """
 
     failed: Any = None
@@ -43,9 +43,9 @@ class PassRun:
     Attributes:
         name: The name of the pass.
         hook: The hook point.
-        graph: The kind of graph.
-        is_inference: The flag that the pass got.
-        seconds: The duration.
+        graph: The kind of the graph.
+        is_inference: Whether the graph has no autograd graph behind it.
+        seconds: The duration of the pass in seconds.
         nodes_before: The number of nodes before the pass.
         nodes_after: The number of nodes after the pass.
         changed: Whether the pass changed the graph.
@@ -61,12 +61,12 @@ class PassRun:
     changed: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as JSON-ready data."""
+        """Return the run as JSON-ready data."""
         return asdict(self)
 
 
 class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
-    """The pass that torch runs at a hook point: it runs the user's passes in order, and calls ``on_run`` after each."""
+    """The pass that torch runs at a hook point. It runs the user's passes in order, and calls ``on_run`` after each."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
         self._on_run = on_run
 
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
-        """Run the passes. Some hook points and some versions of torch do not pass the flag."""
+        """Run the passes. ``is_inference`` is optional, because torch does not pass it at each hook point."""
         if is_inference is None:
             is_inference = is_inference_graph(self.hook, graph)
         with running_in(self.phase):
@@ -119,7 +119,7 @@ class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
         return error
 
     def uuid(self) -> str | None:
-        """A hash of the passes' uuids, the hook point and the phase; ``None`` if a pass has no uuid."""
+        """Return a hash of the passes' uuids, the hook point and the phase, or ``None`` if a pass has no uuid."""
         uuids = [graph_pass.uuid() for graph_pass in self.passes]
         return None if None in uuids else digest([self.hook, self.phase, *map(repr, uuids)])
 
@@ -132,7 +132,7 @@ class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     def __reduce__(self) -> Any:
         # torch 2.11 pickles the options into its cache key, including the pass at "pre_grad".
         if (uuid := self.uuid()) is None:
-            raise TypeError("a pass has no uuid, so that its graphs must not be cached")
+            raise TypeError("a pass has no uuid, so torch must not cache its graphs")
         return str, (uuid,)
 
 
@@ -153,7 +153,7 @@ def pass_options(
 
 
 class _Snapshot:
-    """A graph before a pass, for the check after the pass."""
+    """The nodes, inputs and outputs of a graph before a pass, for the check after the pass."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = _nodes(graph)
@@ -161,7 +161,7 @@ class _Snapshot:
         self._outputs = _outputs(graph)
 
     def problem(self, graph: Graph, returned: Any) -> str | None:
-        """Return why a graph is invalid after a pass; ``None`` if it is valid."""
+        """Return the reason why a graph is invalid after a pass, or ``None`` if the graph is valid."""
         if returned is not None:
             return f"returned {type(returned).__name__}: a pass changes the graph in place and returns nothing"
         try:
@@ -188,7 +188,7 @@ def _inputs(graph: Graph) -> list[Any]:
 
 
 def _outputs(graph: Graph) -> list[tuple[str, str | None]]:
-    """Return the name of each output, and its dtype and shape if they are known."""
+    """Return the name of each output, and its dtype and shape if known."""
     outputs = []
     for value in tree_leaves([node.args for node in graph.find_nodes(op="output")]):
         tensor = value.meta.get("val") if isinstance(value, Node) else None

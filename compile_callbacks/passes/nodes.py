@@ -1,7 +1,7 @@
 """Helpers for passes: find, count, insert and replace the nodes of a graph of ATen operators.
 
-New nodes get ``meta["val"]``, from which Inductor reads shapes, dtypes and devices. The helpers work at the hook points
-from ``"joint_pre"`` on.
+New nodes get ``meta["val"]``, from which Inductor reads shapes, dtypes and devices. The helpers work at
+``"joint_pre"`` and later hook points.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from compile_callbacks._utils.errors import with_code
 
 
 def find_nodes(graph: Graph, *targets: Any) -> list[Node]:
-    """Return the calls of some operators, in the graph's order.
+    """Return the nodes that call one of the operators, in the graph's order.
 
     Args:
         graph: The graph.
         targets: Operators, such as ``torch.ops.aten.mul.Tensor``, or ``torch.ops.aten.mul`` for all its overloads.
 
     Raises:
-        TypeError: A target is not an operator.
+        TypeError: If a target is not an operator.
     """
     for target in targets:
         if not isinstance(target, _torch.graphs.OPERATOR_TYPES):
@@ -40,7 +40,7 @@ def find_nodes(graph: Graph, *targets: Any) -> list[Node]:
 
 
 def count_ops(graph: Graph) -> Counter[str]:
-    """Return the number of calls of each operator, by its name: ``"aten.mul.Tensor"``."""
+    """Return the number of calls of each operator, by operator name, such as ``"aten.mul.Tensor"``."""
     return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
 
 
@@ -54,15 +54,15 @@ def call_before(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         kwargs: The keyword arguments.
 
     Raises:
-        ValueError: An argument is a node without ``meta["val"]``, as at ``"pre_grad"``; or Inductor decomposes the
-            operator before its passes run, and has no code for the operator afterwards.
+        ValueError: If an argument is a node without ``meta["val"]``, as at ``"pre_grad"``. Also if Inductor has no code
+            for the operator, because it decomposes the operator before the passes run.
     """
     if _torch.graphs.is_decomposed(target):
-        text = f"Inductor has no code for {target} at this hook point, because it decomposes the operator before"
+        text = f"Inductor has no code for {target} at this hook point, because it decomposes the operator earlier"
         raise ValueError(with_code("CC702", text))
     for source in tree_leaves((args, kwargs)):
         if isinstance(source, Node) and "val" not in source.meta:
-            text = f"node {source.name!r} has no meta['val']; nodes at 'pre_grad' have none yet"
+            text = f"node {source.name!r} has no meta['val'], which nodes get after 'pre_grad'"
             raise ValueError(with_code("CC702", text))
     with node.graph.inserting_before(node):
         return _torch.graphs.add_node(node.graph, target, args, kwargs)
@@ -72,13 +72,13 @@ def replace_node(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Replace a node by a call of another operator, and return the new node.
 
     Args:
-        node: The node, which is erased.
+        node: The node to replace. The function erases it.
         target: The operator.
         args: The positional arguments, nodes and numbers.
         kwargs: The keyword arguments.
 
     Raises:
-        ValueError: The new value has another shape, dtype or device; or see `call_before`.
+        ValueError: If the new value has another shape, dtype or device, or for the reasons that `call_before` lists.
     """
     new = call_before(node, target, *args, **kwargs)
     before, after = _layout(node), _layout(new)

@@ -1,4 +1,4 @@
-"""`pattern_pass`: a pass that replaces one function's operators by another's, with torch's own pattern matcher."""
+"""`pattern_pass`: creates a pass that replaces the operators of one function by the operators of another function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PatternMatch:
 
     Attributes:
         is_inference: Whether the graph has no autograd graph behind it.
-        phase: The phase that is compiled; ``None`` outside this library.
+        phase: The phase that is being compiled. ``None`` outside this library.
         output: The pattern's result as a fake tensor: ``output.dtype``, ``output.device``, ``output.shape``.
         inputs: The value of each of the pattern's arguments, as a fake tensor or a number.
     """
@@ -37,7 +37,7 @@ class PatternMatch:
 
 
 class PatternPass(GraphPass):
-    """A pass that replaces a pattern; `pattern_pass` creates it.
+    """A pass that replaces a pattern. `pattern_pass` creates it.
 
     Attributes:
         replaced: The number of replacements in all graphs so far.
@@ -71,7 +71,7 @@ class PatternPass(GraphPass):
         self._matcher: Any = None
 
     def __call__(self, graph: Graph, is_inference: bool) -> None:
-        """Replace each match for which ``where`` is true."""
+        """Replace each match that ``where`` accepts."""
         if self._matcher is None:
             self._matcher = _torch.inductor.pattern_matcher(
                 self.pattern, self.replacement, self.example_inputs, self._accepts, self.name
@@ -97,22 +97,23 @@ def pattern_pass(
     where: Callable[[PatternMatch], bool] | None = None,
     hook: str = DEFAULT_HOOK,
 ) -> PatternPass:
-    """Create a pass that replaces the operators of one function by those of another.
+    """Create a pass that replaces the operators of one function by the operators of another function.
 
-    Both functions are traced to ATen operators. A place in a graph matches if it has the same operators, with any
-    shapes, and if no other node reads a value between the pattern's inputs and its output.
+    The pass uses torch's pattern matcher, which traces both functions to ATen operators. A part of a graph matches if
+    it has the same operators, with any shapes, and if no other node reads a value between the pattern's inputs and its
+    output.
 
     Args:
-        pattern: The function to look for. It takes tensors and returns one.
+        pattern: The function whose operators the pass replaces. It takes tensors and returns one tensor.
         replacement: The function to compute instead, with the same arguments.
         example_inputs: A tensor for each argument, with the dtype and the number of dimensions of the pattern. Use
-            small tensors, because both functions are called with them.
-        where: A function that is called for each match, and returns whether to replace it; see `PatternMatch`.
-        hook: The hook point, ``"joint_pre"`` or later: before autograd there are no ATen operators.
+            small tensors, because `pattern_pass` calls both functions with them.
+        where: A function that takes a `PatternMatch` and returns whether to replace the match.
+        hook: The hook point, ``"joint_pre"`` or later, because a graph has no ATen operators before autograd.
 
     Raises:
-        TypeError: An argument has the wrong type, or a function cannot be called with the example inputs.
-        ValueError: The results of the two functions differ in shape or dtype, or the hook point is unknown.
+        TypeError: If an argument has the wrong type, or a function does not accept the example inputs.
+        ValueError: If the results of the two functions differ in shape or dtype, or the hook point is unknown.
 
     Example::
 
@@ -130,7 +131,7 @@ def _result_kind(argument: str, function: Any, inputs: Sequence[torch.Tensor]) -
     try:
         inspect.signature(function)
     except ValueError:
-        text = f"{argument}={function!r} is built in and has no signature; give a function that calls it"
+        text = f"{argument}={function!r} is built in and has no signature; use a Python function that calls it"
         raise TypeError(with_code("CC202", text)) from None
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`check_pass`: for tests of a graph pass, compiles a module with the pass and compares it with eager.
+"""`check_pass`: compiles a module with a graph pass and compares the results with eager, for tests of the pass.
 
 Example::
 
@@ -33,13 +33,13 @@ __all__ = ["PassCheck", "check_pass"]
 
 @dataclass(frozen=True)
 class PassCheck:
-    """The graphs and the results of a module that was compiled with a pass.
+    """The result of `check_pass`: the graphs before and after the pass, and the compiled and eager outputs.
 
     Attributes:
-        before: The graphs before the pass, as text and as numbers of operators.
-        after: The same graphs after the pass.
-        actual: The compiled outputs; in training also the gradients of inputs and parameters.
-        expected: The same from the eager module.
+        before: The graphs before the pass.
+        after: The graphs after the pass.
+        actual: The compiled outputs. In the train phase, also the gradients of inputs and parameters.
+        expected: The eager outputs. In the train phase, also the gradients of inputs and parameters.
     """
 
     before: tuple[RecordedGraph, ...]
@@ -70,10 +70,10 @@ class PassCheck:
         return max((float((a.double() - b.double()).abs().max()) for a, b in tensors), default=0.0)
 
     def assert_close(self, *, rtol: float | None = None, atol: float | None = None) -> None:
-        """Compare with eager by `torch.testing.assert_close`.
+        """Compare the compiled results with eager by `torch.testing.assert_close`.
 
         Raises:
-            AssertionError: A result differs from eager by more than the tolerances.
+            AssertionError: If a result differs from eager by more than the tolerances.
         """
         torch.testing.assert_close(self.actual, self.expected, rtol=rtol, atol=atol)
 
@@ -96,9 +96,9 @@ def check_pass(
         options: Inductor options to compile with.
 
     Raises:
-        TypeError: The pass is not a graph pass, or the module is not a module.
-        ValueError: The phase is unknown.
-        GraphPassError: The pass raised an exception, or left an invalid graph.
+        TypeError: If ``graph_pass`` is not a graph pass, or ``module`` is not a ``torch.nn.Module``.
+        ValueError: If the phase is unknown.
+        GraphPassError: If the pass raises an exception or leaves an invalid graph.
     """
     (graph_pass,) = as_passes((graph_pass,), "graph_pass")
     if not isinstance(module, nn.Module):
@@ -106,7 +106,7 @@ def check_pass(
         raise TypeError(with_code("CC202", text))
     check_choice("phase", phase, PHASES)
     before, after = RecordGraphs(hook=pass_hook(graph_pass)), RecordGraphs(hook=pass_hook(graph_pass))
-    # A code object for each check, because torch's recompile limit counts the graphs of one code object.
+    # Each check needs its own code object, because torch's recompile limit counts the graphs of one code object.
     call = torch.compile(
         _torch.dynamo.function_with_own_cache(_call_module, "checked_module"),  # type: ignore[arg-type]
         options={**(options or {}), **pass_options((before, graph_pass, after), phase)},

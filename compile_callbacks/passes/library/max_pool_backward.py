@@ -1,4 +1,4 @@
-"""`TritonMaxPoolBackward`: in training, a kernel for the gradient of max pooling that reads less memory."""
+"""`TritonMaxPoolBackward`: replaces the gradient of max pooling in training by a kernel that reads less memory."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _SAME = (_aten.clone.default, _aten.reshape.default, torch.ops.prims.convert_ele
 class TritonMaxPoolBackward(GraphPass):
     """Computes the gradient of ``max_pool2d`` in a Triton kernel.
 
-    Inductor saves the position of each window's maximum as an 8-bit offset. In backward, it converts the offsets to
-    64-bit indices and compares each index with each position. The kernel compares the offsets, and reads a gradient
-    only if its offset matches. In the backward graph of training, with windows of 3 x 3::
+    Inductor saves the position of each window's maximum as an 8-bit offset. In backward, Inductor converts the offsets
+    to 64-bit indices and compares each index with each position. The Triton kernel compares the offsets, and reads a
+    gradient only if its offset matches. In the backward graph of training, with windows of 3 x 3::
 
         offsets: int8[N, C, H/2, W/2] = input
         indices: int64[N, C, H/2, W/2] = prims._low_memory_max_pool_offsets_to_indices.default(offsets, [3, 3], ...)
         grad: bfloat16[N, C, H, W] = aten.max_pool2d_with_indices_backward.default(grad_output, x, ..., indices)
 
-    or, in newer versions of torch, an ``aten.scatter_add`` into zeros, becomes::
+    or, in torch 2.15, an ``aten.scatter_add`` into zeros, becomes::
 
         grad: bfloat16[N, C, H, W] = compile_callbacks.max_pool2d_backward.default(grad_output, offsets, ...)
 
-    The pass changes no inference graph. Numerics: gradients of overlapping windows are added in float32 and rounded
-    once, as in Inductor's code, in another order.
+    The kernel adds the gradients of overlapping windows in float32 and rounds once, as Inductor's code does, but in
+    another order.
 
-    The pass replaces two-dimensional poolings in channels last, without dilation.
+    The pass replaces two-dimensional poolings in channels last, without dilation. It does not change inference graphs.
 
     Attributes:
-        devices: Device types on which the pass acts. Tests add ``"cpu"``, on which the operator is its reference.
+        devices: Device types on which the pass acts. Tests add ``"cpu"``, where the operator runs its reference.
 
     Example::
 
@@ -74,7 +74,7 @@ class TritonMaxPoolBackward(GraphPass):
 
 
 def _one_operator(indices: Node) -> tuple[Node, Node] | None:
-    """Return the gradients of input and output if one operator computes the gradient, as in torch 2.11."""
+    """Return the gradients of input and output, if one operator computes the gradient, as in torch 2.11."""
     for user in indices.users:
         if user.target is _aten.max_pool2d_with_indices_backward.default:
             return user, user.args[0]  # type: ignore[return-value]
@@ -82,7 +82,7 @@ def _one_operator(indices: Node) -> tuple[Node, Node] | None:
 
 
 def _scattered(indices: Node) -> tuple[Node, Node] | None:
-    """Return the gradients of input and output if torch scatters into zeros, [N * C, H * W], as in torch 2.15."""
+    """Return the gradients of input and output, if torch scatters into zeros [N * C, H * W], as in torch 2.15."""
     *_, places = _readers(indices)
     scatter = next(iter(places.users))
     if scatter.target is not _aten.scatter_add.default or scatter.args[2] is not places:
@@ -101,14 +101,14 @@ def _scattered(indices: Node) -> tuple[Node, Node] | None:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Yield a value, and its copies and casts, while each has a single user."""
+    """Yield a node, and the copies and casts that follow it while each node has a single user."""
     yield node
     while len(node.users) == 1 and (reader := next(iter(node.users))).target in _SAME:
         yield (node := reader)
 
 
 def _sources(node: Any) -> Iterator[Node]:
-    """Yield a value, and the values that it is a copy or cast of."""
+    """Yield a node, and the nodes before it while each node is a copy or a cast of the node before."""
     yield node
     while node.target in _SAME:
         yield (node := node.args[0])

@@ -19,11 +19,11 @@ class RecordedGraph:
     """A graph as text.
 
     Attributes:
-        title: Number, phase, kind of graph, and hook point: ``"000_infer_inference_post_grad_post"``.
-        kind: The kind of graph.
+        title: The number, phase, kind and hook point, such as ``"000_infer_inference_post_grad_post"``.
+        kind: The kind of the graph.
         is_inference: Whether the graph has no autograd graph behind it.
-        text: A line for each node.
-        ops: The number of calls of each operator, by name: ``"aten.mul.Tensor"``.
+        text: The text, with one line for each node.
+        ops: The number of calls of each operator, by operator name, such as ``"aten.mul.Tensor"``.
     """
 
     title: str
@@ -36,20 +36,20 @@ class RecordedGraph:
 class RecordGraphs(GraphPass):
     """Writes each graph to a file, and to TensorBoard's text tab at the end of a run.
 
-    The pass changes no graph, in training or in inference. With this pass, torch does not use its compile cache, so
-    that the pass gets every graph. A graph looks like this, before and after::
+    The pass does not change the graph. With this pass, torch does not use its compile cache, so the pass gets each
+    graph. A line of a graph looks like this::
 
         mul: "f32[4, 16]" = torch.ops.aten.mul.Tensor(linear, 0.5)
 
     Args:
-        folder: The folder for the files, which are named by `RecordedGraph.title`; ``None`` writes no files.
-        hook: The hook point; see `GraphPass`. Passes at one hook point run in the order of ``passes``: a `RecordGraphs`
-            before and one after another pass show the changes of that pass.
+        folder: The folder for the files, whose names are `RecordedGraph.title`. If ``None``, the pass writes no files.
+        hook: The hook point. See `GraphPass`. Passes at one hook point run in the order of ``passes``. To see the
+            changes of a pass, put one `RecordGraphs` before the pass and one after it.
 
     Raises:
-        TypeError: The folder is not a path.
-        ValueError: The hook point is unknown.
-        OSError: The folder cannot be created.
+        TypeError: If the folder is not a path.
+        ValueError: If the hook point is unknown.
+        OSError: If the folder cannot be created.
 
     Example::
 
@@ -79,5 +79,5 @@ class RecordGraphs(GraphPass):
             (self.folder / f"{title}.txt").write_text(text)
 
     def uuid(self) -> None:
-        """``None``: a graph from torch's cache would not reach the pass."""
+        """Return ``None``, so that torch compiles each graph again instead of loading it from its cache."""
         return

@@ -1,4 +1,4 @@
-"""`TritonSqueezeExcitation`: in inference, one kernel for both layers of a squeeze-and-excitation block."""
+"""`TritonSqueezeExcitation`: fuses both layers of a squeeze-and-excitation block into one kernel in inference."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 
 MAX_HIDDEN = 128
-"""The hidden channels that fit in the registers of one program of the kernel; published networks have 4 to 128."""
+"""The most hidden channels that fit into the registers of one kernel program. Published networks have 4 to 128."""
 
 
 class TritonSqueezeExcitation(GraphPass):
     """Computes both layers of a squeeze-and-excitation block (Hu et al., 2018) in one Triton kernel.
 
-    After the squeeze, an image has one value per channel, and the two convolutions are matrix-vector products. They are
-    so small that launching a kernel takes longer than its arithmetic. In inference, with ``C`` channels, ``R`` hidden
-    channels, and ReLU or SiLU as ``act``::
+    After the squeeze, an image has one value per channel, so the two convolutions are matrix-vector products. These
+    products are so small that launching a kernel takes longer than its arithmetic. In inference, with ``C`` channels,
+    ``R`` hidden channels, and ReLU or SiLU as ``act``::
 
         hidden: bfloat16[N, R, 1, 1] = aten.convolution.default(squeezed, weight_1, bias_1, ...)
         active: bfloat16[N, R, 1, 1] = act(hidden)                      # one operator or several
@@ -34,12 +34,12 @@ class TritonSqueezeExcitation(GraphPass):
 
         out: bfloat16[N, C, 1, 1] = compile_callbacks.two_layers.default(squeezed, weight_1, bias_1, weight_2, ...)
 
-    The pass changes no training graph. Numerics: values between the layers stay in float32.
+    The kernel keeps values between the layers in float32.
 
-    The pass replaces blocks of up to `MAX_HIDDEN` hidden channels.
+    The pass replaces blocks of up to `MAX_HIDDEN` hidden channels. It does not change training graphs.
 
     Attributes:
-        devices: Device types on which the pass acts. Tests add ``"cpu"``, on which the operator is its reference.
+        devices: Device types on which the pass acts. Tests add ``"cpu"``, where the operator runs its reference.
 
     Example::
 
@@ -77,7 +77,7 @@ class _Match:
 
 
 def _is_matrix_times_vector(node: Any) -> bool:
-    """Whether a node is a convolution of images of one pixel, with a bias."""
+    """Return whether a node is a convolution of images of one pixel, with a bias."""
     if not isinstance(node, Node) or node.target is not _aten.convolution.default:
         return False
     x, weight, bias, _, padding, _, transposed, _, groups = node.args
@@ -92,7 +92,7 @@ def _is_matrix_times_vector(node: Any) -> bool:
 
 
 def _activation(value: Any) -> _Match | None:
-    """The activation that computes a value, and its input, if nothing else reads an intermediate result."""
+    """Return the activation that computes a value, and its input, if no other node reads an intermediate result."""
     last, value = value, _uncast(value)
     if not isinstance(value, Node):
         return None
@@ -111,7 +111,7 @@ def _activation(value: Any) -> _Match | None:
 
 
 def _is_only_path(first: Node, last: Node) -> bool:
-    """Whether only one node reads ``last``, and no node elsewhere reads ``first`` or the nodes between them."""
+    """Return whether one node reads ``last``, and no other node reads ``first`` or a node between them."""
     inside, open_ = {last}, [last]
     while open_:
         for source in open_.pop().all_input_nodes:
@@ -127,7 +127,7 @@ def _uncast(value: Any) -> Any:
 
 
 def _is_one_plus_exp_of_minus(value: Any, x: Any) -> bool:
-    """Whether a value is ``1 + exp(-x)``."""
+    """Return whether a value is ``1 + exp(-x)``."""
     for target, other in ((_aten.add.Tensor, 1), (_aten.exp.default, None), (_aten.neg.default, None)):
         if not isinstance(value, Node) or value.target is not target or (other is not None and value.args[1] != other):
             return False

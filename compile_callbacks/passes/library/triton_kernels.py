@@ -1,4 +1,4 @@
-"""The Triton kernels of the passes in this folder, which are imported at the first call of an operator on a GPU."""
+"""The Triton kernels of the passes in this folder. The first call of an operator on a GPU imports this module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _two_layers_kernel(
     BLOCK_HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program: one image, both layers. The hidden values never leave it.
+    # One program computes both layers for one image, so the hidden values stay in its registers.
     image = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, BLOCK_HIDDEN)
     total = tl.zeros((BLOCK_HIDDEN,), tl.float32)
@@ -101,7 +101,7 @@ def _max_pool2d_backward_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # One program: BLOCK_W pixels of one row of one image, BLOCK_C channels.
+    # One program computes BLOCK_W pixels and BLOCK_C channels of one row of one image.
     row = tl.program_id(0)
     image = (row // H).to(tl.int64)
     h = row % H
@@ -110,7 +110,7 @@ def _max_pool2d_backward_kernel(
     inside = (w < W)[:, None] & (c < C)[None, :]
     total = tl.zeros((BLOCK_W, BLOCK_C), tl.float32)
     source = image * OH * OW * C
-    # The windows that contain a pixel: along each axis the last one that begins before the pixel, and earlier ones.
+    # Along each axis, the windows that contain a pixel are the last window that begins before it and earlier windows.
     for i in tl.static_range((KH + SH - 1) // SH):
         oh = (h + PH) // SH - i
         kh = h + PH - oh * SH
@@ -137,8 +137,8 @@ def max_pool2d_backward(
 ) -> None:
     """Compute the gradient of a max pooling.
 
-    Shapes: ``grad_output`` and ``offsets`` [N, C, OH, OW], ``grad`` [N, C, H, W], all channels last. ``offsets`` are
-    int8: the position of each maximum in its window.
+    Shapes: ``grad_output`` and ``offsets`` [N, C, OH, OW], ``grad`` [N, C, H, W], all channels last. ``offsets`` (int8)
+    contain the position of each maximum in its window.
     """
     n, c, h, w = grad.shape
     oh, ow = grad_output.shape[2:]
