@@ -1,1 +1,1 @@
-"""The compiled targets of a module, and the session that runs them."""
+"""Compiles the targets of a module and runs them: `Session` is the entry point."""

@@ -1,4 +1,4 @@
-"""Decides whether compiled code computes what eager code does, within rounding errors, for verification and exports."""
+"""Compares results of compiled code and eager code within rounding errors, for verification and exports."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.profiling.compile_events import Result
 
 _TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
-_CLEAR_FACTOR = 10.0  # an error of ten tolerances is not rounding, except in a gradient whose terms cancel out
+_CLEAR_FACTOR = 10.0  # rounding does not cause an error of ten tolerances, except in a gradient whose terms cancel out
 _MAX_GRADIENT_TOLERANCE = 1 / 64  # values that cross a ReLU's zero moved float32 gradients of ResNets by up to 8e-3
-_DIRECTION_FACTOR = 8  # how much more two gradients of equal norms may differ before the float64 run is made
-_CHUNK = 2**22  # elements that are compared at a time, which bounds the memory of a comparison
+_DIRECTION_FACTOR = 8  # the factor by which gradients of equal norm may differ more before the float64 run is needed
+_CHUNK = 2**22  # elements to compare at once, which bounds the memory of a comparison
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Comparison:
 
     Attributes:
         verdict: The result.
-        reason: What differs, or why nothing was compared: a word or two, and the details after a colon.
-        max_abs_error: The largest absolute error of an output's element; ``None`` if nothing was compared.
+        reason: The difference, or the reason why nothing was compared: a word or two, and the details after a colon.
+        max_abs_error: The largest absolute error of any output element, or ``None`` if nothing was compared.
     """
 
     verdict: Result
@@ -40,9 +40,9 @@ class Results:
     """The results of one run, by name.
 
     Attributes:
-        tensors: Outputs, and inputs that were written to.
-        sketches: The `sketches` of all gradients, because two sets of gradients would take too much memory.
-        gradients: The gradients that are needed themselves.
+        tensors: Outputs and mutated inputs.
+        sketches: The `sketches` of all gradients. Two complete sets of gradients would take too much memory.
+        gradients: The gradients that the comparison needs in full.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -51,21 +51,21 @@ class Results:
 
 
 Rerun = Callable[[Literal["eager", "compiled", "float64"], Collection[str]], Results]
-"""Repeats a run and keeps the named gradients; or makes the eager run in float64."""
+"""A function that repeats a run and keeps the named gradients, or repeats the eager run in float64."""
 
 
 def compare_results(expected: Results, actual: Results, allowed: float, rerun: Rerun) -> Comparison:
-    """Compare the results of a compiled run with those of an eager run.
+    """Compare the results of a compiled run with the results of an eager run.
 
-    A difference beyond the tolerance counts if the compiled result is also further from a float64 run than the eager
-    one is, as in torch's own accuracy checks. The gradient of a bias before a batch norm, for example, is a sum that
-    cancels out: eager code computes rounding errors, compiled code computes other rounding errors.
+    A difference beyond the tolerance counts only if the compiled result is also further from a float64 run than the
+    eager result. torch's own accuracy checks use the same rule. The rule is necessary for sums that cancel out, such as
+    the gradient of a bias before a batch norm, where both runs compute only rounding errors.
 
     Args:
-        expected: The eager run.
-        actual: The compiled run.
+        expected: The results of the eager run.
+        actual: The results of the compiled run.
         allowed: The `tolerance`.
-        rerun: Makes further runs. They are necessary only if there is a difference.
+        rerun: A function that runs the graph again, which is necessary only if there is a difference.
     """
     for name, tensor in expected.tensors.items():
         other = actual.tensors.get(name)
@@ -89,7 +89,7 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # Without a reference, only a large error of an output is reported.
+        # Without a float64 reference, report only a large error of an output.
         problem = f"no float64 reference: {describe_failure(error)}"
         confirmed = {
             name: errors[name]
@@ -113,21 +113,22 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
                 confirmed[name] = found
         if not confirmed:
             return Comparison("equal", max_abs_error=max_abs_error)
-    # Wrong outputs have wrong gradients, so an output is named if there is one.
+    # Wrong outputs cause wrong gradients, so name an output if one is wrong.
     name = max([name for name in confirmed if name not in of_gradients] or confirmed, key=confirmed.__getitem__)
     reason = f"{name} has a relative error of {confirmed[name]:.2g} (tolerance {allowed_of[name]:.2g})"
     return Comparison("differs", f"{reason}; {problem}" if problem else reason, max_abs_error)
 
 
 def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = ()) -> float:
-    """The relative error that rounding may cause: the square root of the coarsest epsilon in use.
+    """Return the relative error that rounding may cause: the square root of the coarsest epsilon in use.
 
-    That is half of the digits: 3.5e-4 in float32, 0.03 in float16 and TF32, 0.09 in bfloat16. Compiled code adds up in
-    another order and keeps intermediate results in float32 for longer, so the last digits differ.
+    The tolerance accepts an error in the second half of the digits: 3.5e-4 in float32, 0.03 in float16 and TF32, and
+    0.09 in bfloat16. The last digits differ, because compiled code sums in another order and keeps more intermediate
+    results in float32.
 
     Args:
         tensors: Inputs and weights.
-        dtypes: Other dtypes in use, next to that of the autocast that is in effect.
+        dtypes: Other dtypes in use, in addition to the dtype of the active autocast.
     """
     tensors = list(tensors)
     found = {tensor.dtype for tensor in tensors} | set(dtypes)
@@ -143,24 +144,27 @@ def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = (
 
 
 def gradient_tolerance(allowed: float) -> float:
-    """The relative error that rounding may cause in a gradient: a quarter of the digits, up to 1/64."""
+    """Return the relative error that rounding may cause in a gradient, a quarter of the digits and at most 1/64.
+
+    If the tolerance of other tensors is larger, it also applies to gradients.
+    """
     return max(allowed, min(math.sqrt(allowed), _MAX_GRADIENT_TOLERANCE))
 
 
 def _random_tensor(shape: Sequence[int], device: torch.device, seed: int) -> torch.Tensor:
-    """Normally distributed numbers that depend on the seed alone; the user's generators are not used."""
+    """Return normally distributed numbers that depend only on the seed. This does not use the user's generators."""
     return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
 
 
 def gradients_of(
     tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The gradients of leaves for random values at the tensors, the same values in each run."""
+    """Return the gradients of leaves for random gradients of the outputs, which are the same in each run."""
     outputs, cotangents = [], []
     for seed, (name, tensor) in enumerate(tensors.items()):
         if leaves and tensor.requires_grad:
             outputs.append(tensor)
-            # In the float64 run the values are rounded too. Ones would have no gradient through a softmax.
+            # Random, because ones have no gradient through a softmax. The float64 run gets the same rounded values.
             random = _random_tensor(tensor.shape, tensor.device, seed).to(like[name].dtype)
             cotangents.append(random.to(tensor.dtype))
     if not outputs:
@@ -170,14 +174,14 @@ def gradients_of(
 
 
 def sketches(gradients: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
-    """For each gradient its norm, and its products with two random tensors, which depend on its direction."""
+    """Return the norm of each gradient, and its products with two random tensors, which depend on its direction."""
     made: dict[str, list[float]] = {}
     size = min(_CHUNK, max((gradient.numel() for gradient in gradients.values()), default=0))
     directions: dict[torch.device, torch.Tensor] = {}
     for name, gradient in gradients.items():
         device, dtype = gradient.device, torch.promote_types(gradient.dtype, torch.float32).to_real()
         if device not in directions:
-            directions[device] = _random_tensor((2, 2 * size), device, seed=0)  # complex numbers are two
+            directions[device] = _random_tensor((2, 2 * size), device, seed=0)  # a complex number has two parts
         total = torch.zeros(3, dtype=torch.float64, device=device)
         for part in _flat(gradient).to(dtype).split(_CHUNK):
             products = directions[device][:, : len(part)].to(dtype) @ part
@@ -188,9 +192,9 @@ def sketches(gradients: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
 
 
 def _sketch_error(expected: Sequence[float], actual: Sequence[float], floor: float) -> float:
-    """The relative error of a norm, or the error of the direction according to the products, if that is larger."""
+    """Return the relative error of the norm or of the direction, whichever is larger."""
     if not math.isfinite(expected[0]):
-        return 0.0  # there is no finite eager gradient to compare with
+        return 0.0  # the eager gradient is not finite, so nothing can be compared
     if not math.isfinite(actual[0]):
         return math.inf
     of_norm, *of_products = (abs(a - e) / max(expected[0], floor, 1e-30) for e, a in zip(expected, actual, strict=True))
@@ -198,9 +202,9 @@ def _sketch_error(expected: Sequence[float], actual: Sequence[float], floor: flo
 
 
 def _floors(expected: Results, allowed: float) -> dict[str, float]:
-    """The magnitude, by name, below which a tensor is mostly rounding errors of larger ones.
+    """Return the magnitude, by name, below which a tensor mostly contains rounding errors of larger tensors.
 
-    It is a root mean square for tensors, and a norm for gradients.
+    The magnitude is a root mean square for tensors, and a norm for gradients.
     """
     magnitudes = [_rms(tensor) for tensor in expected.tensors.values()]
     norms = [norm for norm, *_ in expected.sketches.values() if math.isfinite(norm)]
@@ -209,7 +213,7 @@ def _floors(expected: Results, allowed: float) -> dict[str, float]:
 
 
 def _errors(expected: torch.Tensor, actual: torch.Tensor, floor: float) -> tuple[float, float]:
-    """The largest absolute error and the relative error. NaN and infinity are equal to themselves."""
+    """Return the largest absolute error and the relative error. NaN equals NaN, and infinity equals infinity."""
     exact = not (expected.is_floating_point() or expected.is_complex())
     largest = total = norm = torch.zeros((), dtype=torch.float64, device=expected.device)
     for e, a in _chunks(expected, actual):
@@ -232,10 +236,10 @@ def _confirmed_error(
     allowed: float,
     lenient: bool,
 ) -> float | None:
-    """The relative error of a compiled tensor that is less accurate than the eager one; ``None`` if it is not."""
+    """Return the relative error of a compiled tensor if it is less accurate than the eager tensor, else ``None``."""
     e, a, r = (_flat(tensor).to(reference.device, torch.float64) for tensor in (expected, actual, reference))
     if not (expected.is_floating_point() or expected.is_complex()):
-        # Indices of the largest values, for example, change if two values are nearly the same.
+        # Integers may differ by rounding, too: the index of the largest value changes if two values are nearly equal.
         wrong, usual = float((a != r).double().mean()), float((e != r).double().mean())
         return wrong if wrong > 3 * usual + 1 / 8 else None
     finite = e.isfinite() & r.isfinite()
@@ -251,7 +255,7 @@ def _confirmed_error(
 
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Corresponding parts of tensors, in float64."""
+    """Yield corresponding parts of tensors, in float64."""
     parts = zip(*(_flat(tensor).split(_CHUNK) for tensor in tensors), strict=True)
     return (tuple(part.double() for part in of_all) for of_all in parts if of_all[0].numel())
 

@@ -1,4 +1,4 @@
-"""`CompileArguments`: the arguments that `InductorCompile` and `compile_phases` share, checked."""
+"""`CompileArguments`: checks and stores the arguments that `InductorCompile` and `compile_phases` share."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class CompileArguments:
     """The arguments of a `Session`.
 
     Attributes:
-        configs: By phase, its config, or the candidates for it; ``None`` leaves the phase eager.
-        left_alone: The phases whose mode is ``None``: a target that the user compiled in place runs as the user
-            compiled it.
+        configs: The config of each phase, or a `Tune` with candidates. ``None`` leaves the phase eager.
+        left_alone: The phases whose mode is ``None``. In these phases, a target that the user compiled in place runs as
+            the user compiled it.
         targets: The names of the targets.
         passes: Graph passes for both phases.
         target_settings: The reactions to failures, differences from eager and new shapes.
         cache_dir: The folder for compiled code and for the winners of a `Tune`.
-        baseline_steps: Eager samples wanted in each phase.
+        baseline_steps: The number of eager steps to time in each phase.
     """
 
     configs: Mapping[Phase, Settings]
@@ -67,8 +67,8 @@ class CompileArguments:
         """Check the arguments that a user gave.
 
         Raises:
-            ValueError: A value is not one of the choices.
-            TypeError: A value of the wrong type.
+            ValueError: If a value is not one of the choices.
+            TypeError: If a value has the wrong type.
         """
         modes: dict[Phase, object] = {"train": train_mode, "infer": infer_mode}
         configs = {phase: as_settings(mode, f"{phase}_mode") for phase, mode in modes.items()}
@@ -115,10 +115,10 @@ class CompileArguments:
         train = self.configs["train"]
         messages = []
         if train is not None and train.freezes:
-            messages.append("train_mode's option 'freezing' has no effect: weights that are trained are not frozen")
+            messages.append("train_mode's option 'freezing' has no effect, because training changes the weights")
         given = {"passes": self.passes, "cache_dir": self.cache_dir, "trace_dir": self.trace_dir, **others}
         if not self.compiles and (name := next((name for name, value in given.items() if value), None)):
-            messages.append(f"{name} has no effect: neither train_mode nor infer_mode compiles")
+            messages.append(f"{name} has no effect, because neither train_mode nor infer_mode compiles")
         return messages
 
     def recorded_graphs(self) -> list[RecordedGraph]:
@@ -128,7 +128,7 @@ class CompileArguments:
         return [graph for recorder in recorders.values() for graph in recorder.graphs]
 
     def values(self) -> dict[str, Any]:
-        """The arguments by name, as a user writes them."""
+        """Return the arguments by name, as a user writes them."""
         modes = {
             f"{phase}_mode": config.describe() if config else None if phase in self.left_alone else EAGER
             for phase, config in self.configs.items()
@@ -155,9 +155,10 @@ def _as_path(argument: str, value: object) -> Path | None:
 
 
 def explain_unknown_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have a function refuse a keyword that it does not take with the argument that the caller may have meant.
+    """Make a function refuse an unknown keyword with a hint.
 
-    The names are those that people know from ``torch.compile``. Any other name gets near matches.
+    For the arguments of ``torch.compile``, the hint names the argument to use instead. For any other name, the hint
+    lists similar names.
     """
     names = [name for name in inspect.signature(function).parameters if name != "self"]
     called = function.__qualname__.removesuffix(".__init__")
@@ -167,11 +168,11 @@ def explain_unknown_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
         for name, value in kwargs.items():
             if name not in names:
                 if name == "mode":
-                    hint = f"Training and inference have one each: {called}(train_mode={value!r}, infer_mode={value!r})"
+                    hint = f"Each phase has its own mode: {called}(train_mode={value!r}, infer_mode={value!r})"
                 elif name == "backend":
-                    hint = f"It compiles with Inductor. Choose the settings: {called}(train_mode=..., infer_mode=...)"
+                    hint = f"The backend is always Inductor. Set the modes: {called}(train_mode=..., infer_mode=...)"
                 elif name in ("dynamic", "fullgraph", "options", "template", "freezing"):
-                    hint = f"It belongs to the mode of a phase: {called}(train_mode={{{name!r}: {value!r}}})"
+                    hint = f"{name!r} is a setting of a phase: {called}(train_mode={{{name!r}: {value!r}}})"
                 else:
                     near = difflib.get_close_matches(name, names)
                     hint = f"Did you mean {near[0]!r}?" if near else f"Arguments: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""`CompileCache`: keeps Inductor's and Triton's own caches in a folder of the user while a run lasts."""
+"""`CompileCache`: keeps the caches of Inductor and Triton in a folder of the user during a run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pathlib import Path
 from compile_callbacks._utils.errors import with_code
 
 MAX_BYTES = 5 * 2**30
-"""The size above which the least recently used entries are deleted at the start of a run."""
+"""The maximum size of the caches. At the start of a run, we delete the least recently used entries above it."""
 
 KEPT_SECONDS = 24 * 3600
-"""Entries used within this time are never deleted: a running job may still read them.
+"""The time after its last use during which an entry is never deleted, because a running job may still read it.
 
-Linux updates the access time of a file at most once a day (``relatime``), so a shorter time has no meaning.
+Linux updates the access time of a file at most once a day (``relatime``), so a shorter time would have no meaning.
 """
 
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
-_active: list[CompileCache] = []  # the last one sets the environment
+_active: list[CompileCache] = []  # the last cache sets the environment
 _environment_before: dict[str, str | None] = {}
 
 
@@ -33,11 +33,11 @@ def check_folder(argument: str, folder: object) -> Path | None:
 
     Args:
         argument: The argument's name, for messages.
-        folder: The path; ``None`` for no folder.
+        folder: The path, or ``None`` for no folder.
 
     Raises:
-        TypeError: It is not a path.
-        ValueError: It is empty, or a file.
+        TypeError: If ``folder`` is not a path.
+        ValueError: If the path is empty or names a file.
     """
     if folder is None:
         return None
@@ -45,23 +45,23 @@ def check_folder(argument: str, folder: object) -> Path | None:
         message = f"{argument}={folder!r} must be the path of a folder, not {type(folder).__name__}"
         raise TypeError(with_code("CC202", message))
     if not name:
-        raise ValueError(with_code("CC401", f"{argument}={folder!r} must name a folder; '.' is the current one"))
+        raise ValueError(with_code("CC401", f"{argument}={folder!r} must name a folder; '.' is the current folder"))
     path = Path(name).expanduser().absolute()
-    with contextlib.suppress(OSError):  # for a path that this user may not read, `begin` warns
+    with contextlib.suppress(OSError):  # `begin` warns about a path that this user may not read
         if path.exists() and not path.is_dir():
-            raise ValueError(with_code("CC401", f"{argument}={folder!r} must be a folder, and is a file"))
+            raise ValueError(with_code("CC401", f"{argument}={folder!r} must be a folder, but is a file"))
     return path
 
 
 class CompileCache:
     """Points ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR`` at a folder, from `begin` to `end`.
 
-    Compiled code in the folder is loaded and run, so the folder must belong to this user, and nobody else may be able
-    to write to it. A folder that cannot be used costs the cache, not the run.
+    torch loads and runs the compiled code in the folder. The folder must therefore belong to this user, and no other
+    user may have write access. If the folder cannot be used, the run continues without it.
 
     Args:
         folder: The folder. `begin` creates it, readable by its owner only.
-        warn: Takes a message if the folder cannot be used.
+        warn: A function that gets a message if the folder cannot be used.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], object]) -> None:
@@ -74,10 +74,10 @@ class CompileCache:
         return self in _active
 
     def begin(self, *, clean: bool = True) -> None:
-        """Start to use the folder.
+        """Start using the folder.
 
         Args:
-            clean: Delete old entries if the folder is too large; for one rank of a run.
+            clean: Whether to delete old entries if the folder is too large. Only one rank of a run does this.
         """
         if self.active:
             return
@@ -88,7 +88,7 @@ class CompileCache:
             if clean:
                 delete_old_entries(self.folder)
         except OSError as error:
-            self._warn(f"cache_dir={str(self.folder)!r} is not used, nothing is cached there: {error}")
+            self._warn(f"cache_dir={str(self.folder)!r} is not used, and no code is cached there: {error}")
             return
         if not _active:
             _environment_before.update({variable: os.environ.get(variable) for variable in _FOLDERS})
@@ -112,19 +112,19 @@ def _set_environment() -> None:
 
 
 def _make_private(folder: Path, *, follow_links: bool = True) -> None:
-    """Create a folder if it is missing, and refuse one that another user could write compiled code to.
+    """Create a folder if it is missing, and refuse a folder that another user could write compiled code to.
 
     Raises:
-        OSError: The folder cannot be created, or is refused.
+        OSError: If the folder cannot be created, or is refused.
     """
     if not hasattr(os, "geteuid"):
-        raise PermissionError("this platform does not report the owner of a file, and cached code would be run")
+        raise PermissionError("this platform does not report the owner of a file, so cached code is not safe to run")
     folder.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
     found = folder.stat() if follow_links else folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(f"{folder} is a symbolic link or a file, not a folder")
     if found.st_uid not in (os.geteuid(), 0):
-        raise PermissionError(f"{folder} belongs to another user ({found.st_uid}), who could put code there")
+        raise PermissionError(f"{folder} belongs to another user ({found.st_uid}), who could write code there")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"other users can write code to {folder}; `chmod go-w {folder}` prevents that")
 
@@ -132,9 +132,9 @@ def _make_private(folder: Path, *, follow_links: bool = True) -> None:
 def delete_old_entries(folder: Path) -> None:
     """Delete the least recently used entries until both caches together take at most `MAX_BYTES`.
 
-    An entry is a set of files that torch can use only together; it is deleted whole. Entries with files of another user
-    are deleted in any case, because they would be loaded as code. Entries used within `KEPT_SECONDS` are kept. Links
-    are not followed, and nothing outside of the two caches is touched.
+    An entry is a set of files that torch can use only together, so the function deletes entries as a whole. It always
+    deletes entries with files of another user, because torch would run them. It keeps entries that were used within
+    `KEPT_SECONDS`. It does not follow links, and does not change files outside the two caches.
 
     Args:
         folder: The folder that `CompileCache` uses.
@@ -145,7 +145,9 @@ def delete_old_entries(folder: Path) -> None:
         if any(stats.st_uid not in (os.geteuid(), 0) for stats in found):
             _delete(paths)
             continue
-        files = [stats for stats in found if not stat.S_ISDIR(stats.st_mode)]  # to list a directory is to access it
+        files = [
+            stats for stats in found if not stat.S_ISDIR(stats.st_mode)
+        ]  # listing a directory changes its st_atime
         last_used = max((max(stats.st_atime, stats.st_mtime) for stats in files), default=0.0)
         entries.append((last_used, sum(stats.st_size for stats in files), paths))
     excess_bytes = sum(size_bytes for _, size_bytes, _ in entries) - MAX_BYTES
@@ -157,11 +159,11 @@ def delete_old_entries(folder: Path) -> None:
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, ...]]:
-    """The entries of both caches, each a directory, or the files that share a name up to its first dot."""
+    """Yield the entries of both caches: each is a directory, or the files with the same name up to the first dot."""
     for kernel in _children(folder / "triton"):
         yield (kernel,)
     for group in _children(folder / "inductor"):
-        if group.name == "locks":  # empty files, which running processes hold
+        if group.name == "locks":  # empty files that running processes lock
             continue
         if group.name == "fxgraph":  # fxgraph/xx/KEY
             yield from ((key,) for prefix in _children(group) for key in _children(prefix))
@@ -175,13 +177,13 @@ def _entries(folder: Path) -> Iterator[tuple[Path, ...]]:
 def _children(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir()) if not folder.is_symlink() else []
-    except OSError:  # a file, or a folder that another process deleted
+    except OSError:  # the path is a file, or another process deleted the folder
         return []
 
 
 def _stats_below(path: Path) -> Iterator[os.stat_result]:
-    """The status of a path and, for a directory, of everything in it."""
-    with contextlib.suppress(OSError):  # another process deleted it
+    """Yield the status of a path. If the path is a directory, also yield the status of everything in it."""
+    with contextlib.suppress(OSError):  # another process may have deleted the path
         yield (found := path.lstat())
         if stat.S_ISDIR(found.st_mode):
             for child in _children(path):
@@ -190,9 +192,9 @@ def _stats_below(path: Path) -> Iterator[os.stat_result]:
 
 def _delete(paths: tuple[Path, ...]) -> None:
     for path in paths:
-        with contextlib.suppress(OSError):  # another process deleted it
+        with contextlib.suppress(OSError):  # another process may have deleted the path
             if path.is_dir() and not path.is_symlink():
-                # Renamed first, so that no process finds a part of it: Triton raises KeyError if a file is missing.
+                # Rename the directory first, because Triton raises KeyError if it finds only some of the files.
                 doomed = path.with_name(f".{secrets.token_hex(8)}.deleted")
                 path.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""`CalledTargets` records the modules and methods that a step calls: the default targets of a `Session`."""
+"""`CalledTargets`: records the modules and methods that a step calls, which are the default targets of a `Session`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compile_callbacks.runtime.fsdp import innermost_fsdp_units
 from compile_callbacks.runtime.target import Target, call_targets, contains, only_if_named, overlap
 
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
-_BACKWARD = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}  # activation checkpoints recompute in it
+_BACKWARD = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}  # checkpoints call modules again here
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -25,10 +25,10 @@ class _Call:
     """A call of a module, or of one of its methods.
 
     Attributes:
-        frame: Its frame, whose locals are the inputs.
+        frame: The Python frame of the call, whose local variables are the inputs.
         module: The module.
-        method: The name of the method; ``None`` for the call of the module.
-        inner: The calls of modules in it so far.
+        method: The name of the method, or ``None`` for the call of the module.
+        inner: The number of module calls within this call so far.
     """
 
     def __init__(self, frame: FrameType, module: nn.Module, method: str | None = None) -> None:
@@ -39,18 +39,19 @@ class _Call:
 
 
 class CalledTargets:
-    """Records the modules and methods that a step calls, the outermost ones.
+    """Records the outermost modules and methods that a step calls.
 
-    Python's profile function (`sys.setprofile`) receives every call between `start` and `stop`, so the step is slow.
-    The methods of the root itself and modules without parameters are not recorded, but the calls within them are. Calls
-    within metrics (which are state, not computation), functions that the user compiled, and backward passes are not.
+    Python's profile function (`sys.setprofile`) receives each call between `start` and `stop`, so the step is slow. The
+    class does not record methods of the root module and modules without parameters, but it records the calls within
+    them. It does not record calls within metrics, because metrics only accumulate state. It also does not record calls
+    within functions that the user compiled and within backward passes.
 
-    A method is recorded if it calls a module or returns a tensor. If a method calls its own module, as ``generate``
-    does, the module is recorded instead.
+    The class records a method if the method calls a module or returns a tensor. If a method calls its own module, as
+    ``generate`` does, the class records the module instead.
 
     Args:
-        root: The module.
-        others: Targets of other callbacks. Neither they nor modules that contain one are recorded.
+        root: The root module.
+        others: Targets of other callbacks. The class records neither these targets nor modules that contain them.
 
     Attributes:
         stages: The names of the stages whose first step has begun.
@@ -65,13 +66,13 @@ class CalledTargets:
 
     def _clear(self) -> None:
         self._names: dict[int, str] = {}
-        self._modules: dict[int, nn.Module] = {}  # those that are recorded
+        self._modules: dict[int, nn.Module] = {}  # modules that may become targets
         self._found: dict[tuple[int, str | None], Target] = {}
-        self._skipped: FrameType | None = None  # the frame whose calls are not recorded
+        self._skipped: FrameType | None = None  # the frame within which no call is recorded
         self._method: _Call | None = None  # the outermost method that is running
 
     def start(self) -> None:
-        """Begin to record; not if the user's own profiler is running, because Python has one profile function."""
+        """Start recording, unless the user's profiler is running, because Python has only one profile function."""
         if sys.getprofile() is not None or _torch.dynamo.is_profiling():
             return
         modules = [(name, module) for name, module in self._root.named_modules() if name]
@@ -85,7 +86,7 @@ class CalledTargets:
         sys.setprofile(self._event)
 
     def stop(self) -> list[Target]:
-        """Stop, and return the targets that were recorded since `start`, in the order of the first call."""
+        """Stop recording, and return the targets since `start` in the order of their first call."""
         if self._recording:
             sys.setprofile(None)
             self._recording = False
@@ -154,19 +155,19 @@ class CalledTargets:
 
 
 def _runs_step(root: nn.Module) -> bool:
-    """Whether a call of the LightningModule is a step: for DDP, Lightning replaces ``forward`` by the step."""
+    """Return whether a call of the LightningModule runs a step. For DDP, Lightning replaces ``forward`` by the step."""
     return "forward" in vars(root)
 
 
 def _method_name(module: nn.Module, code: CodeType) -> str | None:
-    """The name of the module's method with this code; ``None`` for methods that every module has."""
+    """Return the name of the module's method with this code, or ``None`` for methods of ``nn.Module``."""
     name = code.co_name
     if name.startswith("__") or code.co_flags & _SUSPENDED or (name != "forward" and hasattr(nn.Module, name)):
         return None
     function = inspect.getattr_static(module, name, None)
     function = getattr(function, "__func__", function)
-    target = getattr(function, "target", None)  # the method is a target already
+    target = getattr(function, "target", None)  # set if the method is already a target
     function = target.function if isinstance(target, Target) else function
     if not inspect.isroutine(function) or not hasattr(function, "__code__"):
-        return None  # a functools.lru_cache for example, which calls the function less often than a trace would
+        return None  # for example a functools.lru_cache, which does not call the function each time
     return name if getattr(inspect.unwrap(function), "__code__", None) is code else None

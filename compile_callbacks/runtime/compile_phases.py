@@ -1,4 +1,4 @@
-"""`compile_phases` compiles a module for a hand-written loop; `report_of` and `restore` take the compiled module."""
+"""`compile_phases`: compiles a module for a hand-written loop. Includes `report_of` and `restore`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compile_callbacks.runtime.session import Session
 from compile_callbacks.runtime.targets import resolve_targets
 
 _MODULE = "__compile_phases__"
-"""The attribute of a wrapped function that has the compiled module."""
+"""The attribute of a wrapped function that contains the compiled module."""
 
 
 @explain_unknown_arguments
@@ -39,30 +39,32 @@ def compile_phases(
     new_shapes: NewShapes = "auto",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Compile a module or a function for a hand-written loop, with Fabric or without.
+    """Compile a module or a function for a hand-written loop, with or without Fabric.
 
-    A call with grad enabled runs with ``train_mode``, any other call with ``infer_mode``. torch compiles at the first
-    call, so move the module to its device before. A module is compiled in place, as under a Trainer: its state_dict,
-    copies and pickles are those of the original.
+    Calls with grad enabled use ``train_mode``, and other calls use ``infer_mode``. torch compiles at the first call, so
+    move the module to its device before. As under a Trainer, the module is compiled in place: its state_dict, copies
+    and pickles contain the original module.
 
     Args:
-        module: The module, or a function, which is wrapped. Without it, this function returns a decorator.
-        train_mode: See `InductorCompile`; not ``"auto"`` or a `Tune`, which compare the step times of a Trainer.
-        infer_mode: The same for calls with grad disabled.
+        module: The module to compile, or a function to wrap. Without this argument, `compile_phases` returns a
+            decorator.
+        train_mode: The settings for calls with grad enabled. See `InductorCompile`. ``"auto"`` and a `Tune` are not
+            allowed, because they need the step times of a Trainer.
+        infer_mode: The settings for calls with grad disabled, with the same choices.
         targets: See `InductorCompile`. ``None`` compiles the call of the module, or each part that FSDP shards.
         passes: See `InductorCompile`.
         on_error: See `InductorCompile`.
         verify: See `InductorCompile`.
         new_shapes: See `InductorCompile`.
-        cache_dir: See `InductorCompile`. It is in use until `restore`, or until the module is deleted.
+        cache_dir: See `InductorCompile`. torch uses the folder until `restore`, or until the module is deleted.
 
     Returns:
-        The same module, or a function that calls the compiled one.
+        The same module, or a wrapper that calls the compiled function.
 
     Raises:
-        TypeError: ``module`` is not a module or function, or an argument has a wrong type.
-        ValueError: An argument has a value that is not one of its choices, ``targets`` are given for a function, or the
-            module is compiled already.
+        TypeError: If ``module`` is not a module or function, or an argument has a wrong type.
+        ValueError: If a value is not one of the choices, ``targets`` is set for a function, or the module is already
+            compiled.
 
     Example::
 
@@ -115,15 +117,15 @@ def compile_phases(
 
 
 def report_of(compiled: Any) -> CompileReport:
-    """Return the report so far, without step times, which only a Trainer measures.
+    """Return the report so far, and warn once about targets that ran without a compiled graph.
 
-    It warns once about targets that ran without a compiled graph.
+    The report has no step times, because only `InductorCompile` measures them.
 
     Args:
         compiled: The module that `compile_phases` compiled, or the function that it returned.
 
     Raises:
-        ValueError: It is not compiled by `compile_phases`.
+        ValueError: If `compile_phases` did not compile the module or function.
     """
     session = _session_or_error(compiled, "report_of")
     for phase in PHASES:
@@ -138,7 +140,7 @@ def restore(compiled: Any) -> None:
         compiled: The module that `compile_phases` compiled, or the function that it returned.
 
     Raises:
-        ValueError: It is not compiled by `compile_phases`.
+        ValueError: If `compile_phases` did not compile the module or function.
     """
     session = _session_or_error(compiled, "restore")
     session.end()
@@ -146,14 +148,14 @@ def restore(compiled: Any) -> None:
 
 
 class GradModeSession(Session):
-    """A session without a Trainer: the grad mode of each call tells the phase."""
+    """A session without a Trainer. The grad mode of each call selects the phase."""
 
     def begin_by_grad_mode(self, *, weights_frozen: bool = False, found_from_module: bool = True) -> None:
-        """Compile in place.
+        """Compile the module in place.
 
         Args:
-            weights_frozen: Whether no weight changes, so that the compiled code may contain the weights.
-            found_from_module: Whether `report_of` and `restore` find this session from the module.
+            weights_frozen: Whether the weights are constant, so that the compiled code may contain them.
+            found_from_module: Whether `report_of` and `restore` can find this session from the module.
         """
         self.begin()
         if found_from_module:
@@ -161,12 +163,12 @@ class GradModeSession(Session):
         self._switch.select_by_grad_mode(self._active, frozen=weights_frozen)
 
     def allow_shapes(self, args: Any, kwargs: Any) -> None:
-        """Let inference with inputs of these shapes compile, also with ``new_shapes="eager"`` or ``"raise"``."""
+        """Allow inference calls with these shapes to compile, with any ``new_shapes``."""
         for compiled_target in self._switch.compiled_targets("infer"):
             compiled_target.allow_shapes(args, kwargs)
 
     def finalizer(self) -> Callable[[], None]:
-        """Return a function that ends this session when the module is deleted. It does not keep the module alive."""
+        """Return a function that ends this session when the module is deleted, and does not keep the module alive."""
         recorder, trace_settings, cache = self._recorder, self._switch.trace_settings, self._cache
         backends = [compiled_target.backend for compiled_target in self._switch.compiled_targets()]
 
@@ -189,7 +191,7 @@ class _Function(nn.Module):
         self._function = function
 
     def extra_repr(self) -> str:
-        # It distinguishes the functions in the fingerprint that names the model's record in cache_dir.
+        # Makes the fingerprints of different functions differ. The fingerprint names the model's record in cache_dir.
         return f"{self._function.__module__}.{getattr(self._function, '__qualname__', '')}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,19 +199,19 @@ class _Function(nn.Module):
 
 
 def _check_without_trainer(arguments: CompileArguments) -> None:
-    """Refuse modes that need a Trainer, and warn of settings without effect."""
+    """Refuse modes that need a Trainer, and warn about settings without effect."""
     for phase, config in arguments.configs.items():
         if isinstance(config, Tune):
             message = (
-                f"{phase}_mode={config.describe()!r} compares the step times of a Trainer, and compile_phases has "
-                "none. Give one mode or config"
+                f"{phase}_mode={config.describe()!r} needs the step times of a Trainer, which compile_phases does not "
+                "have. Set one mode or config"
             )
             raise ValueError(with_code("CC203", message))
     messages = arguments.without_effect()
     infer = arguments.configs["infer"]
     if infer is not None and infer.freezes:
         messages.append(
-            "infer_mode's option 'freezing' has no effect without a Trainer, which tells when weights are constant"
+            "infer_mode's option 'freezing' has no effect without a Trainer, whose stage tells if weights are constant"
         )
     for message in messages:
         warn_user("CC204", message)
@@ -222,7 +224,7 @@ def _compile_in_place(module: nn.Module, arguments: CompileArguments) -> None:
     names = {member.name for target in targets for member in target.members}
     if _session_of(module) is not None or names & set(compiled_target_names(module)):
         message = (
-            f"module={type(module).__name__} is compiled by this library already. Call restore(module) first, or "
+            f"module={type(module).__name__} is already compiled by this library. Call restore(module) first, or "
             "deactivate() of the InductorBackend that compiled it"
         )
         raise ValueError(with_code("CC203", message))
@@ -235,17 +237,17 @@ def _session_or_error(compiled: Any, function: str) -> Session:
     session = _session_of(getattr(compiled, _MODULE, compiled))
     if session is None:
         message = (
-            f"{function} got {type(compiled).__name__}, which compile_phases has not compiled, or which is restored "
-            "already. Pass the module that you passed to compile_phases, or the function that compile_phases returned. "
-            "A module that InductorCompile compiles is restored at the end of the Trainer's run, and a module of an "
-            "InductorBackend by its deactivate()"
+            f"{function} got {type(compiled).__name__}, which compile_phases did not compile, or which is already "
+            "restored. Pass the module that you passed to compile_phases, or the function that it returned. "
+            "InductorCompile restores its module at the end of the Trainer's run, and an InductorBackend restores its "
+            "module in deactivate()"
         )
         raise ValueError(with_code("CC109", message))
     return session
 
 
 def _session_of(module: Any) -> Session | None:
-    """Find the session in the dispatchers of a module: a registry would keep the module alive."""
+    """Find the session in the dispatchers of a module. A registry of sessions would keep the module alive."""
     for part in module.modules() if isinstance(module, nn.Module) else ():
         for value in vars(part).values():
             session = getattr(value, "session", None)

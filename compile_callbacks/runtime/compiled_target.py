@@ -1,4 +1,4 @@
-"""`CompiledTarget`: one target, compiled with the config of one phase. A `Dispatcher` calls it."""
+"""`CompiledTarget`: compiles one target with the config of one phase, and runs it. A `Dispatcher` calls it."""
 
 from __future__ import annotations
 
@@ -32,38 +32,39 @@ if TYPE_CHECKING:
 
 
 TRACES_WITHOUT_GRAPH = 5
-"""Consecutive calls that torch may trace without compiling a graph. Torch 2.15 traces a call of ``torch.autograd.grad``
-again in each call; by hand, such a step takes 50 times as long as eager."""
+"""The maximum number of consecutive calls that torch traces without compiling a graph. Torch 2.15 traces a target that
+calls ``torch.autograd.grad`` again in each call, which takes 50 times as long as eager."""
 
 
 class CompiledTarget:
     """A target that is compiled for a phase.
 
-    Each has a separate `GraphBackend`, so that the target and the phase of every compile are known.
+    Each compiled target has its own `GraphBackend`, which knows the target and the phase of its compiles.
 
-    Repeated blocks are one target: the compiled function takes the block as an argument. Torch's guards decide which
-    blocks need separate graphs. The regions of a target are compiled once each, inside of the target's graph.
+    Repeated blocks form one target: the compiled function takes the block as an argument, and torch's guards decide
+    which blocks need separate graphs. Regions are repeated blocks within a target's graph, which torch compiles once.
 
     Args:
         target: The target.
         phase: The phase.
         config: The config.
-        passes: Graph passes that run before those of ``config``.
+        passes: Graph passes that run before the passes of ``config``.
         recorder: Records the compile events.
         warn: Issues each warning once.
         settings: The settings other than the config.
-        frozen: Freeze the weights. They are frozen again when they change; see `WeightWatch` and `invalidate_weights`.
-        candidate: The name of the config, if a `Tune` tries several.
-        limits: Bounds the time spent on recompiles.
-        observed: Which dimensions of the inputs vary.
-        compile_regions_separately: Called if torch fails to compile the regions in the target's graph, or if the result
-            differs from eager. Afterwards `PhaseSwitch` calls the regions instead of this object.
+        frozen: Whether to freeze the weights. If the weights change, this object freezes them again. See `WeightWatch`
+            and `invalidate_weights`.
+        candidate: The name of the config, if a `Tune` tries several configs.
+        limits: Limits the time spent on recompiles.
+        observed: The dimensions of the inputs that vary.
+        compile_regions_separately: A function that this object calls if torch cannot compile the regions in the
+            target's graph, or if the result differs from eager. `PhaseSwitch` then calls the regions instead.
 
     Attributes:
         key: The target, the phase, and the candidate.
         called: Whether the target was called in the phase.
         ran: Whether a call could have run the compiled function.
-        observed: Which dimensions of the inputs vary.
+        observed: The dimensions of the inputs that vary.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class CompiledTarget:
             fallback=self._fallback,
             may_compile=self._budget.may_compile,
         )
-        # One for each block: the inputs of the first one differ from those of the others (requires_grad).
+        # One policy for each block, because the first block gets other inputs than later blocks (requires_grad).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
         self._limits_shapes = settings.new_shapes in ("eager", "raise")
-        self._uncompilable: set[Any] = set()  # signatures of calls on which the compiler failed
+        self._uncompilable: set[Any] = set()  # signatures of the inputs for which the compiler failed
         self._guards_hooks = False
         self._hooks_seen = -1
-        self._weights = WeightWatch(self._members[0].module)  # frozen weights: of a single member
+        self._weights = WeightWatch(self._members[0].module)  # a target with frozen weights has a single member
         self._weights_are_suspect = True
         self._while_tracing = contextlib.ExitStack()
         self._traces_without_graph = 0
@@ -161,7 +162,7 @@ class CompiledTarget:
         return result
 
     def _count_traces(self, *, traced: bool, compiled: bool) -> None:
-        """Run the target eagerly if torch traces call after call and has compiled no graph."""
+        """Run the target eagerly if torch traces each call without compiling a graph."""
         if not traced or compiled:
             self._traces_without_graph = 0
             return
@@ -181,24 +182,24 @@ class CompiledTarget:
         if not self.ran and self.observed.gradients_differentiated:
             self._leave_eager()
         self.ran = True
-        # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within one, the
-        # compiled function continues to run: it executes the graphs that differ eagerly.
+        # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within a
+        # checkpoint, the compiled function therefore continues, and runs graphs that differ from eager eagerly.
         if self._fallback.active and not _torch.autograd.saves_through_hooks():
             return True
         return bool(self._uncompilable) and signature(args, kwargs) in self._uncompilable
 
     def _leave_eager(self) -> None:
-        """Do not compile a target whose gradients the eager steps differentiate: some graphs cannot be repeated."""
+        """Leave a target eager if the eager steps differentiate its gradients, which some graphs do not support."""
         if self._fallback.settings.on_error == "eager":
             self._fallback.run_eagerly(
                 "CC303",
                 "the eager steps differentiate its gradients (create_graph=True), and torch cannot differentiate the "
-                "backward pass of a compiled graph. To compile it nevertheless, name it in targets and give "
+                "backward pass of a compiled graph. To compile it nevertheless, name it in targets and set "
                 "baseline_steps=0",
             )
 
     def _current_function(self) -> Callable[..., Any]:
-        """The function of torch.compile, after a check for changes that torch's guards do not notice."""
+        """Return the function of torch.compile, after a check for changes that torch's guards do not notice."""
         if self.key.frozen:
             self._refreeze_if_weights_changed()
         if self._hooks_seen != _torch.dynamo.hooks_registered():
@@ -211,7 +212,7 @@ class CompiledTarget:
             return "eager_on_recompile"
         policy = self._shapes[member]
         if self.on_trial:
-            # The first call of a candidate may have unusual shapes, in the last batch of an epoch for example.
+            # The first call of a candidate may have unusual shapes, for example in the last batch of an epoch.
             policy.allow(args, kwargs)
         return policy.stance(args, kwargs)
 
@@ -226,12 +227,12 @@ class CompiledTarget:
         target, phase = self.key[:2]
         message = (
             f"target {target!r} was called in the {phase} phase with inputs of the shapes {shapes(args, kwargs)}, "
-            "for which it is not compiled, and new_shapes='raise'. Give 'recompile' or 'eager' to allow them"
+            "for which it is not compiled, and new_shapes='raise'. Set 'recompile' or 'eager' to allow new shapes"
         )
         raise CompileError(with_code("CC107", message))
 
     def trace_begins(self, args: Any, kwargs: Any) -> None:
-        """Mark the inputs that vary, and set Dynamo's settings for our compiles, until the call ends."""
+        """Mark the input dimensions that vary, and set Dynamo's settings for our compiles until the call ends."""
         self.observed.record(args, kwargs)
         if self._config.dynamic is None:
             self._while_tracing.enter_context(self.observed.marked(args, kwargs))
@@ -242,10 +243,10 @@ class CompiledTarget:
             self._while_tracing.enter_context(_torch.regions.with_constant_floats())
 
     def _call_after_failure(self, member: Target, failure: Exception, args: Any, kwargs: Any) -> Any:
-        # If the error is the user's, the eager call raises it again with the user's traceback.
+        # If the user's code raised the error, the eager call raises it again with the user's traceback.
         result = member.eager(*args, **kwargs)
         if self._regions is not None:
-            self._uncompilable.add(signature(args, kwargs))  # until the switch calls the blocks instead
+            self._uncompilable.add(signature(args, kwargs))  # runs eagerly until PhaseSwitch calls the blocks instead
             self._fallback.region_failure = describe(failure)
             return result
         if self._fallback.settings.on_error == "raise":
@@ -255,7 +256,7 @@ class CompiledTarget:
         return result
 
     def _give_up_regions(self, reason: str) -> None:
-        """Let the switch call the compiled blocks from now on, and this target eagerly."""
+        """Make `PhaseSwitch` call the compiled blocks from now on, and run this target eagerly."""
         target, phase = self.key[:2]
         message = (
             f"the repeated blocks of target {target!r} are compiled separately in the {phase} phase, and the rest of "
@@ -280,12 +281,12 @@ class CompiledTarget:
             "forward-mode AD: torch compiles a transform together with the function that it transforms. Name the "
             "method that contains both as the target"
         )
-        self._warn.warn("CC108", message, about=(target, phase))  # also in a trial: it is true of all candidates
+        self._warn.warn("CC108", message, about=(target, phase))  # also in a trial, because it affects all candidates
 
     # ------------------------------------------------------------------------------------------ torch.compile
 
     def _compile(self) -> Callable[..., Any]:
-        """Make the function of torch.compile, which compiles when it is called."""
+        """Call torch.compile. The returned function compiles when it is called."""
         name = re.sub(r"\W", "_", f"{self.key.target}_{self.key.phase}")
         compiled = _torch.dynamo.compile_function(
             _torch.dynamo.function_with_own_cache(_calling(self._members[0].function), name),
@@ -299,14 +300,14 @@ class CompiledTarget:
             compiled = _torch.dynamo.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
         ddp_is_configured = self.key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
         if torch.distributed.is_available() and not ddp_is_configured:
-            # Whole graphs were faster (docs/how_to/several_gpus.md).
+            # Compile whole graphs, which were faster than DDP's buckets (docs/how_to/several_gpus.md).
             compiled = _torch.distributed.outside_ddp(compiled)
         self._compiled, self._raises_limit = compiled, False
         self._raise_recompile_limit()
         return self._compiled
 
     def _raise_recompile_limit(self) -> None:
-        """Raise torch's recompile limit if it is too low. This takes 10 µs a call, so not before it is needed."""
+        """Raise torch's recompile limit if it is too low. Check this first, because setting it takes 10 µs per call."""
         if self._compiled is not None and not self._raises_limit and self._limit_factor > 1:
             self._raises_limit = True
             self._compiled = _torch.dynamo.with_dynamo_settings(
@@ -315,17 +316,16 @@ class CompiledTarget:
 
     @property
     def _limit_factor(self) -> int:
-        # After a graph break, the graphs of both phases belong to the user's code object (torch before 2.13).
+        # Before torch 2.13, the graphs of both phases share the user's code object after a graph break.
         phases = 2 if _torch.dynamo.SHARES_RECOMPILE_LIMIT and self.key in self._recorder.with_graph_breaks else 1
-        # Blocks that differ are compiled separately.
+        # torch compiles blocks that differ separately.
         many = len(self._members) > 1 and self._backend.graphs >= _torch.dynamo.recompile_limit()
         return phases * (len(self._members) if many else 1)
 
     def _look_for_hooks(self) -> None:
-        """Compile again after the first hooks were registered: by default, torch does not notice them.
+        """Compile again after the first hooks were registered, because by default torch does not notice them.
 
-        Guards on hooks would, but they make the guards of each call a sixth slower. So only modules with hooks have
-        them; the guards also notice that a hook is removed.
+        Only modules with hooks get guards on hooks, because these make the guards of each call a sixth slower.
         """
         self._hooks_seen = _torch.dynamo.hooks_registered()
         if not self._guards_hooks and any(member.has_hooks for member in self._members):
@@ -335,16 +335,16 @@ class CompiledTarget:
     # ------------------------------------------------------------------------------------------ weights and memory
 
     def invalidate_weights(self) -> None:
-        """Compare all weights at the next call, because a stage begins, and weights may have been swapped for it."""
+        """Compare all weights at the next call. A stage begins, and a callback may have swapped the weights."""
         self._weights_are_suspect = True
         if self._budget.exhausted:
-            self._budget.check()  # compiled steps have saved time since
+            self._budget.check()  # compiled steps may have saved enough time for more recompiles
         for graph in self.folded_graphs():
             graph.invalidate_weights()
 
     def _refreeze_if_weights_changed(self) -> None:
         if self._weights.changed(thorough=self._weights_are_suspect) and self._backend.graphs:
-            self.free_compiled()  # otherwise every set of frozen weights would stay in memory
+            self.free_compiled()  # because each set of frozen weights would stay in memory
         self._weights_are_suspect = False
 
     def free_compiled(self) -> None:
@@ -362,13 +362,13 @@ class CompiledTarget:
 
     @property
     def backend(self) -> GraphBackend:
-        """The backend. It holds no reference to the module."""
+        """The backend, which has no reference to the module."""
         return self._backend
 
     # ------------------------------------------------------------------------------------------ settings and results
 
     def allow_shapes(self, args: Any, kwargs: Any) -> None:
-        """Let calls with inputs of these shapes compile, with any ``new_shapes``."""
+        """Allow calls with these shapes to compile, with any ``new_shapes``."""
         for policy in self._shapes.values():
             policy.allow(args, kwargs)
 
@@ -378,21 +378,21 @@ class CompiledTarget:
         return self._fallback.settings.on_trial
 
     def end_trial(self, settings: TargetSettings) -> None:
-        """End the trial. The next call issues the warnings that were held back."""
+        """End the trial. The next call issues the warnings that waited for the end of the trial."""
         self._fallback.settings = settings
 
     @property
     def blocks_differ(self) -> bool:
-        """Whether each repeated block was compiled separately, although they were to share a graph."""
+        """Whether torch compiled each repeated block separately instead of sharing a graph."""
         if self._regions is not None:
             return self._backend.graphs > 0 and not self._backend.shares_regions
         return self._shares_as_asked and any(len(found) == len(self._members) for found in self._compiled_of.values())
 
 
 def _calling(function: Callable[..., Any]) -> Any:
-    # A function of this file, because Dynamo skips frames of torch.nn (2.11 and 2.13): it would compile nothing of
-    # torch's _call_impl. The module is an argument, so that its weights are inputs of the graph, and modules of the
-    # same structure share it.
+    # This function is in our file, because Dynamo skips frames of torch.nn (2.11 and 2.13) and would not compile
+    # torch's _call_impl. The module is an argument, so that its weights are inputs of the graph and modules with the
+    # same structure share the graph.
     def compiled_target(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return function(module, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Lets CUDA graphs be used in a Trainer: the backend and the session call these functions and objects."""
+"""Makes CUDA graphs work with a Trainer. The backend and the session call these functions and objects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from compile_callbacks.runtime.fallback import EagerFallback
 def with_warmup_repair(
     compiled: Callable[..., Any], device: torch.device, key: CompileKey, fallback: EagerFallback
 ) -> Callable[..., Any]:
-    """Wrap a compiled graph so that it runs after the first run of a CUDA graph has raised an exception.
+    """Wrap a compiled graph so that it still runs after the first run of a CUDA graph raised an exception.
 
-    The failed run may be one of another graph, or of a backward pass, and the user may have caught the exception to
-    skip a batch. The check before each call takes less than 1 µs.
+    Another graph or a backward pass may have raised the exception, and the user may have caught it to skip a batch.
+    The check before each call takes less than 1 µs.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
 
@@ -38,10 +38,10 @@ def with_cloned_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a compiled graph so that the next step does not overwrite its outputs.
 
     Users keep predictions, validation outputs and logged values for longer than a step. Without a copy, torch raises
-    ``accessing tensor output of CUDAGraphs that has been overwritten`` when they read one later. An output that is an
-    input, or a view of one, is not copied.
+    ``accessing tensor output of CUDAGraphs that has been overwritten`` when they read such a tensor later. The wrapper
+    does not copy an output that is an input or a view of an input.
     """
-    owned: list[int] | None = None  # positions of outputs in graph memory: the same in every call of one graph
+    owned: list[int] | None = None  # positions of outputs in CUDA graph memory, which are the same in each call
 
     def call(*inputs: Any) -> Any:
         nonlocal owned
@@ -57,30 +57,31 @@ def with_cloned_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BackwardInCallingThread:
-    """Between `begin` and `end`, backward passes that this thread starts run in this thread.
+    """Runs backward passes in the thread that starts them, between `begin` and `end`.
 
-    Autograd runs the backward pass of each GPU in a separate thread, while the calling thread waits. Each step then
-    switches threads twice, to a core without the step's data in its caches. In CPU-bound steps that takes a fifth of
-    the time (``benchmarks/overhead.py``). Results are the same (``torch.autograd.set_multithreading_enabled``).
+    By default, autograd runs the backward pass of each GPU in a separate thread, while the calling thread waits. Each
+    step then switches twice to a core whose caches do not have the step's data. In CPU-bound steps, the switches take
+    a fifth of the time (``benchmarks/overhead.py``). ``torch.autograd.set_multithreading_enabled`` does not change
+    results.
     """
 
     def __init__(self) -> None:
         self._off: torch.autograd.set_multithreading_enabled | None = None
 
     def begin(self) -> None:
-        """Start, unless this or another callback of the trainer has started."""
+        """Change the setting, unless this object or another callback of the trainer has already changed it."""
         if torch.autograd.is_multithreading_enabled():
-            self._off = torch.autograd.set_multithreading_enabled(False)  # takes effect when constructed
+            self._off = torch.autograd.set_multithreading_enabled(False)  # the constructor changes the setting
 
     def end(self) -> None:
-        """Restore the setting that `begin` found."""
+        """Restore the setting."""
         if self._off is not None:
             self._off.__exit__(None, None, None)
             self._off = None
 
 
 class StepsOnGpu:
-    """Prepares the steps of a session for CUDA graphs, if the module is on a GPU; otherwise all methods do nothing."""
+    """Prepares the steps of a session for CUDA graphs. If the module is not on a GPU, all methods do nothing."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.active = False
@@ -99,7 +100,7 @@ class StepsOnGpu:
         """Begin a step.
 
         Args:
-            trains_compiled: Whether it is a training step that runs compiled.
+            trains_compiled: Whether the step is a training step that runs compiled.
         """
         if self.active:
             torch.compiler.cudagraph_mark_step_begin()
@@ -114,8 +115,8 @@ class StepsOnGpu:
     def keep_gradients(self) -> None:
         """Copy gradients out of the memory of CUDA graphs, because they outlive the step that computed them.
 
-        The first backward pass of an accumulation leaves graph memory in ``.grad``, and the next step would overwrite
-        it. Later backward passes add to the copy in place, so there is one copy for each optimizer step.
+        After the first backward pass of an accumulation, ``.grad`` is in CUDA graph memory, which the next step would
+        overwrite. Later backward passes add to the copy in place, so each optimizer step needs one copy.
         """
         on_gpu = [(p, p.grad) for p in self._module.parameters() if p.grad is not None and p.grad.is_cuda]
         new = [(p, gradient) for p, gradient in on_gpu if self._copies.get(id(p)) != gradient.data_ptr()]
@@ -132,13 +133,13 @@ class StepsOnGpu:
         self._backward_thread.end()
         if not self.active:
             return
-        # After an exception within a step, gradients may be in memory that a later graph has overwritten. Lightning
-        # moves the module off the GPU, and torch would raise another error, which hides the exception.
+        # After an exception within a step, gradients may be in memory that a later graph has overwritten. If Lightning
+        # moved the module off the GPU now, torch would raise another error, which would hide the exception.
         for parameter in self._module.parameters():
             try:
                 _ = parameter.grad is not None and parameter.grad.data_ptr()
             except RuntimeError as error:
-                if "CUDAGraphs" in str(error):  # other gradients have no address either, such as sparse ones
+                if "CUDAGraphs" in str(error):  # sparse gradients have no address either
                     parameter.grad = None
 
 

@@ -1,4 +1,4 @@
-"""`SessionWarnings`: settings without effect, targets without a graph, recompile limits and slow compiled steps."""
+"""`SessionWarnings`: warns about settings without effect, uncompiled targets, recompile limits and slow steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compile_callbacks.runtime.dispatcher import ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 
 RECENT_SAMPLES = 20
-"""Number of the latest compiled samples, which are compared with the eager ones."""
+"""The number of the latest compiled step times that are compared with the eager step times."""
 
 _CAUSES: dict[EventKind, str] = {
     "recompile": "recompile",
@@ -28,14 +28,14 @@ _NAME_OTHERS = (
 
 
 class SessionWarnings:
-    """Issues each warning of a session once for each target and phase. `Session` says when to check.
+    """Issues each warning of a session once for each target and phase. `Session` decides when to check.
 
     Args:
         warn: Issues the warnings.
-        switch: Has the targets and the compiled targets.
-        recorder: Has the compile events, and gets events for settings without effect.
-        timer: Has the step times.
-        finds_targets: Whether the targets are found in the first steps, not named.
+        switch: Contains the targets and the compiled targets.
+        recorder: Contains the compile events, and records events for settings without effect.
+        timer: Contains the step times.
+        finds_targets: Whether the first steps determine the targets, because the user named none.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SessionWarnings:
             return
         mode = f"{phase}_mode={config.describe()!r}"
         if phase == "infer" and config.freezes and (sharded or self._switch.shares_graphs):
-            why = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph, and each has its own weights"
+            why = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph, but not their weights"
             message = f"{mode} asks for freezing, which has no effect: {why}"
             self._warn_of_no_effect("fold", phase, message, message)
         if config.uses_cudagraphs and device.type != "cuda":
@@ -73,7 +73,7 @@ class SessionWarnings:
             self._warn_of_no_effect("cudagraph_skip", phase, message, reason)
 
     def check_stage(self, phase: Phase, active: ActiveConfig) -> None:
-        """Warn about targets that ran in a stage uncompiled, about weights that were not folded, and about slow steps.
+        """Warn about targets that ran uncompiled in a stage, about weights that were not folded, and about slow steps.
 
         While a `Tune` tries candidates, the active config outside steps is eager, so there is nothing to warn about.
         """
@@ -98,7 +98,7 @@ class SessionWarnings:
         self.check_step_times(phase, active.candidate)
 
     def check_targets(self) -> None:
-        """Warn about each named target that no phase called, when a fit is over."""
+        """Warn about each named target that no phase called. `Session` calls this method after a fit."""
         if self._finds_targets:
             return
         called = self._switch.called_targets("train") | self._switch.called_targets("infer")
@@ -130,7 +130,7 @@ class SessionWarnings:
         events = (e for e in reversed(self._recorder.events) if e.phase == phase and e.candidate == candidate)
         cause = next((event for event in events if event.kind in _CAUSES), None)
         message = (
-            f"compiled {phase} steps are slower than eager ones ({max(slower)[1]}). {_describe(cause)}. "
+            f"compiled {phase} steps are slower than eager steps ({max(slower)[1]}). {_describe(cause)}. "
             f"{phase}_mode='eager' leaves the phase eager"
         )
         self._warn.warn("CC501", message, about=(phase, cause and (cause.kind, cause.reason)))
@@ -149,11 +149,11 @@ class SessionWarnings:
     # ------------------------------------------------------------------------------------------ one subject each
 
     def _is_uncalled(self, phase: Phase, active: ActiveConfig) -> bool:
-        """Whether steps of a phase ran compiled without calling a target."""
+        """Return whether steps of a phase ran compiled without calling a target."""
         if active.config is None:
             return False
         if not (self._switch.targets or self._finds_targets):
-            return False  # a warning says why each of the named targets is not compiled
+            return False  # each named target gets its own warning
         return not self._switch.called_targets(phase) and bool(self._timer.compiled_steps(phase, active.candidate))
 
     def _warn_of_no_effect(self, kind: EventKind, phase: Phase, message: str, reason: str) -> None:
@@ -163,8 +163,8 @@ class SessionWarnings:
 
     def _warn_of_limit(self, key: CompileKey, reason: str) -> None:
         message = (
-            f"target {key.target!r} reached torch's recompile limit in the {key.phase} phase. Inputs that fit none of "
-            f"its graphs run eagerly. The reason of the last recompile: {reason} (all reasons: "
+            f"target {key.target!r} reached torch's recompile limit in the {key.phase} phase. Inputs that none of its "
+            f"graphs accepts run eagerly. The reason of the last recompile: {reason} (all reasons: "
             f"callback.report.{key.phase}.diagnostics.events). If shapes are the cause, set dynamic=True in "
             f"{key.phase}_mode or keep the shapes constant"
         )
@@ -186,8 +186,8 @@ class SessionWarnings:
         why = f". The reason of the last recompile: {reasons[-1]}" if reasons else ""
         message = (
             f"the repeated blocks of target {key.target!r} share no code in the {key.phase} phase: torch compiled each "
-            f"of them, because they differ in a value that torch treats as constant, such as a number that the module "
-            f"holds{why}. Store such values in tensors"
+            f"block, because the blocks differ in a value that torch treats as constant, such as a number attribute of "
+            f"the module{why}. Store such values in tensors"
         )
         self._warn.warn("CC105", message, about=key[:2])
 
@@ -197,7 +197,7 @@ class SessionWarnings:
             return
         if any(event.graphs for event in self._recorder.events_of(phase, "compile")):
             reasons = [event.reason for event in folds if event.reason]
-            nothing = "no inference graph computes anything worth keeping from weights alone"
+            nothing = "no inference graph computes a value from weights alone that saves time when it is stored"
             message = f"fold_weights=True has no effect in the {phase} phase: {reasons[-1] if reasons else nothing}"
             self._warn.warn("CC204", message, about=(phase, "fold_weights"))
 

@@ -1,4 +1,4 @@
-"""`Dispatcher` replaces the call of a target. `PhaseSwitch` selects the function that it calls, for a `Session`."""
+"""`Dispatcher`: replaces the call of a target. `PhaseSwitch` selects the function that each dispatcher calls."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _ABSENT = object()
 
 
 class ActiveConfig(NamedTuple):
-    """The config that a phase runs with. `Session` holds one for each phase.
+    """The config that a phase runs with. `Session` stores one for each phase.
 
     Attributes:
-        config: The config; ``None`` runs the targets eagerly, or as the user compiled them in a phase left alone.
-        candidate: The name of the config, if a `Tune` tries several. It is on trial until `PhaseSwitch.end_trial`.
+        config: The config. With ``None``, targets run eagerly, or as the user compiled them in a phase left alone.
+        candidate: The name of the config, if a `Tune` tries several. The trial ends with `PhaseSwitch.end_trial`.
     """
 
     config: InductorConfig | None = None
@@ -46,15 +46,15 @@ EAGERLY = ActiveConfig()
 class Dispatcher:
     """Replaces the call of a target: ``module._compiled_call_impl``, or the method of that name.
 
-    It is an object and not a closure, so that copies and pickles of the module can drop it: a copied closure would run
-    with the weights of the original.
+    The dispatcher is an object and not a closure, so that copies and pickles of the module can drop it. A copied
+    closure would run with the weights of the original module.
 
     Attributes:
         target: The target.
         eager: The call of the target without this library.
         active: The function that a call of the target runs now. `PhaseSwitch` sets it.
-        compiled_by_user: What ``module.compile()`` had put into the slot.
-        session: The session, if `report_of` and `restore` are to find it from the module.
+        compiled_by_user: The function that ``module.compile()`` had put into the slot.
+        session: The session, if `report_of` and `restore` must find it from the module.
     """
 
     def __init__(self, target: Target) -> None:
@@ -72,8 +72,8 @@ class Dispatcher:
         self._replaced: Any = _ABSENT
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the target as the active phase has it."""
-        # While another target, an export or a logger's graph is traced, the target is a part of that graph.
+        """Call the target with the function of the active phase."""
+        # While torch traces another target, an export or a logger's graph, this target is a part of that graph.
         if (
             torch.compiler.is_compiling() or _runs_lightning_step(self.target.module) or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         ):
@@ -89,8 +89,8 @@ class Dispatcher:
         object.__setattr__(self.target.module, self._slot, self)
 
     def remove(self) -> None:
-        """Put the former value back into the slot, unless the user has replaced this object."""
-        self.active = self.eager  # the user may hold this object, in a wrapper for example
+        """Restore the former value of the slot, unless the user has replaced this object."""
+        self.active = self.eager  # the user may still have this object, for example in a wrapper
         module = self.target.module
         if vars(module).get(self._slot) is not self:
             return
@@ -100,7 +100,7 @@ class Dispatcher:
             object.__setattr__(module, self._slot, self._replaced)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickle has the module's own method, which a process can load without this library.
+        # A pickle contains the module's own method, so that a process can load it without this library.
         if self.target.method is None:
             return type(None), ()
         if (own := self.target.own_function) is not None:
@@ -109,22 +109,22 @@ class Dispatcher:
 
 
 class PhaseSwitch:
-    """Has the dispatchers of a session's targets call the code that is compiled for the active phase.
+    """Makes the dispatchers of a session call the compiled code of the active phase.
 
-    There is no wrapper module: ``state_dict`` keys, ``isinstance``, hooks and optimizers see the original modules. A
-    `CompiledTarget` is made for a target, a phase and a candidate when they are first selected, and torch compiles at
-    its first call. If the config freezes, there is another one with frozen weights, for stages in which no weight
-    changes.
+    There is no wrapper module: ``state_dict`` keys, ``isinstance``, hooks and optimizers see the original modules. The
+    switch creates a `CompiledTarget` when a target, a phase and a candidate are first selected. torch compiles at its
+    first call. If the config freezes, the switch creates another `CompiledTarget` with frozen weights for stages with
+    constant weights.
 
     Args:
         targets: The targets.
         left_alone: Phases in which a target that the user compiled in place runs as the user compiled it.
-        passes: Graph passes for both phases, before those of each config.
+        passes: Graph passes for both phases, which run before the passes of each config.
         recorder: Records the compile events.
         settings: The settings of the targets other than the config.
         warn: Issues each warning once.
-        shapes: Which dimensions of the targets' inputs vary.
-        limits: Bounds the time spent on recompiles.
+        shapes: The dimensions of the targets' inputs that vary.
+        limits: Limits the time spent on recompiles.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PhaseSwitch:
         self._compiled: dict[tuple[Compiled, Phase, str | None, bool], CompiledTarget] = {}
         self._separate: set[tuple[Compiled, Phase]] = set()  # targets whose regions are compiled separately
         self._to_separate: list[tuple[Compiled, Phase]] = []
-        self._parents: dict[Compiled, Compiled] = {}  # of these regions
+        self._parents: dict[Compiled, Compiled] = {}  # the target that contains each separate region
         self._installed = False
         self._selected: tuple[Phase, ActiveConfig, bool, bool] | None = None
         self._select_again: Callable[[], None] = lambda: None
@@ -158,7 +158,7 @@ class PhaseSwitch:
             ours=lambda: recorder.key is not None,
             frozen=lambda: recorder.key is not None and recorder.key.frozen,
         )
-        """Sets torch's settings while a target is traced."""
+        """Sets torch's settings while torch traces a target."""
         recorder.on_reset = self.trace_settings.install
         self.add(targets)
 
@@ -171,11 +171,11 @@ class PhaseSwitch:
 
     @property
     def shares_graphs(self) -> bool:
-        """Whether several modules share code, so that their weights cannot be frozen in it."""
+        """Whether several modules share compiled code, which therefore cannot contain frozen weights."""
         return any(len(target.members) > 1 or target.regions for target in self._dispatchers)
 
     def targets_of(self, phase: Phase) -> list[Compiled]:
-        """The targets, without a target whose regions are compiled instead in the phase, or the reverse."""
+        """Return the targets of a phase: either a target with regions, or its regions if they are compiled instead."""
         return [target for target in self._dispatchers if self._is_active(target, phase)]
 
     def _is_active(self, target: Compiled, phase: Phase) -> bool:
@@ -183,11 +183,11 @@ class PhaseSwitch:
         return (target, phase) not in self._separate and (parent is None or (parent, phase) in self._separate)
 
     def _compile_regions_separately(self, target: Compiled, phase: Phase) -> None:
-        """Call the regions of a target compiled from now on in a phase, and the target eagerly."""
+        """In a phase, run the regions of a target compiled and the target itself eagerly from now on."""
         self._to_separate.append((target, phase))
         if (
             not _torch.autograd.saves_through_hooks()
-        ):  # a checkpoint recomputes the same code; the next step begins after it
+        ):  # not within an activation checkpoint, which must recompute with the same code
             self._separate_regions()
             self._select_again()
 
@@ -209,7 +209,7 @@ class PhaseSwitch:
                     dispatcher.install()
 
     def set_session(self, session: Any) -> None:
-        """Let `report_of` and `restore` find the session from the module: a registry would keep the module alive."""
+        """Let `report_of` and `restore` find the session from the module. A registry would keep the module alive."""
         for dispatcher in self._all_dispatchers():
             dispatcher.session = session
 
@@ -241,13 +241,13 @@ class PhaseSwitch:
         Args:
             phase: The phase.
             active: The config.
-            frozen: Whether no weight changes meanwhile, so that weights are frozen if the config freezes.
+            frozen: Whether the weights are constant, so that the code may contain them if the config freezes.
             observes: Whether eager calls record the shapes of their inputs, because the phase will be compiled.
         """
         if self._to_separate:
             self._separate_regions()
         selected = phase, active, frozen, observes
-        if self._selected == selected:  # as in most steps; a change takes 10 µs for each target
+        if self._selected == selected:  # skip most steps, because a change takes 10 µs for each target
             return
         self._select_again = functools.partial(self.select, phase, active, frozen=frozen, observes=observes)
         for target, dispatchers in self._dispatchers.items():
@@ -263,7 +263,7 @@ class PhaseSwitch:
 
         Args:
             active: The config of each phase.
-            frozen: Whether weights are frozen in calls without grad, if the config freezes.
+            frozen: Whether calls without grad may use frozen weights, if the config freezes.
         """
         self._selected = None
         self._select_again = functools.partial(self.select_by_grad_mode, active, frozen=frozen)
@@ -277,7 +277,7 @@ class PhaseSwitch:
     def _call_of(
         self, target: Compiled, dispatcher: Dispatcher, phase: Phase, active: ActiveConfig, *, frozen: bool = False
     ) -> Callable[..., Any]:
-        """The call of a target in a phase."""
+        """Return the function that a target runs in a phase."""
         if dispatcher.compiled_by_user is not None and phase in self._left_alone:
             return dispatcher.compiled_by_user
         config, candidate = active
@@ -314,31 +314,31 @@ class PhaseSwitch:
     # ------------------------------------------------------------------------------------------ compiled code
 
     def compiled_targets(self, phase: Phase | None = None) -> list[CompiledTarget]:
-        """The compiled targets of a phase, or of all phases."""
+        """Return the compiled targets of a phase, or of all phases."""
         return [found for (_, of_phase, *_), found in self._compiled.items() if phase in (None, of_phase)]
 
     def called_targets(self, phase: Phase) -> set[str]:
-        """The names of the targets that compiled steps of a phase called."""
+        """Return the names of the targets that compiled steps of a phase called."""
         return {one.key.target for one in self.compiled_targets(phase) if one.called}
 
     def end_trial(self, phase: Phase, candidate: str) -> None:
-        """End the trial of a candidate, which won."""
+        """End the trial of the chosen candidate."""
         for key, compiled_target in self._compiled.items():
             if key[1:3] == (phase, candidate):
                 compiled_target.end_trial(self._settings)
 
     def free_candidates(self, phase: Phase, *candidates: str) -> None:
-        """Free the compiled code of candidates that are not used again."""
+        """Free the compiled code of candidates that will not run again."""
         for key in [key for key in self._compiled if key[1] == phase and key[2] in candidates]:
             self._compiled.pop(key).free_compiled()
 
     def free_compiled(self) -> None:
-        """Free the memory of all compiled code. A target that is called again is compiled again."""
+        """Free the memory of all compiled code. The next call of a target compiles it again."""
         for compiled_target in self.compiled_targets():
             compiled_target.free_compiled()
 
     def invalidate_weights(self) -> None:
-        """Compare frozen and folded weights with the module's before they are used again."""
+        """Compare frozen and folded weights with the module's weights before their next use."""
         for compiled_target in self.compiled_targets():
             compiled_target.invalidate_weights()
 
@@ -347,10 +347,10 @@ class PhaseSwitch:
 
 
 def compiled_target_names(module: nn.Module) -> list[str]:
-    """The names of the submodules and methods that this library compiled in place; ``"forward"`` is the module's call.
+    """Return the names of the submodules and methods that this library compiled in place.
 
     Args:
-        module: The module to look at.
+        module: The module to search. ``"forward"`` is the name of its own call.
     """
     return [
         (f"{path}.{slot}" if slot not in (_CALL_SLOT, "forward") else path).removeprefix(".") or "forward"
@@ -368,10 +368,11 @@ def _by_grad_mode(train: Callable[..., Any], infer: Callable[..., Any]) -> Calla
 
 
 def _runs_lightning_step(module: nn.Module) -> bool:
-    """Whether a call of the module runs its step: Lightning makes a wrapper such as DDP call the step this way.
+    """Return whether a call of the module runs its step.
 
-    It replaces ``forward`` by one of its functions for that call. Compiled, the graph would be the whole step.
+    For a wrapper such as DDP, Lightning replaces ``forward`` by a function that calls the step. We do not compile this
+    call, because the graph would contain the whole step.
     """
     forward = vars(module).get("forward")
-    # Methods do not count: Lightning's demo modules are in its package too.
+    # Only functions count, because the methods of Lightning's demo modules are also in its package.
     return isinstance(forward, types.FunctionType) and forward.__module__.partition(".")[0] in _LIGHTNING

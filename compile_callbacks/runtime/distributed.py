@@ -1,4 +1,4 @@
-"""`ProcessGroupSync`: lets the ranks of a run decide together, and keeps collectives from timing out in a compile."""
+"""`ProcessGroupSync`: synchronizes decisions of the ranks, and prevents timeouts of collectives during a compile."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _T = TypeVar("_T")
 LEAST_TIMEOUT = timedelta(minutes=30)
 """The shortest timeout of a collective during a run.
 
-Ranks do not compile at the same moment. The rank that waits for the others in its next collective is the one that times
-out, so every rank raises its timeouts for the whole run.
+Ranks do not compile at the same time. The rank that waits in a collective for a compiling rank would time out, so each
+rank raises its timeouts for the whole run.
 """
 
 
 class ProcessGroupSync:
-    """The process group of one run, from `join` to `leave`. In a run of one process it does nothing.
+    """The process group of one run, from `join` to `leave`. In a run of one process, this class does nothing.
 
-    Ranks agree only on decisions that change which graphs all of them run, such as the choice of a `Tune`. A rank that
-    runs eagerly next to compiled ones computes the same gradients, so failures and recompiles need no agreement.
+    Ranks synchronize only decisions that all ranks must make equally, such as the choice of a `Tune`. Failures and
+    recompiles need no synchronization, because an eager rank computes the same gradients as a compiled rank.
     """
 
     def __init__(self) -> None:
         self.size = 1
         """The number of ranks."""
         self.is_global_zero = True
-        """Whether this process writes files and warns of what concerns all ranks."""
+        """Whether this process writes files and issues warnings for all ranks."""
         self._group: Any = None
         self._timeouts: list[tuple[Any, timedelta]] = []
 
@@ -40,8 +40,9 @@ class ProcessGroupSync:
         """Begin a run.
 
         Args:
-            together: Whether all ranks of the process group, if there is one, begin this run here.
-            decides: Whether the ranks have something to decide, the same value on all ranks. Creates a process group.
+            together: Whether all ranks of the default process group begin this run here.
+            decides: Whether the ranks will make decisions together, which needs a process group. Pass the same value on
+                all ranks.
         """
         self.leave()
         if not (together and distributed.is_available() and distributed.is_initialized()):
@@ -65,7 +66,7 @@ class ProcessGroupSync:
                 distributed.destroy_process_group(group)
 
     def gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, by rank. All ranks must call this in the same order.
+        """Return the values of all ranks, by rank. All ranks must call this method in the same order.
 
         Args:
             value: A value that can be pickled.
@@ -85,12 +86,12 @@ class ProcessGroupSync:
 
 def _new_group() -> Any:
     try:
-        # Gloo, because decisions are made on the CPU and must not synchronize a GPU.
+        # Gloo, because decisions are on the CPU and must not synchronize a GPU.
         return distributed.new_group(backend="gloo", timeout=LEAST_TIMEOUT)
     except RuntimeError as error:  # for example, gloo finds no network interface
         message = (
             f"each rank chooses a Tune candidate for itself, because gloo failed ({type(error).__name__}: {error}). "
-            "Set GLOO_SOCKET_IFNAME to a network interface that the ranks share, or give a fixed mode"
+            "Set GLOO_SOCKET_IFNAME to a network interface that the ranks share, or set a fixed mode"
         )
         warn_user("CC803", message)
         return None

@@ -1,4 +1,4 @@
-"""Supports ``retain_graph=True`` and ``create_graph=True`` for compiled graphs. ``torch.compile`` supports neither."""
+"""Supports ``retain_graph=True`` and ``create_graph=True`` in compiled graphs, which ``torch.compile`` does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compile_callbacks.runtime.fallback import EagerFallback
 from compile_callbacks.runtime.snapshot import RandomState, version
 
 _STATISTICS = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
-"""The positions of the running statistics, which a batch norm in training writes to and does not compute with."""
+"""The positions of the running statistics, which a batch norm in training writes but does not read."""
 
 _INCREMENTS = {"add_", operator.iadd}
 
@@ -26,10 +26,10 @@ def with_repeated_backward(
 ) -> Callable[..., Any]:
     """Wrap a compiled graph so that its backward pass can run more than once.
 
-    Under ``retain_graph=True``, the buffers that the backward pass overwrites are restored after it. Under
-    ``create_graph=True``, the graph is computed a second time, eagerly, and the gradients of that are returned, which
-    autograd can differentiate any number of times. All other backward passes are the compiled ones. An error is raised
-    if the second computation would have other results than the first.
+    With ``retain_graph=True``, the wrapper restores the buffers that the backward pass overwrites. With
+    ``create_graph=True``, it computes the graph a second time, eagerly, and returns the gradients of that computation,
+    which autograd can differentiate. All other backward passes run compiled. The wrapper raises an error if the second
+    computation would have other results than the first.
     """
     passes = _BackwardPasses(eager, key, fallback)
 
@@ -53,16 +53,18 @@ class _BackwardPasses:
         self._autocast = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices]
         self._examined = False
         self._versioned: tuple[int, ...] = ()  # positions of the inputs that have a version
-        self._position: int | None = None  # of an output from which autograd's node is reached
-        self._is_direct = False  # whether the node is that output's own
-        self._outputs: dict[int, tuple[int, bool]] = {}  # by output of the node: its position, and whether as a view
-        self._write_only: set[int] = set()  # positions of inputs that the graph writes to and does not compute with
+        self._position: int | None = None  # the position of an output that leads to autograd's node
+        self._is_direct = False  # whether autograd's node is the grad_fn of that output
+        self._outputs: dict[
+            int, tuple[int, bool]
+        ] = {}  # for each output of the node: its position, and if it is a view
+        self._write_only: set[int] = set()  # positions of inputs that the graph writes but does not read
         self._problem: str | None = None
 
     def remember(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Keep the inputs of a call, with their versions, on autograd's node until the backward pass.
+        """Store the inputs of a call, with their versions, on autograd's node until the backward pass.
 
-        Every call does so, because a training step may differentiate its gradients at any step.
+        Each call does this, because any training step may differentiate its gradients.
         """
         if not self._examined:
             self._examine(inputs, outputs)
@@ -75,13 +77,13 @@ class _BackwardPasses:
             node.computed_from = inputs, [inputs[i]._version for i in self._versioned]
 
     def _examine(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Look at the first call, because all calls have the same nodes, and replace the backward pass."""
+        """Find autograd's node in the first call, and replace its backward pass. All calls have the same nodes."""
         self._examined = True
         self._versioned = tuple(i for i, value in enumerate(inputs) if version(value) is not None)
         earlier = {value.grad_fn for value in inputs if isinstance(value, torch.Tensor)} - {None}
         found = {i: node for i, output in enumerate(outputs) if (node := _compiled_node(output, earlier)) is not None}
         if not found:
-            return  # no output has a gradient
+            return  # because no output has a gradient
         self._position, (node, _, is_view) = next(iter(found.items()))
         self._is_direct = not is_view
         self._outputs = {nr: (i, is_view) for i, (_, nr, is_view) in found.items()}
@@ -90,15 +92,15 @@ class _BackwardPasses:
         if len(tensors) != len(node.next_functions) or len(inputs) != len(node.needs_input_grad):
             self._problem = "inputs of its graph share their memory"
         elif not all(self._is_write_only(i) for i in mutated):
-            self._problem = "its graph changes an input, such as a buffer, that it computes with"
+            self._problem = "its graph reads and changes an input, such as a buffer"
         elif _torch.autograd.has_custom_backward(self._eager):
-            self._problem = "there is a torch.autograd.Function in it"
+            self._problem = "its graph contains a torch.autograd.Function"
         else:
             self._write_only = set(mutated)
         _torch.autograd.wrap_backward(node, self._wrap)
 
     def _wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that replaces a compiled backward pass."""
+        """Return the function that replaces a compiled backward pass."""
 
         def backward(node: Any, *arguments: Any) -> Any:
             if torch.is_grad_enabled():
@@ -109,23 +111,23 @@ class _BackwardPasses:
             vars(node).pop("computed_from", None)
             return compiled(node, *arguments)
 
-        # Otherwise Dynamo would compile this function if a target calls autograd itself.
+        # Disabled, because Dynamo would compile this function if a target calls autograd itself.
         disabled: Callable[..., Any] = torch.compiler.disable(backward)
         return disabled
 
     def _recompute(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the inputs of a call, which can be differentiated."""
+        """Return differentiable gradients of the inputs of a call."""
         target, phase = self._key[:2]
         message = (
             f"gradients of target {target!r} are differentiated in the {phase} phase (create_graph=True), so the "
-            f"target is computed a second time, eagerly; if most steps do so, {phase}_mode='eager' is faster"
+            f"target is computed a second time, eagerly; if most steps use it, {phase}_mode='eager' is faster"
         )
         self._fallback.warn("CC303", message)
         inputs = self._inputs_of(node)
         given = {nr: gradient for nr, gradient in enumerate(gradients) if gradient is not None}
-        # An input may be computed from another input. Gradients with respect to views stop at each input.
+        # Views, because an input may depend on another input, and gradients must stop at each input.
         views = {i: v.view_as(v) for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad}
-        copies = {i: inputs[i].detach().clone() for i in self._write_only}  # they are up to date already
+        copies = {i: inputs[i].detach().clone() for i in self._write_only}  # the first run has already updated them
         random_state = RandomState(inputs)
         with contextlib.ExitStack() as stack:
             for device, dtype, enabled in self._autocast:
@@ -144,7 +146,7 @@ class _BackwardPasses:
         return tuple(of_views.get(i) for i in range(len(inputs)))
 
     def _output(self, outputs: Sequence[Any], nr: int) -> torch.Tensor:
-        """The output of the graph that is an output of autograd's node."""
+        """Return the graph's output that corresponds to an output of autograd's node."""
         if nr not in self._outputs:
             raise self._refusal("its graph changes an input that has a gradient")
         position, is_view = self._outputs[nr]
@@ -152,7 +154,7 @@ class _BackwardPasses:
         return output if not is_view or output._base is None else output._base
 
     def _inputs_of(self, node: Any) -> list[Any]:
-        """The inputs of a call, if they have not changed since."""
+        """Return the inputs of a call, or raise if they have changed since."""
         if self._problem:
             raise self._refusal(self._problem)
         if not hasattr(node, "computed_from"):
@@ -168,7 +170,7 @@ class _BackwardPasses:
         return list(inputs)
 
     def _is_write_only(self, position: int) -> bool:
-        """Whether the outputs do not depend on an input that the graph writes to, such as running statistics."""
+        """Return whether the outputs do not depend on an input that the graph writes, such as running statistics."""
         placeholder = self._eager.graph.find_nodes(op="placeholder")[position]
         for user in placeholder.users:
             at = {i for i, argument in enumerate(user.args) if argument is placeholder}
@@ -186,14 +188,14 @@ class _BackwardPasses:
 
 
 def _compiled_node(output: Any, earlier: Collection[Any] = ()) -> tuple[Any, int, bool] | None:
-    """Autograd's node of the compiled graph that computed an output.
+    """Return autograd's node of the compiled graph that computed an output.
 
     Args:
         output: The output.
-        earlier: The nodes that computed the inputs. An output of one of them was not computed by the graph.
+        earlier: The nodes that computed the inputs. The graph did not compute outputs of these nodes.
 
     Returns:
-        The node, the index of the output among the node's outputs, and whether the output is a view of that one.
+        The node, the index of the node's output, and whether ``output`` is a view of the node's output.
     """
     if not isinstance(output, torch.Tensor):
         return None

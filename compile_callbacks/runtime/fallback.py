@@ -1,4 +1,4 @@
-"""Runs a target eagerly after a failure, and issues warnings that have to wait until the end of the target's call."""
+"""`EagerFallback`: makes a target run eagerly after a failure, and issues warnings at the end of the target's call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EagerFallback:
     """The failures of one compiled target.
 
     Args:
-        key: The target, and the phase that it is compiled for.
+        key: The target and its phase.
         recorder: Records each failure.
         settings: The reaction to a failure.
         warn: Warns once for each target and phase.
@@ -25,9 +25,9 @@ class EagerFallback:
     Attributes:
         active: Whether the target runs eagerly from now on.
         has_regions: Whether the target has regions.
-        region_failure: Why its regions are compiled separately from now on.
+        region_failure: The reason why the regions are compiled separately from now on.
         settings: The reaction to a failure.
-        pending: The warnings that wait for the end of the call.
+        pending: The warnings to issue at the end of the call.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class EagerFallback:
         self.pending: list[tuple[str, str, Hashable]] = []
 
     def compiler_failed(self, error: BaseException, *, what: str = "the compiler failed") -> None:
-        """Record that a part of the target runs eagerly, and warn about it after the call.
+        """Record that a part of the target runs eagerly, and warn after the call.
 
         Args:
             error: The error.
-            what: What happened, as a clause of the warning.
+            what: A clause that describes the failure, for the warning.
         """
         reason, (target, phase) = describe(error), self._key[:2]
         self._recorder.record("fallback", self._key, reason=reason)
@@ -64,11 +64,11 @@ class EagerFallback:
         self.warn_after_call("CC301", message)
 
     def run_eagerly(self, code: str, reason: str) -> None:
-        """Run the target eagerly from now on, for a reason other than a failure: record it, and warn at once.
+        """Run the target eagerly from now on, for a reason other than a failure. Record this and warn immediately.
 
         Args:
             code: The code of the warning.
-            reason: The reason, as a clause of the warning.
+            reason: A clause with the reason, for the warning.
         """
         self.active = True
         self._recorder.record("fallback", self._key, reason=reason, code=code)
@@ -77,7 +77,7 @@ class EagerFallback:
             self.warn(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")
 
     def as_compile_error(self, error: BaseException) -> CompileError:
-        """Return the error that ``on_error="raise"`` raises in place of a compiler's error."""
+        """Return the error that ``on_error="raise"`` raises instead of the compiler's error."""
         target, phase = self._key[:2]
         message = f"compiling target {target!r} for the {phase} phase failed: {describe(error)}"
         return CompileError(with_code("CC301", message))
@@ -87,28 +87,28 @@ class EagerFallback:
         self._warn.warn(code, message, about=self._key[:2])
 
     def warn_after_call(self, code: str, message: str, *, about: Hashable = None) -> None:
-        """Warn when the call has ended. Dynamo would handle a warning that is an error as a failure of the backend.
+        """Warn when the call has ended, because Dynamo would treat a warning that raises as a failure of the backend.
 
         Args:
             code: The code of the warning.
             message: The text of the warning.
-            about: The subject: only its first warning is issued. By default it is the target and the phase.
+            about: The key for which only the first warning is issued. By default, the target and the phase.
         """
         self.pending.append((code, message, about or self._key[:2]))
 
     def issue_warnings(self) -> None:
-        """Issue the warnings of `warn_after_call`. The warnings of a candidate wait until the `Tune` has chosen it."""
+        """Issue the pending warnings. The warnings of a candidate wait until the `Tune` has chosen the candidate."""
         while self.pending and not self.settings.on_trial:
             code, message, about = self.pending.pop(0)
             self._warn.warn(code, message, about=about)
 
 
 def find_pass_error(error: BaseException) -> GraphPassError | None:
-    """Return the error of a graph pass that caused ``error``, if one did."""
+    """Return the error of the graph pass that caused ``error``, or ``None`` if no pass caused it."""
     return next((cause for cause in _torch.dynamo.causes(error) if isinstance(cause, GraphPassError)), None)
 
 
 def describe(error: BaseException) -> str:
-    """Return the reason for a failure of the compiler: its root cause, or the graph pass that failed."""
+    """Return the reason for a failure of the compiler: the root cause, or the graph pass that failed."""
     of_pass = find_pass_error(error)
     return describe_failure(error) if of_pass is None else str(of_pass)

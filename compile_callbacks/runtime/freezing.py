@@ -1,4 +1,4 @@
-"""`WeightWatch`: whether the weights of a module changed since they were frozen in compiled code."""
+"""`WeightWatch`: detects whether the weights of a module changed since compiled code froze them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from compile_callbacks import _torch
 
-_CHUNK = 2**22  # elements that are hashed at once, to bound the memory for it
+_CHUNK = 2**22  # elements to hash at once, which bounds the memory of the hash
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,25 +31,26 @@ class WeightWatch:
         self._hashes: tuple[int, ...] | None = None
 
     def changed(self, *, thorough: bool) -> bool:
-        """Whether a weight changed since the last call; true at the first call.
+        """Return whether a weight changed since the last call. The first call returns ``True``.
 
         Args:
-            thorough: Compare hashes of the contents. Otherwise compare addresses and version counters, which takes
-                0.1 µs a tensor, and misses edits through ``.data`` and parameters that were replaced by new objects.
+            thorough: Whether to compare hashes of the contents. Otherwise, the method compares addresses and version
+                counters. This takes 0.1 µs per tensor, but does not notice edits through ``.data`` and parameters
+                that were replaced by new objects.
         """
         if self._hashes is None or thorough or self._some_lazy:
             weights = list(_weights(self._module))
             initialized = [weight for weight in weights if not is_lazy(weight)]
-            self._some_lazy = len(initialized) < len(weights)  # the call that follows initializes them
+            self._some_lazy = len(initialized) < len(weights)  # the next call initializes them
             self._parts = [part for weight in initialized for part in _parts(weight) if not part.is_inference()]
-            # The version counter of a sparse tensor is not that of its values.
+            # The values of a sparse tensor have their own version counter.
             self._wrappers = [weight for weight in initialized if not _is_plain(weight) and not weight.is_inference()]
         elif self._read_versions() == self._versions:
             return False
         before = self._hashes, self._addresses
         self._versions = self._read_versions()
         self._hashes = content_hashes(self._module)
-        # Compiled code has the address of a weight that it does not fold. The address changes if the module is moved.
+        # Compiled code contains the addresses of weights that it does not fold. Moving the module changes them.
         self._addresses = [part.data_ptr() for part in self._parts]
         return (self._hashes, self._addresses) != before
 
@@ -59,14 +60,14 @@ class WeightWatch:
 
 
 def content_hashes(module: nn.Module) -> tuple[int, ...]:
-    """A 64-bit hash of each weight's bits, in order, without uninitialized lazy weights."""
+    """Return a 64-bit hash of each weight, in order, without uninitialized lazy weights."""
     initialized = (weight for weight in _weights(module) if not is_lazy(weight))
     hashes = [_hash(part).cpu() for weight in initialized for part in _parts(weight)]
     return tuple(torch.stack(hashes).tolist()) if hashes else ()
 
 
 def unwatchable_reason(module: nn.Module) -> str | None:
-    """Why changes of a module's weights cannot be seen; ``None`` if they can."""
+    """Return the reason why this file cannot detect changes of a module's weights, or ``None`` if it can."""
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
         try:
             if not is_lazy(weight):
@@ -87,7 +88,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The dense tensors that have the values of a tensor, if it is sparse or a tensor subclass."""
+    """Yield the dense tensors that contain the values of a tensor, which may be sparse or a tensor subclass."""
     if _torch.graphs.is_tensor_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from _parts(getattr(tensor, name))
@@ -109,7 +110,7 @@ def _hash(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _CHUNK):
         chunk = bits[start : start + _CHUNK].long()
-        # Each element has another odd factor, so that one changed element or two exchanged ones change the sum.
+        # Each element gets a different odd factor, so that changing one element or exchanging two changes the sum.
         factors = torch.arange(start, start + len(chunk), device=chunk.device) * 2654435769 * 2 + 1
         total += (chunk * factors).sum()
     return total

@@ -1,8 +1,8 @@
-"""Modules whose weights FSDP shards: their innermost parts, which are compiled, and the settings that they rule out.
+"""Finds the parts of a module that FSDP shards, and refuses settings that sharded weights do not support.
 
-FSDP2 (``fully_shard``) gathers and frees weights in forward hooks, FSDP1 (``FullyShardedDataParallel``) in the
-``forward`` of a wrapper. Dynamo traces neither. So the library compiles the innermost parts, whose weights are ordinary
-tensors while they run, as torchtitan compiles each transformer block.
+FSDP2 (``fully_shard``) gathers and frees weights in forward hooks, and FSDP1 (``FullyShardedDataParallel``) in the
+``forward`` of a wrapper. Dynamo traces neither. The library therefore compiles the innermost parts, whose weights are
+ordinary tensors while the parts run. torchtitan compiles each transformer block for the same reason.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 
 WEIGHTS_ARE_SHARDED = "the weights are sharded: FSDP gathers them for each call, at a new address, and frees them"
-"""The reason why weights are not frozen or folded, and why no CUDA graph is recorded."""
+"""The reason why sharded weights cannot be frozen or folded, and why torch cannot record CUDA graphs."""
 
 
 def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that FSDP gathers weights for, without those that contain another one.
+    """Return the modules for which FSDP gathers weights, without modules that contain another such module.
 
     Returns:
-        Their dotted names in ``root``, ``""`` for ``root`` itself, and the modules.
+        For each module, its dotted name in ``root``, which is ``""`` for ``root`` itself, and the module.
     """
     units = {
         name: part
@@ -41,19 +41,19 @@ def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def fsdp1_wrapped(module: nn.Module) -> nn.Module | None:
-    """The module that an FSDP1 wrapper calls; ``None`` if the module is not a wrapper."""
+    """Return the module that an FSDP1 wrapper calls, or ``None`` if ``module`` is not a wrapper."""
     return module.module if _torch.distributed.is_fsdp1_unit(module) else None  # type: ignore[return-value]
 
 
 def strip_fsdp1_names(name: str) -> str:
-    """The dotted name of a module without the names of FSDP1 wrappers."""
+    """Return the dotted name of a module without the names of FSDP1 wrappers."""
     return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
 
 
 def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
-    """Why sharded weights do not allow the configs, as a message; ``None`` if they do.
+    """Return the reason why sharded weights do not support the configs, or ``None`` if they do.
 
-    A `Tune` is not checked: it skips the candidates that are not allowed.
+    The function does not check a `Tune`, which skips unsupported candidates.
 
     Args:
         root: The module.
@@ -63,29 +63,29 @@ def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | N
         return None
     if _torch.distributed.has_flat_weights(root):
         return (
-            "torch.compile does not support FSDP1 with use_orig_params=False: leave the argument out of FSDPStrategy, "
-            "whose default is True, or shard with FSDP2 (ModelParallelStrategy)"
+            "torch.compile does not support FSDP1 with use_orig_params=False: use FSDPStrategy's default, which is "
+            "True, or shard with FSDP2 (ModelParallelStrategy)"
         )
     for phase, config in configs.items():
         if isinstance(config, InductorConfig) and config.uses_cudagraphs:
             return (
-                f"{phase}_mode={config.describe()!r} records CUDA graphs, which replay on the addresses of the "
-                f"recording, and {WEIGHTS_ARE_SHARDED}. Give 'default' or 'max-autotune-no-cudagraphs'"
+                f"{phase}_mode={config.describe()!r} records CUDA graphs, which need weights at constant addresses, but "
+                f"{WEIGHTS_ARE_SHARDED}. Set 'default' or 'max-autotune-no-cudagraphs'"
             )
     return None
 
 
 def unsupported_strategy_reason(strategy: object) -> str | None:
-    """Why nothing is compiled under a Trainer's strategy, as a message; ``None`` if the strategy is supported.
+    """Return the reason why the library does not support a Trainer's strategy, or ``None`` if it does.
 
-    The name of its class tells: DeepSpeed need not be installed.
+    The function compares the name of the class, because DeepSpeed may not be installed.
     """
     if not any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
         return None
     return (
-        "InductorCompile does not compile under DeepSpeed, whose engine wraps the module and, from ZeRO stage 3 on, "
-        "gathers weights in hooks on each submodule. Shard with FSDP2 (ModelParallelStrategy), replicate with DDP, or "
-        "leave the callback out"
+        "InductorCompile does not support DeepSpeed, whose engine wraps the module and, with ZeRO stage 3, gathers "
+        "weights in hooks on each submodule. Shard with FSDP2 (ModelParallelStrategy), replicate with DDP, or remove "
+        "the callback"
     )
 
 
@@ -93,11 +93,11 @@ def check_not_sharded(module: nn.Module) -> None:
     """Check that this process has all weights of a module.
 
     Raises:
-        ValueError: The weights are sharded.
+        ValueError: If the weights are sharded.
     """
     if is_sharded(module):
         message = (
-            "FSDP shards the weights of module, and this function takes a module with all weights in one process: "
-            "load a checkpoint into a new module"
+            "FSDP shards the weights of module, but this function needs all weights in one process: load a checkpoint "
+            "into a new module"
         )
         raise ValueError(with_code("CC804", message))

@@ -1,4 +1,4 @@
-"""`GraphBackend`: the backend that a `CompiledTarget` gives to ``torch.compile``; it compiles each captured graph."""
+"""`GraphBackend`: the ``torch.compile`` backend of a `CompiledTarget`. It compiles each captured graph."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ if TYPE_CHECKING:
 
 
 class GraphBackend:
-    """Compiles each graph that Dynamo captures of a target.
+    """Compiles each graph that Dynamo captures from a target.
 
-    A graph runs eagerly if Inductor fails on it. If a graph pass fails, the graph is compiled without the pass.
+    If Inductor fails on a graph, the graph runs eagerly. If a graph pass fails, the backend compiles the graph without
+    the pass.
 
     Args:
         target: The target.
-        key: The name of the target, and the phase that it is compiled for.
+        key: The name of the target, and its phase.
         config: The config of the phase.
-        passes: Graph passes that run before those of ``config``.
+        passes: Graph passes that run before the passes of ``config``.
         recorder: Records the compile events.
-        fallback: Handles failures; its settings say how.
-        may_compile: Whether a compile may begin. Otherwise the graph runs eagerly.
+        fallback: Handles failures according to its settings.
+        may_compile: A function that returns whether a compile may begin. If not, the graph runs eagerly.
 
     Attributes:
         graphs: The number of compiled graphs.
@@ -61,7 +62,7 @@ class GraphBackend:
         self.graphs = 0
         self.shares_regions = False
         self._may_compile = may_compile
-        # torch keeps every backend for as long as the process lives, so a backend must not keep the module.
+        # torch never frees a backend, so a backend must not keep the module alive.
         self._first = weakref.ref(target.members[0])
         self._shared = len(target.members) > 1 or bool(target.regions)
         self._key = key
@@ -75,14 +76,14 @@ class GraphBackend:
         self._generated: list[ModuleType] = []
 
     def compile(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a captured graph; ``torch.compile`` takes this method as its ``backend``."""
+        """Compile a captured graph. ``torch.compile`` gets this method as its ``backend``."""
         if not self._may_compile():
             return _torch.graphs.eager_graph(graph_module).forward
         device = _device_of(example_inputs)
         options = {**self._config.resolved_options(device), "freezing": self._key.frozen}
         uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
         self._check_template(device)
-        eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph that it compiles
+        eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph
         has_collective = _torch.graphs.has_collective(graph_module)
         if self._fallback.has_regions and torch.is_grad_enabled() and self._has_joint_passes(options):
             raise RuntimeError("torch would run graph passes at the hook points of joint graphs twice on each region")
@@ -91,7 +92,7 @@ class GraphBackend:
         if compiled is None:
             return eager.forward
         self.graphs += 1
-        self._recorder.count_graph()  # after compiling, because Dynamo may restart its analysis, and call this again
+        self._recorder.count_graph()  # after the compile, because Dynamo may restart its analysis and call this again
         compiled = self._verification.wrap(
             compiled, eager, options, has_collective=has_collective, uses_cudagraphs=uses_cudagraphs
         )
@@ -103,13 +104,13 @@ class GraphBackend:
 
     @property
     def _member(self) -> Target:
-        """The target, or the first of repeated blocks. It exists while one of them is called."""
+        """The target, or the first repeated block. It exists while a block is called."""
         member = self._first()
         assert member is not None
         return member
 
     def _check_template(self, device: torch.device) -> None:
-        """Report once that the template falls back on this device, which is known with the first graph."""
+        """Report once if the template falls back on this device. The first graph tells the device."""
         reason = None if self._template_checked else self._config.template_falls_back(device)
         self._template_checked = True
         if reason is not None:
@@ -122,7 +123,7 @@ class GraphBackend:
     def _compile_with_passes(
         self, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
     ) -> Callable[..., Any] | None:
-        """Compile a graph, again without a pass that fails; ``None`` if the graph is to run eagerly."""
+        """Compile a graph. If a pass fails, compile again without it. Return ``None`` if the graph must run eagerly."""
         skipped: list[Any] = []
         while True:
             again = _torch.graphs.copy_of_graph(graph) if self._passes else graph
@@ -137,7 +138,7 @@ class GraphBackend:
                     raise
                 failure = find_pass_error(error)
                 if failure is None and self._fallback.has_regions:
-                    raise  # to the compiled target, which has the regions compiled separately
+                    raise  # because the compiled target then compiles the regions separately
                 if failure is None or self._is_candidates_own(failure.failed):
                     self._fallback.compiler_failed(error)
                     return None
@@ -153,11 +154,11 @@ class GraphBackend:
         return any(name.startswith("joint") for name in hooks | {name for name in options if name.endswith("_pass")})
 
     def _is_candidates_own(self, graph_pass: Any) -> bool:
-        """Whether a `Tune` tries this pass: without the pass, the candidate would be another one."""
+        """Return whether the pass belongs to a candidate of a `Tune`, which would be another candidate without it."""
         return self._fallback.settings.on_trial and any(graph_pass is own for own in self._config.passes)
 
     def _record_passes(self, runs: Sequence[PassRun], skipped: Sequence[Any]) -> None:
-        """Record what each pass did. A pass that has not run belongs to a graph from torch's cache."""
+        """Record the run of each pass. If a pass did not run, the graph is from torch's cache."""
         for run in runs:
             self._recorder.pass_runs.append((self._key, run.to_dict()))
         ran = {(run.name, run.hook) for run in runs}
@@ -180,7 +181,7 @@ class GraphBackend:
     def _compile_with_folding(
         self, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """Compile a graph, with its weights folded if the config asks for it and they can be."""
+        """Compile a graph. Fold its weights if the config asks for folding and the graph supports it."""
         folding, inner_compile = self._new_folding(options), _torch.inductor.compile_inner
         if folding is not None:
             from compile_callbacks.folding.folded_graph import compile_inner as inner_compile
@@ -218,7 +219,7 @@ class GraphBackend:
         if reason := self._why_not_folded(options):
             self._recorder.record("fold", self._key, reason=reason)
             return None
-        # This imports Inductor's code generator, which takes seconds.
+        # Imported here, because this imports Inductor's code generator, which takes seconds.
         from compile_callbacks.folding.folded_graph import Folding
 
         recorder, key = self._recorder, self._key
@@ -230,7 +231,7 @@ class GraphBackend:
         if self._member.sharded:
             return WEIGHTS_ARE_SHARDED
         if self._shared:
-            return "repeated blocks share a graph, and each has its own weights"
+            return "repeated blocks share a graph, but not their weights"
         if _torch.graphs.has_tensor_subclasses(self._member.module):
             return "its weights are tensor subclasses, whose memory may move"
         return None
@@ -256,6 +257,6 @@ class GraphBackend:
 
 
 def _device_of(example_inputs: Sequence[Any]) -> torch.device:
-    """The device of a graph: the GPU if any input or weight is there."""
+    """Return the device of a graph, which is the GPU if any input or weight is on the GPU."""
     devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

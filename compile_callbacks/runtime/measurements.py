@@ -1,4 +1,4 @@
-"""`Measurements`: the step times, the eager baseline and the peak memory of both phases. `Session` owns it."""
+"""`Measurements`: measures step times, the eager baseline and the peak memory of both phases for a `Session`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class Stage:
         phase: The phase, train or infer.
         name: The trainer's name: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         sanity: Whether this is the sanity check. Its steps run eagerly, and their times are not recorded.
-        nested: Whether a Trainer call within another one runs this stage. Its steps run compiled, and their times are
-            not recorded.
-        weights_frozen: Whether no weight changes during the stage, so that compiled code may contain the weights.
+        nested: Whether a nested Trainer call runs this stage. Its steps run compiled, and their times are not recorded.
+        weights_frozen: Whether the weights are constant during the stage, so that compiled code may contain them.
     """
 
     phase: Phase = "train"
@@ -41,16 +40,16 @@ class Stage:
 
 @dataclass(slots=True)
 class Step:
-    """A batch, from its start to its end.
+    """One step: the processing of one batch, from its start to its end.
 
     Attributes:
-        first: Whether it is the first one of its stage.
-        measured: Whether its time may be a sample.
-        marker: The recorder's marker at its start.
-        timed: Whether the timer takes its time.
-        compiled: Whether it runs compiled.
-        disturbed: Whether anything compiled in it; known at its end.
-        traced: Whether anything except a CUDA graph recording compiled in it; known at its end.
+        first: Whether the step is the first step of its stage.
+        measured: Whether the time of the step may be used in the report.
+        marker: The recorder's marker at the start of the step.
+        timed: Whether the timer measures the step.
+        compiled: Whether the step runs compiled.
+        disturbed: Whether torch compiled during the step. Known at its end.
+        traced: Whether torch compiled during the step, CUDA graph recordings excluded. Known at its end.
     """
 
     first: bool = False
@@ -63,13 +62,13 @@ class Step:
 
 
 class Baseline:
-    """Counts the eager steps of one phase.
+    """Counts the eager steps of one phase, whose times are the baseline of the speedup.
 
-    They continue over several stage runs if necessary, and take at most half of the steps of the run. A run that is
-    too short for a baseline is compiled from its first step.
+    If one stage has too few steps, the eager steps continue in later stages. They take at most half of the steps of the
+    run. If the run is too short for a baseline, it runs compiled from its first step.
 
     Args:
-        steps: Number of samples; 0 for no baseline.
+        steps: The number of eager steps to time, or 0 for no baseline.
     """
 
     def __init__(self, steps: int) -> None:
@@ -79,17 +78,17 @@ class Baseline:
         self._planned_for: float | None = None
 
     def plan(self, remaining_steps: float) -> None:
-        """Plan for the remaining steps of the phase; ``math.inf`` if unknown. The first finite number counts."""
+        """Plan for the remaining steps of the phase, ``math.inf`` if unknown. Only the first finite number counts."""
         if self._wanted == 0 or (self._planned_for is not None and math.isfinite(self._planned_for)):
             return
         self._planned_for = remaining_steps + self._steps
         half = math.inf if math.isinf(remaining_steps) else self._planned_for // 2
         self._wanted = int(min(self._wanted, half - WARMUP_STEPS))
-        # Twice as many steps as samples, because some steps are not samples (a ragged batch, a compile by the user).
+        # Twice the number of samples, because a ragged batch or a compile of the user's own is not a sample.
         self._max_steps = min(2 * self._wanted + WARMUP_STEPS, half) if self._wanted > 0 else 0
 
     def skip(self) -> None:
-        """Run no eager steps, because an earlier run measured the baseline."""
+        """Run no eager steps, because an earlier run has measured the baseline."""
         self._planned_for = self._max_steps = 0
 
     @property
@@ -98,7 +97,7 @@ class Baseline:
         return self._samples < self._wanted and self._steps < self._max_steps
 
     def step(self, *, sample: bool) -> None:
-        """Count an eager step."""
+        """Count an eager step, and its sample if it gave one."""
         self._steps += 1
         self._samples += sample
 
@@ -108,7 +107,7 @@ class Measurements:
 
     Args:
         module: The root module.
-        baseline_steps: Eager samples wanted in each phase.
+        baseline_steps: The number of eager steps to time in each phase.
     """
 
     def __init__(self, module: nn.Module, baseline_steps: Mapping[Phase, int]) -> None:
@@ -120,7 +119,7 @@ class Measurements:
         self._device = torch.device("cpu")
         self._precision = ""
         self._processes = 1
-        self._trained: int | None = None  # a hash of the set of trained weights
+        self._trained: int | None = None  # a hash of each weight's requires_grad
 
     def begin(self, device: torch.device, precision: str, processes: int, shared: Mapping[Phase, Baseline]) -> None:
         """Begin a Trainer run.
@@ -129,20 +128,20 @@ class Measurements:
             device: The device that the steps run on.
             precision: The trainer's precision.
             processes: The number of processes.
-            shared: By phase, the baseline of another session of the run, which measures that phase's steps instead.
+            shared: The baselines, by phase, of other sessions of the run that measure the phase instead.
         """
         self._device, self._precision, self._processes, self._shared = device, precision, processes, shared
 
     def owns(self, phase: Phase) -> bool:
-        """Whether this session measures the steps of a phase. One session of a run does."""
+        """Return whether this session measures the steps of a phase. One session of a run measures each phase."""
         return phase not in self._shared
 
     def baseline(self, phase: Phase) -> Baseline:
-        """The baseline of a phase. All sessions of a run share it: its steps are eager in all of them."""
+        """Return the baseline of a phase. All sessions of a run share it, because its steps are eager for all."""
         return self._shared.get(phase) or self._baselines[phase]
 
     def timer_for_report(self, phase: Phase) -> StepTimer:
-        """The step times that the report of a phase shows: none if another session measures the phase."""
+        """Return the step times for the report of a phase, or an empty timer if another session measures the phase."""
         return self.timer if self.owns(phase) else StepTimer()
 
     def step_begins(self, step: Step, phase: Phase, active: ActiveConfig, *, tries: bool) -> bool:
@@ -152,7 +151,7 @@ class Measurements:
             step: The step.
             phase: Its phase.
             active: The active config of the phase.
-            tries: Whether the candidates of a `Tune` are tried, so that each step is timed.
+            tries: Whether a `Tune` tries candidates, which needs the time of each step.
 
         Returns:
             Whether the step is timed.
@@ -170,11 +169,11 @@ class Measurements:
             step: The step.
             stage: Its stage.
             active: The active config of the phase.
-            workload: The workload of the step; ``None`` if the step is not timed.
+            workload: The workload of the step, or ``None`` if the step is not timed.
             tuned: Whether the phase has a `Tune`.
 
         Returns:
-            The workload with the conditions that this session knows.
+            The workload, with the conditions of this session added.
         """
         phase = stage.phase
         if workload is not None:
@@ -192,29 +191,29 @@ class Measurements:
 
     def _conditions(self, step: Step, stage: Stage, *, tuned: bool) -> dict[str, object]:
         known: dict[str, object] = {"precision": self._precision}
-        if stage.phase == "train":  # below frozen weights there is no backward pass
+        if stage.phase == "train":  # the backward pass depends on the weights that require grad
             if step.first or step.disturbed or self._trained is None:
                 self._trained = zlib.crc32(bytes(weight.requires_grad for weight in self._module.parameters()))
             known["trained"] = self._trained
-        if tuned:  # the first batch of a stage folds weights again, and with frozen weights other code runs
+        if tuned:  # the first step of a stage folds weights again, and frozen weights need other code
             known |= {"first": step.first, "frozen": stage.weights_frozen}
         return known
 
     # ------------------------------------------------------------------------------------------ across runs
 
     def device_name(self) -> str:
-        """The hardware that step times are compared on."""
+        """Return the name of the hardware. Step times of different hardware are not compared."""
         name = device_name(self._device)
         if self._device.type == "cpu":
             name += f", {torch.get_num_threads()} threads"
         return name if self._processes == 1 else f"{self._processes} x {name}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The eager samples by phase, as plain data."""
+        """Return the eager step times by phase, as plain data."""
         return {phase: [[list(w), list(ms)] for w, ms in self.timer.baseline(phase).items()] for phase in PHASES}
 
     def resume(self, state: Mapping[Any, Any]) -> None:
-        """Use the eager samples of an earlier run on the same hardware, in place of a baseline."""
+        """Use the eager step times of an earlier run on the same hardware instead of a new baseline."""
         for phase in PHASES:
             baseline = _baseline_from_data(state.get(phase))
             self.timer.restore(phase, baseline)
@@ -223,7 +222,7 @@ class Measurements:
 
 
 def _baseline_from_data(data: Any) -> dict[Workload, tuple[float, ...]]:
-    """Return the samples by workload, from pairs of lists; nothing if the data has another form."""
+    """Return step times by workload, from pairs of lists, or an empty dict if the data has another form."""
     try:
         found = {Workload.from_data(workload): tuple(map(float, samples)) for workload, samples in data}
     except (TypeError, ValueError, OverflowError):

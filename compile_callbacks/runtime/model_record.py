@@ -1,4 +1,4 @@
-"""`ModelRecord`: the small JSON file in ``cache_dir`` in which a run of a model leaves what the next one can use."""
+"""`ModelRecord`: a small JSON file in ``cache_dir`` that stores results of a model's run for the next run."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from compile_callbacks.passes.base import pass_identity
 VERSION = 1
 
 _SECTIONS = ("winners", "shapes", "compile_seconds")
-_MAX_ENTRIES = 50  # the latest of each section, so that a new batch size in each run does not fill the file
+_MAX_ENTRIES = 50  # in each section, so that a new batch size in each run does not fill the file
 
 
 class ModelRecord:
-    """One JSON file: a mapping of sections, each a mapping of keys to mappings.
+    """One JSON file with three sections.
 
-    - ``"winners"``: the winner of a `Tune` by the key of the conditions that it was measured under.
-    - ``"shapes"``: by phase and target, the dimensions of its inputs that vary.
-    - ``"compile_seconds"``: by phase and target, the time of the longest compile.
+    - ``"winners"``: for each set of conditions, the winner of a `Tune`.
+    - ``"shapes"``: for each phase and target, the input dimensions that vary.
+    - ``"compile_seconds"``: for each phase and target, the time of the longest compile.
 
     If the file is missing, damaged or of another version, the record starts empty. If the file cannot be written, the
     record is lost and the run continues. Each write replaces the whole file, which only its owner can read.
 
     Args:
-        cache_dir: The folder, which is created by the first write.
-        fingerprint: Identifies the model, in the file's name.
-        read_only: Write nothing. Of several ranks, only rank zero writes.
+        cache_dir: The folder. The first write creates it.
+        fingerprint: The fingerprint of the model, which is a part of the file's name.
+        read_only: Whether to write nothing. Of several ranks, only rank zero writes.
     """
 
     def __init__(self, cache_dir: Path, fingerprint: str, *, read_only: bool = False) -> None:
@@ -47,7 +47,7 @@ class ModelRecord:
         self.read_only = read_only
 
     def load(self) -> dict[str, Any]:
-        """Read the file: ``"version"``, and each section, without values of the wrong type."""
+        """Read the version and the sections of the file, without values of the wrong type."""
         data = read_json(self.path)
         known = data if isinstance(data, dict) and data.get("version") == VERSION else {}
         record: dict[str, Any] = {"version": VERSION}
@@ -58,10 +58,10 @@ class ModelRecord:
         return record
 
     def update(self, section: str, key: str, value: Any) -> str | None:
-        """Write one value if it is new, and drop the oldest values of the section if there are too many.
+        """Write one value if it is new, and delete the oldest values of the section if there are too many.
 
         Returns:
-            Why it could not be written, or ``None``.
+            The reason why the value could not be written, or ``None``.
         """
         if self.read_only:
             return None
@@ -74,13 +74,13 @@ class ModelRecord:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_json(self.path, record, mode=0o600)
-        except (OSError, TypeError, ValueError) as error:  # the last two: JSON has no form for a value
+        except (OSError, TypeError, ValueError) as error:  # JSON raises the last two if it does not support a value
             return f"{type(error).__name__}: {error}"
         return None
 
 
 def model_fingerprint(module: nn.Module) -> str:
-    """Identify a model by its architecture and its code."""
+    """Return a hash that identifies a model by its architecture and its code."""
     return digest([architecture_fingerprint(module), code_fingerprint(module)])
 
 

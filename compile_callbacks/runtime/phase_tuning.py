@@ -1,4 +1,4 @@
-"""`PhaseTuning`: chooses the config of one phase among the candidates of a `Tune`. `Session` calls it for each step."""
+"""`PhaseTuning`: chooses the config of one phase from the candidates of a `Tune`. `Session` calls it for each step."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ from compile_callbacks.tuning.tuner import Tuner
 _T = TypeVar("_T")
 
 BLOCK_STEPS = 1 + WARMUP_STEPS + LEAST_SAMPLES
-"""One step that compiles, the warm-up steps, and the samples. A block has a fixed number of steps, not of samples, so
-that it ends at the same step on all ranks."""
+"""The steps of a block: one step that compiles, the warm-up steps, and the timed steps. The number is fixed, so that a
+block ends at the same step on all ranks."""
 
 
 class PhaseTuning:
-    """Runs blocks of steps of one phase with each candidate in turn, until one is chosen.
+    """Runs blocks of steps of one phase with each candidate in turn, until a candidate is chosen.
 
-    All ranks decide together at the end of each block of training steps. In the infer phase ranks may have different
-    numbers of batches, so each rank decides for itself, and at the end of the stage all of them take rank zero's
-    winner.
+    In training, all ranks decide together at the end of each block. In the infer phase, ranks may have different
+    numbers of batches, so each rank decides for itself, and at the end of the stage all ranks use rank zero's winner.
 
     Args:
         phase: The phase.
         tune: The candidates and the limits.
-        switch: Has the compiled targets. The code of candidates that lose is freed.
-        recorder: Has the compile events.
+        switch: Contains the compiled targets, and frees the code of candidates that lose.
+        recorder: Contains the compile events.
         processes: Gathers the measurements of all ranks.
-        print_line: Prints a line of text.
+        print_line: A function that prints a line of text.
     """
 
     def __init__(
@@ -66,16 +65,16 @@ class PhaseTuning:
         self._device = torch.device("cpu")
         self._record: ModelRecord | None = None
         self._conditions: Mapping[str, str] = {}
-        self._earlier: dict[str, str] = {}  # the config keys of earlier winners, by the keys of their conditions
+        self._earlier: dict[str, str] = {}  # keys of conditions -> config keys of earlier winners
         self._reset()
 
     def _reset(self) -> None:
         self._tuner = Tuner(self.tune, self._device.type)
         self._configs: dict[str, ActiveConfig] = {EAGER: EAGERLY}
-        self._workloads: Counter[Workload] = Counter()  # of the first block, which is eager
+        self._workloads: Counter[Workload] = Counter()  # workloads of the first block, which is eager
         self._made_for: dict[str, str] = {}
         self._first_event = len(self._recorder.events)
-        self._samples: list[tuple[Workload, Span]] = []  # of the block
+        self._samples: list[tuple[Workload, Span]] = []  # step times of the current block
         self._block_steps, self._block_seconds, self._step_began = 0, 0.0, 0.0
 
     # ------------------------------------------------------------------------------------------ a run
@@ -89,7 +88,7 @@ class PhaseTuning:
         precision: str = "",
         record: ModelRecord | None = None,
     ) -> None:
-        """Begin a Trainer run. The winner of the run before is kept, unless that run was too short to decide.
+        """Begin a Trainer run, and keep the winner of the last run, if that run was long enough to choose one.
 
         Args:
             device: The device of the module.
@@ -116,13 +115,13 @@ class PhaseTuning:
             self._reset()
 
     def plan(self, steps_left: float) -> None:
-        """Set how many steps of the phase remain in the run; the same on all ranks."""
+        """Set the number of remaining steps of the phase, which is the same on all ranks."""
         self._tuner.steps_left = steps_left
 
     # ------------------------------------------------------------------------------------------ steps and stages
 
     def step_begins(self, *, measured: bool) -> ActiveConfig:
-        """Begin a step; returns the config to run it with. Only measured steps run with a candidate."""
+        """Begin a step, and return its config. Only measured steps run with a candidate."""
         if not measured or self.winner is not None:
             return self.active
         self._step_began = time.perf_counter()
@@ -133,7 +132,7 @@ class PhaseTuning:
 
         Args:
             workload: The workload of the step.
-            span: Its time; ``None`` if it is no sample.
+            span: The time of the step, or ``None`` if the time must not be used.
         """
         if self.winner is not None:
             return
@@ -147,7 +146,7 @@ class PhaseTuning:
             self._block_ends()
 
     def stage_ends(self) -> None:
-        """End a stage, on all ranks: in the infer phase they take the winner of rank zero, if it has one."""
+        """End a stage on all ranks. In the infer phase, all ranks use the winner of rank zero, if it has one."""
         if self.phase == "train" or self._processes.size == 1:
             return
         mine = None if self.winner is None else self._key(self.winner)
@@ -156,7 +155,7 @@ class PhaseTuning:
             return
         if chosen != mine:
             if chosen not in self._names:
-                self._start(shapes_vary=True)  # with every candidate that rank zero may have
+                self._start(shapes_vary=True)  # includes each candidate that rank zero may have
             self._tuner.adopt(self._names.get(chosen, EAGER), "rank 0 chose it")
             self._apply()
         self._tuner.complete = complete
@@ -166,21 +165,21 @@ class PhaseTuning:
 
     @property
     def winner(self) -> str | None:
-        """The chosen candidate; ``None`` before the choice."""
+        """The chosen candidate, or ``None`` before the choice."""
         return self._tuner.winner
 
     @property
     def active(self) -> ActiveConfig:
-        """The config outside measured steps: the winner's, and eager before the choice."""
+        """The config outside measured steps: the winner's config, or eager before the choice."""
         return self._configs[self.winner or EAGER]
 
     @property
     def begins_block(self) -> bool:
-        """Whether the next measured step is the first one of a block."""
+        """Whether the next measured step is the first step of a block."""
         return self.winner is None and self._block_steps == 0
 
     def trials(self) -> Sequence[Trial]:
-        """The result of each candidate so far; empty if the phase did not run."""
+        """The result of each candidate so far. Empty if the phase did not run."""
         trials = list(self._tuner.trials.values())
         return trials if self.winner is not None or any(trial.blocks for trial in trials) else ()
 
@@ -203,23 +202,23 @@ class PhaseTuning:
         return self._processes.gather(value) if self.phase == "train" else [value]
 
     def _block(self) -> Block:
-        """The measurements of this rank."""
+        """Return the measurements of this rank."""
         began = time.perf_counter()
         self._recorder.collect()
         times = defaultdict[Workload, list[float]](list)
         for workload, span in self._samples:
-            times[workload].append(span.milliseconds())  # waits for the GPU
+            times[workload].append(span.milliseconds())  # synchronizes the GPU
         compile_seconds = sum(event.seconds or 0 for event in self._events() if event.kind == "compile")
         seconds = self._block_seconds + time.perf_counter() - began
         return Block(dict(times), seconds, compile_seconds, self._problem(), self._block_steps)
 
     def _events(self, since: int = 0) -> list[CompileEvent]:
-        """The compile events of the candidate."""
+        """Return the compile events of the candidate."""
         name = self._tuner.candidate
         return [e for e in self._recorder.events[since:] if e.phase == self.phase and e.candidate == name]
 
     def _problem(self) -> tuple[Verdict, str] | None:
-        """Why the candidate cannot win, by its compile events."""
+        """Return a verdict and a reason if the candidate's compile events show that it cannot win."""
         if self._tuner.candidate == EAGER:
             return None
         for event in self._events(self._first_event):
@@ -231,9 +230,9 @@ class PhaseTuning:
         return None if compiled else ("failed", "nothing was compiled in its steps")
 
     def _start(self, *, shapes_vary: bool, earlier: str | None = None) -> None:
-        """Eager was measured: start with the candidates, or use the winner of an earlier run."""
+        """Start with the candidates after eager was measured, or use the winner of an earlier run."""
         sharded = any(member.sharded for target in self._switch.targets for member in target.members)
-        no_freezing = "repeated blocks share a graph without weights" if self._switch.shares_graphs else None
+        no_freezing = "repeated blocks share a graph, but not their weights" if self._switch.shares_graphs else None
         no_cudagraphs = None if self._device.type == "cuda" else "the module is not on a GPU"
         candidates = candidates_of(
             self.tune,
@@ -257,7 +256,7 @@ class PhaseTuning:
 
     @property
     def _names(self) -> dict[str, str]:
-        """The names of the candidates by the keys of their configs."""
+        """Return the names of the candidates by the keys of their configs."""
         return {self._key(name): name for name in self._configs}
 
     def _key(self, name: str) -> str:
@@ -279,7 +278,7 @@ class PhaseTuning:
         self._print_line(f"{line}: {chosen.reason}" if chosen.reason else line)
 
     def _keep(self) -> None:
-        """Keep the winner, which is the same on all ranks, in the file for later processes."""
+        """Write the winner, which is the same on all ranks, to the file for later runs."""
         if self.winner is None or not self._tuner.worth_keeping:
             return
         key, config_key = digest(self._made_for), self._key(self.winner)

@@ -1,4 +1,4 @@
-"""`RecompileBudget`: how many seconds of recompiling a target may cost in a phase. `CompiledTarget` asks it."""
+"""`RecompileBudget`: limits the seconds that a `CompiledTarget` may spend on recompiles."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder, EventKind
 
 LEAST_SECONDS = 30.0
-"""What recompiles may cost at least."""
+"""The minimum budget for recompiles."""
 
-_REASONS = 3  # that the message names
+_REASONS = 3  # the number of reasons in the message
 
 
 @dataclass(kw_only=True)
 class CompileLimits:
-    """What bounds the compiles of a session. It holds no reference to the module, because torch keeps every backend.
+    """The limits of the compiles of a session. It has no reference to the module, because torch never frees a backend.
 
     Attributes:
-        seconds_saved: Returns the time that compiled steps of a phase have saved so far.
-        stopping: Whether the process was asked to stop, so that no compile should begin.
+        seconds_saved: A function that returns the time that compiled steps of a phase have saved so far.
+        stopping: A function that returns whether the process was asked to stop, so that no compile should begin.
     """
 
     seconds_saved: Callable[[Phase], float] = lambda phase: 0.0
@@ -30,22 +30,21 @@ class CompileLimits:
 
 
 def allowed_seconds(first_compile: float, saved: float) -> float:
-    """The budget of a target: the time of its first compile, at least `LEAST_SECONDS`, and the time saved."""
+    """Return the budget of a target: the time of its first compile or `LEAST_SECONDS`, plus the time saved."""
     return max(LEAST_SECONDS, first_compile) + max(0.0, saved)
 
 
 class RecompileBudget:
-    """Counts the seconds that a compiled target spends on recompiles and on graphs behind graph breaks.
+    """Counts the seconds that a compiled target spends on recompiles and on graphs after graph breaks.
 
-    The first graph is free. The others may cost the time of the first one, at least `LEAST_SECONDS`, plus the time that
-    compiled steps have saved so far.
+    The first graph does not count. `allowed_seconds` is the budget for all other graphs.
 
     Args:
         key: The target and its phase.
-        recorder: Has the seconds of each compile.
-        limits: Has the time that compiled steps have saved.
-        warn: Warns once.
-        bounded: Whether there is a budget at all.
+        recorder: Contains the seconds of each compile.
+        limits: Contains the time that compiled steps have saved.
+        warn: Issues each warning once.
+        bounded: Whether there is a budget.
     """
 
     def __init__(
@@ -60,14 +59,14 @@ class RecompileBudget:
         self._bounded = bounded
 
     def may_compile(self) -> bool:
-        """Whether a compile may begin: not if the budget is used up, or the process was asked to stop."""
+        """Return ``False`` if the budget is used up, or if the process was asked to stop."""
         if self._limits.stopping():
             self._recorder.record("fallback", self._key, reason="the run was asked to stop before the compile began")
             return False
         return self.check()
 
     def check(self) -> bool:
-        """Compare the seconds spent with those allowed. Returns whether more may be spent."""
+        """Return whether the target has spent less than its budget, and warn the first time that it has not."""
         if not self._bounded:
             return True
         first, *others = self._recorder.compile_seconds.get(self._key, [0.0])
@@ -88,12 +87,12 @@ class RecompileBudget:
             causes = f"the first of {len(recompiles)} reasons: {'; '.join(recompiles[:_REASONS]) or 'torch gives none'}"
             fix = "pad inputs to a few sizes"
         message = (
-            f"target {target!r} compiled {compiles} more graphs in {spent:.0f} s after its first one in the {phase} "
-            f"phase, which is more than the {allowed:.0f} s of its recompile budget. Inputs that fit none of its "
-            f"graphs run eagerly from now on; {causes}. To avoid that, {fix}; new_shapes='recompile' sets no budget"
+            f"target {target!r} compiled {compiles} more graphs in {spent:.0f} s after its first graph in the {phase} "
+            f"phase, which is more than its recompile budget of {allowed:.0f} s. Inputs that none of its graphs "
+            f"accepts run eagerly from now on; {causes}. To avoid this, {fix}; new_shapes='recompile' removes the budget"
         )
         self._recorder.record("budget", self._key, reason=message)
-        if self._key.candidate is None:  # the report tells of the candidates of a Tune
+        if self._key.candidate is None:  # because the report describes the candidates of a Tune
             self._warn.warn("CC130", message, about=self._key)
 
     def _reasons(self, kind: EventKind) -> list[str]:

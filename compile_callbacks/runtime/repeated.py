@@ -20,10 +20,10 @@ from compile_callbacks.runtime.target import Compiled, RepeatedBlocks, Target
 
 Repeated = Literal["repeated"]
 REPEATED: Repeated = "repeated"
-"""The value of ``targets`` for repeated blocks. In a list it is a name like others."""
+"""The value of ``targets`` for repeated blocks. In a list, it is an ordinary name."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_SHOWN = 3  # places that a name contains at most
+_SHOWN = 3  # the maximum number of places in a name
 
 
 def group_targets(
@@ -31,12 +31,12 @@ def group_targets(
 ) -> Sequence[Compiled]:
     """Group the targets of the same structure, so that they share a compiled function.
 
-    A target that torch cannot compile is left out, with a warning.
+    The function warns about a target that torch cannot compile, and omits it.
 
     Args:
-        root: The module that the targets are in.
+        root: The module that contains the targets.
         targets: The targets. Duplicates count once.
-        shares: Whether a target may share a compiled function.
+        shares: A function that returns whether a target may share a compiled function.
     """
     once: dict[tuple[int, str | None], Target] = {}
     for target in targets:
@@ -53,8 +53,8 @@ def group_targets(
 def group_repeated(root: nn.Module, targets: Sequence[Target]) -> Sequence[Compiled]:
     """Group the targets for ``targets="repeated"``: the blocks in each target become regions of its graph.
 
-    Targets without repeated blocks share a compiled function if they have the same structure. They are blocks
-    themselves if the steps call each block.
+    Targets without repeated blocks share a compiled function if they have the same structure. If the steps call each
+    block, the blocks themselves are such targets.
     """
     found = group_targets(
         root, [with_regions(root, target) for target in targets], lambda target: target.sharded or not target.regions
@@ -63,7 +63,7 @@ def group_repeated(root: nn.Module, targets: Sequence[Target]) -> Sequence[Compi
 
 
 def with_regions(root: nn.Module, target: Target) -> Target:
-    """Return the target with the repeated blocks of its module as regions; not if FSDP gathers its weights."""
+    """Return the target with the repeated blocks of its module as regions. A sharded target gets no regions."""
     if target.sharded or target.uncompilable_reason() is not None:
         return target
     called = target.name if target.method is None else target.name.rpartition(".")[0]
@@ -80,13 +80,13 @@ def check_is_repeated(root: nn.Module) -> None:
     """Check ``targets="repeated"``.
 
     Raises:
-        ValueError: Nothing in the module is repeated.
+        ValueError: If the module has no repeated blocks.
     """
     if not find_repetitions(root):
         message = (
             f"targets={REPEATED!r} finds no repeated blocks in {type(root).__name__}: no two members of its "
             "Sequentials, ModuleLists and ModuleDicts have the same classes and shapes of weights. Name parts of the "
-            f"module, or leave targets out to compile the whole module (targets=[{REPEATED!r}] names a part)"
+            f"module, or omit targets to compile the whole module (targets=[{REPEATED!r}] names a submodule)"
         )
         raise ValueError(with_code("CC120", message))
 
@@ -111,10 +111,10 @@ def _sharing(root: nn.Module, targets: Sequence[Target]) -> RepeatedBlocks:
 
 
 class RegionMarks:
-    """Marks repeated blocks as regions of the graph that contains them: torch compiles the code of a region once.
+    """Marks repeated blocks as regions of the graph that contains them, so that torch compiles their code once.
 
-    A mark is an instance attribute ``forward`` that exists during calls of the compiled function only. So no copy,
-    pickle or checkpoint contains it, and an exception does not leave it behind.
+    A mark is an instance attribute ``forward`` that exists only during calls of the compiled function. No copy, pickle
+    or checkpoint therefore contains a mark, and no mark remains after an exception.
 
     Args:
         blocks: The blocks.
@@ -122,14 +122,14 @@ class RegionMarks:
 
     def __init__(self, blocks: Iterable[RepeatedBlocks]) -> None:
         modules = [block.module for found in blocks for block in found.members]
-        # One for each class: blocks share code only if they are calls of the same function (torch 2.11).
+        # One region for each class, because blocks share code only if they call the same function (torch 2.11).
         regions = {forward: _torch.regions.region_of(forward) for forward in {type(one).forward for one in modules}}
         self._marks = [_RegionMark(one, regions[type(one).forward]) for one in modules]
         self._lock = threading.Lock()
-        self._calls = 0  # that are running, in several threads
+        self._calls = 0  # the number of running calls in all threads
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls ``compiled`` with the marks."""
+        """Return a function that calls ``compiled`` with the marks installed."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
@@ -156,7 +156,7 @@ class _RegionMark:
 
     @staticmethod
     def fits(block: nn.Module) -> bool:
-        """Whether a block can be marked: not if its call or its ``forward`` is not what its class defines."""
+        """Return whether a block can be marked, which needs the call and the ``forward`` that its class defines."""
         own = "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule)
         return not own and isinstance(type(block).forward, types.FunctionType)
 
@@ -172,21 +172,21 @@ class _RegionMark:
 
 
 def find_repetitions(root: nn.Module) -> list[dict[str, nn.Module]]:
-    """Return the repeated blocks of a module, the outermost if they contain one another.
+    """Return the repeated blocks of a module. If blocks contain other blocks, return the outermost blocks.
 
     A block is a member of a ``Sequential``, ``ModuleList`` or ``ModuleDict``, has parameters, and is more than one
-    layer of ``torch.nn``. Blocks belong together if all their submodules have the same classes, and their parameters
-    and buffers the same names, shapes and dtypes. They may have different parents.
+    layer of ``torch.nn``. Blocks have the same structure if their submodules have the same classes, and if their
+    parameters and buffers have the same names, shapes and dtypes. They may have different parents.
 
     Args:
-        root: The module, which is not a block itself.
+        root: The module to search. The root itself is not a block.
 
     Returns:
-        For each structure, its blocks by their dotted names in the root module. A block that stands in several places
-        is included with each name.
+        For each structure, its blocks by their dotted names in the root module. If a block has several names, all names
+        are included.
     """
     alone: set[Any] = set()
-    while True:  # a block without a second one may contain repeated blocks
+    while True:  # a block that occurs once may contain repeated blocks
         alike: dict[Any, dict[str, nn.Module]] = {}
         for path, block in _blocks(root, "", alone):
             alike.setdefault(structure_of(block), {})[path] = block
@@ -196,7 +196,7 @@ def find_repetitions(root: nn.Module) -> list[dict[str, nn.Module]]:
 
 
 def _blocks(parent: nn.Module, prefix: str, alone: set[Any]) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in parent._modules.items():  # not named_children(), which yields a child once
+    for name, child in parent._modules.items():  # not named_children(), which yields a shared child only once
         if child is None:
             continue
         path = f"{prefix}{name}"
@@ -207,7 +207,7 @@ def _blocks(parent: nn.Module, prefix: str, alone: set[Any]) -> Iterator[tuple[s
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a module has parameters and is more than one layer of ``torch.nn``."""
+    """Return whether a module has parameters and is more than one layer of ``torch.nn``."""
     has_forward = type(module).forward is not nn.Module.forward
     is_layer = not module._modules and type(module).__module__.startswith("torch.nn.")
     return has_forward and not is_layer and next(module.parameters(), None) is not None
@@ -231,7 +231,7 @@ def name_of(root: nn.Module, paths: Sequence[str]) -> str:
     """Return the name of several modules, for reports.
 
     Returns:
-        One glob, ``"encoder.layers.*"``, if it matches no other module with parameters. Otherwise the paths.
+        One glob, such as ``"encoder.layers.*"``, if it matches no other module with parameters. Otherwise, the paths.
     """
     split = [path.split(".") for path in paths]
     if len({len(names) for names in split}) == 1:
@@ -246,7 +246,7 @@ def name_of(root: nn.Module, paths: Sequence[str]) -> str:
 
 
 def _listed(paths: Iterable[str]) -> str:
-    """The last parts of names in braces, consecutive numbers as a range: ``{1-3}``."""
+    """Return the last parts of names in braces, with consecutive numbers as a range: ``{1-3}``."""
     names = [path.rpartition(".")[2] for path in paths]
     if not all(name.isdigit() for name in names):
         return names[0] if len(names) == 1 else "{" + ",".join(names) + "}"

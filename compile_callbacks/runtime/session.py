@@ -1,6 +1,6 @@
 """`Session`: compiles the targets of one module, and measures its steps.
 
-The hooks of `InductorCompile`, `compile_phases` and `InductorBackend` call it.
+The hooks of `InductorCompile`, `compile_phases` and `InductorBackend` call the session.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class Session:
 
     Args:
         module: The root module.
-        targets: The targets in it.
+        targets: The targets in the module.
         arguments: The arguments of the callback or of `compile_phases`.
-        finds_targets: Whether the modules and methods that the first steps call become targets, too.
-        taken: Targets of other callbacks, which the first steps do not make targets of this session.
-        print_line: Prints a line of text while something compiles, and when a `Tune` has chosen.
+        finds_targets: Whether the modules and methods that the first steps call also become targets.
+        taken: Targets of other callbacks, which cannot become targets of this session.
+        print_line: A function that prints a line of text. The session calls it while torch compiles, and when a `Tune`
+            has chosen a candidate.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Session:
         self._cache = CompileCache(folder, functools.partial(warn.warn, "CC401")) if folder else None
         self._record: ModelRecord | None = None
         self._progress = CompileProgress(print_line)
-        # torch holds the recorder while it listens. The recorder must not keep the session and its module alive.
+        # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(progress=self._progress)
         self._shapes = ShapeRecords()
         self._limits = CompileLimits()
@@ -101,7 +102,7 @@ class Session:
             phase: ActiveConfig(config) if isinstance(config, InductorConfig) else EAGERLY
             for phase, config in arguments.configs.items()
         }
-        # A tuned phase needs no baseline, because eager is one of the candidates.
+        # A phase with a Tune needs no baseline, because eager is one of the candidates.
         self._measurements = Measurements(
             module, {phase: arguments.baseline_steps if active.config else 0 for phase, active in self._active.items()}
         )
@@ -115,7 +116,7 @@ class Session:
         """Whether a Trainer run is in progress."""
         self._stage, self._step = Stage(), Step()
         self._compiled = False  # whether the selected config compiles
-        self._before: CompileReport | None = None  # the report of the run that this one resumes
+        self._before: CompileReport | None = None  # the report of the run that this run resumes
 
     # ------------------------------------------------------------------------------------------ a Trainer run
 
@@ -127,13 +128,13 @@ class Session:
         shared: Mapping[Phase, Baseline] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Begin a Trainer run: install the targets.
+        """Begin a Trainer run, and install the targets.
 
         Args:
             precision: The trainer's precision.
-            together: Whether all processes of the process group, if there is one, begin the same run here.
-            shared: By phase, the baseline of another session of the run, which measures that phase's steps instead.
-            stopping: Whether the run was asked to stop. It must hold no reference to the module.
+            together: Whether all processes of the default process group begin the same run here.
+            shared: The baselines, by phase, of other sessions of the run that measure the phase instead.
+            stopping: A function that returns whether the run was asked to stop. It must not refer to the module.
         """
         self.running = True
         self._limits.stopping = stopping
@@ -161,7 +162,7 @@ class Session:
             self._active[tuning.phase] = tuning.active
 
     def end(self, *, keep_compiled: bool = False) -> None:
-        """End the Trainer run: the module is an ordinary module again, unless it is to stay compiled."""
+        """End the Trainer run, and restore the module unless ``keep_compiled`` is set."""
         self.running = False
         cache = self._cache if self._cache is not None and self._cache.active else None
         parts = (
@@ -174,27 +175,27 @@ class Session:
             *((self._warnings.check_cache_dir, cache.end, self._save_record) if cache is not None else ()),
             functools.partial(self._switch.select_by_grad_mode, self._active) if keep_compiled else self._switch.remove,
         )
-        with contextlib.ExitStack() as remaining:  # an exception in one part does not prevent the others
+        with contextlib.ExitStack() as remaining:  # calls each part, even if another part raises
             for part in reversed(parts):
                 remaining.callback(part)
 
     def interrupt(self) -> Stage:
-        """Another Trainer call begins within this run; `stage_begins` with the returned stage continues the run."""
+        """Pause this run for a nested Trainer call. Pass the returned stage to `stage_begins` to continue the run."""
         self._measurements.timer.discard_step()
         self._step = Step()  # not measured
         return self._stage
 
     def free_compiled(self) -> None:
-        """Free the memory of compiled code. A target that is called again is compiled again."""
+        """Free the memory of compiled code. The next call of a target compiles it again."""
         self._switch.free_compiled()
 
     # ------------------------------------------------------------------------------------------ stages and steps
 
     def plan(self, steps: Mapping[Phase, float]) -> None:
-        """Plan the baselines and the tuning of the rest of the run.
+        """Plan the baselines and the tuning for the rest of the run.
 
         Args:
-            steps: The remaining steps by phase, ``math.inf`` if unknown.
+            steps: The number of remaining steps by phase, ``math.inf`` if unknown.
         """
         of_ranks = self._processes.gather(dict(steps))
         for phase in steps:
@@ -213,7 +214,7 @@ class Session:
         """Begin a step: decide whether it is eager and whether it is timed, and select its config.
 
         Args:
-            first: Whether it is the first batch of its stage: the weights may have been swapped for the stage.
+            first: Whether the step is the first step of its stage. A callback may have swapped the weights before it.
 
         Returns:
             Whether the step is timed.
@@ -255,16 +256,16 @@ class Session:
         """End a step: record its time, and count it for the baseline or the candidate.
 
         Args:
-            loader: The name of the stage, with the number of its loader if it has several.
+            loader: The name of the stage, with the number of the loader if the stage has several.
             batch: The batch.
-            part: Everything else that changes the workload of the step.
+            part: A description of other properties that change the workload of the step.
         """
         stage, step = self._stage, self._step
         if called := self._called.stop():
             self._switch.add(self._new_targets(called))
         step.disturbed, step.traced = self._recorder.compiled_since(step.marker)
         if step.traced and (self._recorder.step is not None or stage.nested) and gc.isenabled():
-            # A compile leaves so many objects that an automatic collection would take longer than most steps.
+            # A compile leaves many objects. An automatic collection in a later step would take longer than most steps.
             gc.collect()
         self._recorder.step = None
         tuning = self._tunings.get(stage.phase)
@@ -273,16 +274,16 @@ class Session:
         workload = self._measurements.step_ends(step, stage, self._active[stage.phase], workload, tuned=bool(tuning))
         if tuning is not None:
             if tuning.winner is None:
-                # torch frees the memory of CUDA graphs with the last of them, even if gradients are still in it.
+                # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
                 self.after_backward()
             if workload is not None and step.measured:
                 tuning.step_ends(workload, self._measurements.timer.last_step)
             self._active[tuning.phase] = tuning.active
-        if called or tuning is not None or not step.compiled:  # otherwise the phase is selected already
+        if called or tuning is not None or not step.compiled:  # otherwise, the phase is already selected
             self._select(compiled=True)
 
     def stage_ends(self, phase: Phase) -> None:
-        """End a stage: agree with other ranks on the winner of a `Tune`, and issue warnings."""
+        """End a stage: synchronize the winner of a `Tune` with other ranks, and issue warnings."""
         if (tuning := self._tunings.get(phase)) is not None:
             tuning.stage_ends()
             self._active[tuning.phase] = tuning.active
@@ -290,7 +291,7 @@ class Session:
         self.check(phase)
 
     def check(self, phase: Phase) -> None:
-        """Warn about targets that ran in a phase and are not compiled, and about slow steps; each once."""
+        """Warn once about each target that ran uncompiled in a phase, and about slow steps."""
         self._warnings.check_stage(phase, self._active[phase])
 
     def check_run(self) -> None:
@@ -301,7 +302,7 @@ class Session:
             self._warnings.check_targets()
 
     def baseline(self, phase: Phase) -> Baseline:
-        """The baseline of a phase, for the sessions of other callbacks."""
+        """Return the baseline of a phase, for the sessions of other callbacks."""
         return self._measurements.baseline(phase)
 
     # ------------------------------------------------------------------------------------------ results
@@ -310,8 +311,8 @@ class Session:
         """Return the report of this process so far.
 
         Args:
-            details: Wait for the GPU, and include the verdict, the series and the events. Without, the report has what
-                `CompileReport.scalars` needs in the middle of a stage.
+            details: Whether to synchronize the GPU, and include the verdict, the series and the events. Otherwise, the
+                report only contains the figures that `CompileReport.scalars` needs during a stage.
         """
         self._recorder.collect()
         if details:
@@ -333,7 +334,7 @@ class Session:
         return CompileReport(train=phases["train"], infer=phases["infer"], before=self._before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the report, the samples of the baseline and the observed shapes, as plain data for a checkpoint."""
+        """Return the report, the baseline's step times and the observed shapes as plain data for a checkpoint."""
         return {
             "version": STATE_VERSION,
             "report": self.report().to_dict(),
@@ -343,9 +344,9 @@ class Session:
         }
 
     def resume(self, state: object) -> None:
-        """Continue from the `state_dict` of an earlier run. On the same device, its baseline is not measured again.
+        """Continue from the `state_dict` of an earlier run. On the same device, keep the baseline of that run.
 
-        A part that is missing, unknown or of a wrong type is ignored, and so is a state of another version.
+        The method ignores a state of another version, and parts that are missing, unknown or of a wrong type.
         """
         data = state if isinstance(state, Mapping) and state.get("version") == STATE_VERSION else {}
         parts = map(data.get, ("report", "baselines"))
@@ -369,19 +370,19 @@ class Session:
         self._switch.select(stage.phase, active, frozen=stage.weights_frozen, observes=observes)
 
     def _new_targets(self, called: Sequence[Target]) -> Sequence[Compiled]:
-        """The called modules and methods that are not targets yet; those that look alike share a graph."""
+        """Return targets for called modules and methods that are not targets yet. Repeated blocks share a graph."""
         known = {(id(member.module), member.method) for target in self._switch.targets for member in target.members}
         group = group_repeated if self._arguments.targets == REPEATED else group_targets
         return group(self.module, [one for one in called if (id(one.module), one.method) not in known])
 
     def _reported_targets(self, phase: Phase) -> Sequence[Compiled]:
-        """The targets for the report of a phase: the named ones, or those that compiled steps called."""
+        """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
         called = self._switch.called_targets(phase)
         targets = self._switch.targets_of(phase)
         return [target for target in targets if not self._finds_targets or target.name in called]
 
     def _save_record(self) -> None:
-        """Write the observed shapes, and how long compiles took, into the file of the model."""
+        """Write the observed shapes and the compile times to the model's file."""
         if self._record is not None:
             for phase, varying in self._shapes.state().items():
                 self._record.update("shapes", phase, varying)

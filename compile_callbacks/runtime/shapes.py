@@ -1,4 +1,4 @@
-"""`ObservedShapes`: which dimensions of a target's inputs vary. `CompiledTarget` marks them before torch compiles."""
+"""`ObservedShapes`: records which input dimensions of a target vary. `CompiledTarget` marks them as dynamic."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks._utils.signatures import inputs_of
 
 SPECIALIZED = (0, 1)
-"""Sizes for which torch compiles a separate graph, whether the dimension is dynamic or not."""
+"""Sizes for which torch compiles a separate graph, even if the dimension is dynamic."""
 
 
 class ObservedShapes:
-    """Which dimensions and which integers of a target's inputs vary in one phase, in its eager calls.
+    """Records which dimensions and integers of a target's inputs vary in the eager calls of one phase.
 
-    `record` sees the inputs of eager calls, and of calls that compile. A dimension varies if it had two sizes other
-    than 0 and 1. Under `marked`, torch treats the dimensions and integers that vary as dynamic, and all others as
-    constant: the first graph fits all sizes that were seen, and one recompile is enough for dimensions that vary later.
+    `record` gets the inputs of eager calls and of calls that compile. A dimension varies if it had two sizes other than
+    0 and 1. Within `marked`, torch treats varying dimensions and integers as dynamic, and all others as static. The
+    first graph then accepts all recorded sizes, and one recompile is enough for dimensions that vary later.
 
     Attributes:
         gradients_differentiated: Whether a backward pass through an eager call had ``create_graph=True``.
@@ -29,10 +29,10 @@ class ObservedShapes:
 
     def __init__(self) -> None:
         self.gradients_differentiated = False
-        self._sizes: dict[str, list[int | None]] = {}  # by input; None: it varies. An integer has one entry.
+        self._sizes: dict[str, list[int | None]] = {}  # by input; None if the size varies; an integer has one entry
 
     def record(self, args: Any, kwargs: Any) -> None:
-        """Record the sizes of a call's inputs; about 1 µs for each input."""
+        """Record the sizes of a call's inputs. This takes about 1 µs per input."""
         for name, value in inputs_of(args, kwargs):
             is_tensor = isinstance(value, torch.Tensor)
             sizes: list[int | None] = [*value.shape] if isinstance(value, torch.Tensor) else [value]
@@ -43,7 +43,7 @@ class ObservedShapes:
                 known[i] = now if is_tensor and before in SPECIALIZED else None
 
     def recording(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a target's eager call with a `record` before it, whose backward pass is observed too."""
+        """Wrap a target's eager call to `record` its inputs, and to observe its backward pass."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.record(args, kwargs)
@@ -56,12 +56,12 @@ class ObservedShapes:
         return recorded
 
     def _backward_begins(self, gradients: Any) -> None:
-        # Autograd enables grad mode in a backward pass with create_graph=True only.
+        # Autograd enables grad mode in a backward pass only with create_graph=True.
         self.gradients_differentiated |= torch.is_grad_enabled()
 
     @contextlib.contextmanager
     def marked(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """A context for a call in which torch compiles: the inputs that vary are dynamic."""
+        """Mark the inputs that vary as dynamic in a ``with`` block in which torch compiles."""
         varying = self.varying()
         integers = []
         with contextlib.ExitStack() as undo:
@@ -78,12 +78,12 @@ class ObservedShapes:
             yield
 
     def varying(self) -> dict[str, list[int]]:
-        """By input, the dimensions that vary; JSON-ready. An integer that varies has the entry ``[0]``."""
+        """Return the dimensions that vary, by input, as JSON-ready data. A varying integer has the entry ``[0]``."""
         found = {name: [i for i, size in enumerate(sizes) if size is None] for name, sizes in self._sizes.items()}
         return {name: dimensions for name, dimensions in found.items() if dimensions}
 
     def restore(self, varying: object) -> None:
-        """Continue from the `varying` of an earlier run. What has another form is ignored."""
+        """Continue from the `varying` data of an earlier run. Ignore data of another form."""
         for key, dimensions in varying.items() if isinstance(varying, Mapping) else ():
             rank = key.rpartition(":")[2] if isinstance(key, str) else ""
             count = 1 if rank == "int" else int(rank) if rank.isdecimal() and len(rank) < 3 else 0
@@ -100,11 +100,11 @@ class ShapeRecords:
         self._records: dict[tuple[str, Phase], ObservedShapes] = {}
 
     def of(self, target: str, phase: Phase) -> ObservedShapes:
-        """The record of a target in a phase."""
+        """Return the record of a target in a phase."""
         return self._records.setdefault((target, phase), ObservedShapes())
 
     def state(self) -> dict[str, dict[str, dict[str, list[int]]]]:
-        """By phase and target, what varies; JSON-ready."""
+        """Return the inputs that vary, by phase and target, as JSON-ready data."""
         found: dict[str, dict[str, dict[str, list[int]]]] = {}
         for (target, phase), observed in self._records.items():
             if varying := observed.varying():
@@ -112,7 +112,7 @@ class ShapeRecords:
         return found
 
     def restore(self, state: object) -> None:
-        """Continue from the `state` of an earlier run. What has another form is ignored."""
+        """Continue from the `state` of an earlier run. Ignore data of another form."""
         for phase in PHASES:
             of_phase = state.get(phase) if isinstance(state, Mapping) else None
             for target, varying in of_phase.items() if isinstance(of_phase, Mapping) else ():
@@ -121,5 +121,5 @@ class ShapeRecords:
 
 
 def _key(name: str, value: torch.Tensor | int) -> str:
-    """An input's name with its rank: a tensor of another rank is another input."""
+    """Return an input's name with its number of dimensions, which separates tensors of different ranks."""
     return f"{name}:{value.dim()}" if isinstance(value, torch.Tensor) else f"{name}:int"

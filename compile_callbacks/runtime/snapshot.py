@@ -1,4 +1,4 @@
-"""Saves and restores buffers and random generators around a forward pass, such as a call that compiles."""
+"""Saves and restores buffers and random number generators around a forward pass, such as a call that compiles."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class RandomState:
-    """The states of the random number generators of Python, NumPy and torch, at this time.
+    """The current states of the random number generators of Python, NumPy and torch.
 
     Args:
-        values: Tensors on the devices whose generators count, next to the CPU and the current GPU.
+        values: Tensors. The object also saves the generators of their devices, in addition to the CPU and the current
+            GPU.
     """
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
@@ -39,7 +40,7 @@ class RandomState:
         return any(not torch.equal(*both) for both in zip(self._torch, self._torch_states(), strict=True))
 
     def restore(self) -> None:
-        """Set all generators back."""
+        """Restore all generators."""
         torch.set_rng_state(self._torch[0])
         for device, state in zip(self._devices, self._torch[1:], strict=True):
             torch.get_device_module(device).set_rng_state(state, device)
@@ -53,43 +54,43 @@ class RandomState:
 
 
 class Snapshot:
-    """The buffers of a module and the states of the random number generators, at this time.
+    """The current buffers of a module and its submodules, and the current states of the random number generators.
 
     Args:
-        module: The module; its submodules' buffers are taken too.
+        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        # A forward pass may also put another tensor in a buffer's place: self.count = self.count + 1.
+        # A forward pass may also replace a buffer by another tensor: self.count = self.count + 1.
         self._places = [
             (part._buffers, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()
         ]
         self._random = RandomState(module.parameters())
 
     def drew(self) -> bool:
-        """Whether random numbers were drawn since."""
+        """Whether random numbers were drawn since the snapshot."""
         return self._random.drawn()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back what has changed since."""
+        """Restore everything that has changed since the snapshot."""
         self._random.restore()
         for buffers, name, buffer in self._places:
             buffers[name] = buffer
         for buffer, value in self._buffers:
-            # A write, even of the same value, makes weights look changed. Only dense tensors can be compared.
+            # Skip equal buffers, because any write makes weights look changed. Only dense tensors can be compared.
             if buffer.layout is not torch.strided or not torch.equal(buffer, value):
                 buffer.copy_(value)
 
 
 class CallInProgress:
-    """A call of a compiled target, which the recorder knows while it runs.
+    """A running call of a compiled target. The recorder has a reference while the call runs.
 
     Attributes:
         key: The target and its phase.
-        nested_calls_eager: Whether targets that are called within this one run eagerly.
-        snapshot: The state of the module before Dynamo traced it, to be restored if the compile fails.
+        nested_calls_eager: Whether other targets run eagerly within this call.
+        snapshot: The state of the module before Dynamo traced it, which is restored if the compile fails.
     """
 
     __slots__ = ("_args", "_kwargs", "_member", "_target", "key", "nested_calls_eager", "snapshot")
@@ -103,12 +104,12 @@ class CallInProgress:
         self._target, self._member, self._args, self._kwargs = target, member, args, kwargs
 
     def on_trace(self) -> None:
-        """Dynamo begins to trace in the call."""
+        """Take the snapshot and prepare the target. Called when Dynamo begins to trace within the call."""
         if self.snapshot is None:
             self.snapshot = Snapshot(self._member.module)
             self._target.trace_begins(self._args, self._kwargs)
 
 
 def version(value: Any) -> int | None:
-    """Changes with each change of a tensor in place; tensors of inference mode have none."""
+    """Return a tensor's version, which changes with each in-place change, or ``None`` for an inference tensor."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None

@@ -20,11 +20,11 @@ class Target:
     """A module or a method that is compiled as one piece.
 
     Attributes:
-        name: Its dotted name in the root module; ``"forward"`` is the call of the root module itself.
+        name: The dotted name in the root module. ``"forward"`` is the call of the root module itself.
         module: The module.
         method: The method that is compiled, or ``None`` for the call of the module. Unlike the call, the method
             ``"forward"`` does not run the hooks of the module.
-        regions: The repeated blocks in the module that are regions of the target's graph, see `RegionMarks`.
+        regions: The repeated blocks in the module that are regions of the target's graph. See `RegionMarks`.
     """
 
     name: str
@@ -33,25 +33,25 @@ class Target:
     regions: tuple[RepeatedBlocks, ...] = ()
 
     def __post_init__(self) -> None:
-        # An attribute of the module itself wins over its class: net.forward = patched. It may be a dispatcher.
+        # An attribute of the module itself overrides its class: net.forward = patched. It may be a dispatcher.
         own = vars(self.module).get(self.method) if self.method else None
         target = getattr(own, "target", None)
         object.__setattr__(self, "_own", target.own_function if isinstance(target, Target) else own)
 
     @property
     def members(self) -> tuple[Target, ...]:
-        """The targets that one function is compiled for: this target alone."""
+        """The targets that share the compiled function: only this target."""
         return (self,)
 
     @property
     def own_function(self) -> Callable[..., Any] | None:
-        """The function that the module itself has in place of the method of its class, if it has one."""
+        """The function that an attribute of the module sets instead of the method of its class, or ``None``."""
         own: Callable[..., Any] | None = vars(self)["_own"]
         return own
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The eager code of the target, hooks included, as a function of the module."""
+        """The eager code of the target with its hooks, as a function of the module."""
         if (own := self.own_function) is None:
             function: Callable[..., Any] = getattr(type(self.module), self.method or "_call_impl")
             return function
@@ -65,12 +65,12 @@ class Target:
 
     @property
     def eager(self) -> Callable[..., Any]:
-        """The eager call of the target, hooks included."""
+        """The eager call of the target with its hooks."""
         call: Callable[..., Any] = self.function.__get__(self.module)
         return call
 
     def label(self, graphs: int) -> str:
-        """The target in a report, such as ``"net (24 x Block)"``."""
+        """Return the name of the target in a report, such as ``"net (24 x Block)"``."""
         blocks = [f"{found.count} x {type(found.members[0].module).__name__}" for found in self.regions]
         return f"{self.name} ({', '.join(blocks)})" if blocks else self.name
 
@@ -81,17 +81,17 @@ class Target:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP gathers the weights for each call, and frees them after it."""
+        """Whether FSDP gathers the weights for each call, and frees them afterwards."""
         return is_sharded(self.module)
 
     def uncompilable_reason(self) -> str | None:
-        """Why torch.compile cannot compile the target; ``None`` if it can."""
+        """Return the reason why torch.compile cannot compile the target, or ``None`` if it can."""
         if isinstance(self.module, torch.jit.ScriptModule):
             return "it is a TorchScript module, which torch.compile cannot trace"
         method = self.method or "forward"
         function = vars(self.module).get(method, getattr(type(self.module), method, None))
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            return f"its {method} is an async function, and a compiled one would not return a coroutine"
+            return f"its {method} is an async function, and a compiled function would not return a coroutine"
         return None
 
 
@@ -100,11 +100,11 @@ class RepeatedBlocks:
     """Blocks of the same structure that share one compiled function.
 
     Attributes:
-        name: Their name in reports, ``"encoder.layers.*"``.
-        members: The blocks, each of them once.
-        count: The number of places in which they stand.
+        name: The name in reports, such as ``"encoder.layers.*"``.
+        members: The blocks, without duplicates.
+        count: The number of blocks, with duplicates.
         asked_for: Whether the user asked for a shared graph (``targets="repeated"``).
-        regions: Empty; see `Target`.
+        regions: Always empty. See `Target`.
     """
 
     name: str
@@ -114,19 +114,19 @@ class RepeatedBlocks:
     regions: tuple[RepeatedBlocks, ...] = ()
 
     def label(self, graphs: int) -> str:
-        """The blocks in a report, for this number of compiled graphs."""
+        """Return the name of the blocks in a report, with this number of compiled graphs."""
         compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
         return f"{self.name} ({self.count} blocks{compiled})"
 
 
 Compiled: TypeAlias = Target | RepeatedBlocks
-"""A target, or several that share one compiled function."""
+"""A target, or several targets that share one compiled function."""
 
 
 def call_targets(name: str, module: nn.Module) -> list[Target]:
-    """The targets for the call of a module: one, or the innermost parts that FSDP shards.
+    """Return the target for the call of a module, or the targets for its innermost parts if FSDP shards it.
 
-    The parts are compiled without the code of FSDP around them, which Dynamo does not trace.
+    The parts exclude FSDP's own code, which Dynamo does not trace.
     """
     name = strip_fsdp1_names(name)
     if not (units := innermost_fsdp_units(module)):
@@ -141,10 +141,10 @@ def call_targets(name: str, module: nn.Module) -> list[Target]:
 
 
 def only_if_named(module: nn.Module) -> bool:
-    """Whether a module is never a default target: a metric (state, not computation), TorchScript, or an RNN of torch.
+    """Return whether a module is never a default target: a metric, a TorchScript module, or an RNN of torch.
 
-    Dynamo does not compile ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` (2.11 and 2.15, unless ``allow_rnn`` is set). In a
-    target they break its graph.
+    Metrics only accumulate state. Dynamo does not compile ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` (2.11 and 2.15, unless
+    ``allow_rnn`` is set), and breaks the graph of a target that contains them.
     """
     classes = type(module).__mro__
     is_metric = any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics.") for cls in classes)
@@ -152,12 +152,12 @@ def only_if_named(module: nn.Module) -> bool:
 
 
 def overlap(one: Target, other: Target) -> bool:
-    """Whether two targets are the same call, or the module of one contains the module of the other."""
+    """Return whether two targets are the same call, or the module of one contains the module of the other."""
     if one.module is other.module:
         return (one.method or "forward") == (other.method or "forward")
     return contains(one.module, other.module) or contains(other.module, one.module)
 
 
 def contains(outer: nn.Module, inner: nn.Module) -> bool:
-    """Whether a module is another one, or a part of it."""
+    """Return whether ``inner`` is the module ``outer`` or one of its submodules."""
     return any(part is inner for part in outer.modules())

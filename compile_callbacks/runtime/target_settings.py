@@ -13,19 +13,19 @@ from compile_callbacks._utils.messages import check_choice
 from compile_callbacks._utils.signatures import signature
 
 OnError = Literal["eager", "raise"]
-"""If the compiler fails: run eagerly, or raise."""
+"""The reaction if the compiler fails: run eagerly, or raise an error."""
 
 NewShapes = Literal["auto", "recompile", "eager", "raise"]
-"""If an input has a new shape: recompile within a budget, recompile, run eagerly, or raise."""
+"""The reaction to an input with a new shape: recompile within a budget, recompile, run eagerly, or raise an error."""
 
 RETURNING_SHAPE_CALLS = 8
-"""With ``new_shapes="eager"``, the call of this number with one shape compiles, because the shape keeps coming back.
+"""With ``new_shapes="eager"``, the number of calls with one shape after which the shape is compiled.
 
 torch's default ``recompile_limit`` is the same number.
 """
 
 Verify = Literal["off", "warn", "eager", "raise"]
-"""Compare nothing; or if a new graph differs from eager: warn, run it eagerly, or raise."""
+"""The reaction if a new graph differs from eager: warn, run eagerly, or raise an error. ``"off"`` compares nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,13 @@ class TargetSettings:
         on_error: The reaction if the compiler fails.
         verify: The reaction if a graph differs from eager in its first call.
         new_shapes: The reaction if an input has a new shape.
-        on_trial: Whether the config is a candidate of a `Tune`. A candidate that fails or differs runs eagerly
-            with any of the other settings, and the `Tune` drops it. Its warnings are issued if it is chosen.
+        on_trial: Whether the config is a candidate of a `Tune`. If the candidate fails or differs from eager, it runs
+            eagerly, and the `Tune` excludes it, with any of the other settings. If it is chosen, its warnings are
+            issued.
         trace_dir: The folder for scripts that reproduce a difference from eager.
 
     Raises:
-        ValueError: A value is not one of the choices.
+        ValueError: If a value is not one of the choices.
     """
 
     on_error: OnError = "eager"
@@ -64,7 +65,7 @@ class TargetSettings:
 
 
 class ShapePolicy:
-    """Decides whether a call may compile, by whether an earlier call had inputs of the same shapes.
+    """Decides whether a call may compile. The decision depends on the shapes of earlier calls.
 
     Args:
         new_shapes: The reaction if an input has a new shape.
@@ -76,13 +77,13 @@ class ShapePolicy:
         self._calls: Counter[Any] = Counter()
 
     def allow(self, args: Any, kwargs: Any) -> None:
-        """Let calls with these shapes compile."""
+        """Allow calls with these shapes to compile."""
         self._known.add(signature(args, kwargs))
 
     def stance(self, args: Any, kwargs: Any) -> str | None:
-        """Return the stance for a call, see ``torch.compiler.set_stance``; ``None`` if the call may compile.
+        """Return the stance for a call, or ``None`` if the call may compile. See ``torch.compiler.set_stance``.
 
-        Under the stance, torch still uses a compiled graph that accepts the shapes, such as a dynamic one.
+        With the stance, torch still runs a compiled graph that accepts the shapes, such as a dynamic graph.
         """
         if self._new_shapes == "recompile":
             return None
@@ -91,7 +92,7 @@ class ShapePolicy:
             return None
         self._calls[found] += 1
         returning = self._new_shapes == "eager" and self._calls[found] >= RETURNING_SHAPE_CALLS
-        # The recomputation of an activation checkpoint must not run compiled if its forward pass was eager.
+        # An activation checkpoint must not recompute with compiled code if its forward pass was eager.
         if not self._known or (returning and not _torch.autograd.saves_through_hooks()):
             self._known.add(found)
             return None

@@ -1,4 +1,4 @@
-"""The ``targets`` argument: its names are resolved to `Target` objects in a module, or the targets are chosen."""
+"""Resolves the names in the ``targets`` argument to `Target` objects of a module, or chooses the default targets."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from compile_callbacks.runtime.repeated import (
 )
 from compile_callbacks.runtime.target import Compiled, Target, call_targets, only_if_named, overlap
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward; steps call their members
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # steps call their members, because they have no forward
 
 
 def check_target_names(targets: object) -> tuple[str, ...] | Repeated | None:
     """Check the ``targets`` argument.
 
     Returns:
-        The names; ``None`` and ``"repeated"`` are returned unchanged.
+        The names, or ``None`` or ``"repeated"`` unchanged.
 
     Raises:
-        TypeError: Not a name or a list of names.
-        ValueError: An empty list or name.
+        TypeError: If the value is not a name or a list of names.
+        ValueError: If a list or a name is empty.
     """
     if targets is None or targets == REPEATED:
         return targets
     names = (targets,) if isinstance(targets, str) else targets
     if not isinstance(names, Sequence):
-        message = f"targets={targets!r} must be a list of names, {REPEATED!r}, or None to have the targets chosen"
+        message = f"targets={targets!r} must be a list of names, {REPEATED!r}, or None for the default targets"
         raise TypeError(with_code("CC202", message))
     for name in names:
         if not isinstance(name, str):
@@ -48,7 +48,7 @@ def check_target_names(targets: object) -> tuple[str, ...] | Repeated | None:
             message = f"targets={targets!r} has an empty name; the call of the module itself is 'forward'"
             raise ValueError(with_code("CC201", message))
     if not names:
-        raise ValueError(with_code("CC201", "targets is empty; give names, or None to have the targets chosen"))
+        raise ValueError(with_code("CC201", "targets is empty; list names, or use None for the default targets"))
     return tuple(names)
 
 
@@ -57,21 +57,21 @@ def resolve_targets(
 ) -> Sequence[Compiled]:
     """Return the targets for a checked ``targets`` argument.
 
-    Blocks of the same structure that globs match share a compiled function. So do sharded targets, because
-    sharding rules out all that sharing rules out.
+    Blocks of the same structure that globs match share a compiled function. Sharded targets also share a compiled
+    function, because they already do not support the settings that sharing excludes.
 
     Args:
-        root: The module to look in, such as a LightningModule.
-        names: Dotted names of submodules or methods, or globs of submodule names; ``"forward"`` is the call of the
-            root itself. ``None`` means the ``forward`` of the root if its class overrides that of ``base``, and each
-            direct child with parameters, except metrics and TorchScript; for a list or dict of modules, its members.
-            ``"repeated"`` means the same, with repeated blocks as regions, see `group_repeated`. A module that FSDP
-            shards in parts means its innermost parts.
+        root: The module to search, such as a LightningModule.
+        names: Dotted names of submodules or methods, or globs of submodule names. ``"forward"`` is the call of the root
+            itself. ``None`` selects the ``forward`` of the root if its class overrides the ``forward`` of ``base``, and
+            each direct child with parameters, except for metrics and TorchScript modules. Members replace a list or
+            dict of modules. ``"repeated"`` selects the same targets, with repeated blocks as regions. See
+            `group_repeated`. If FSDP shards a module in parts, its innermost parts replace the module.
         base: The class whose ``forward`` is not a target.
         others: Targets of other callbacks. ``None`` excludes targets that overlap with them.
 
     Raises:
-        ValueError: A name matches nothing, or nothing is repeated.
+        ValueError: If a name matches nothing, or the module has no repeated blocks.
     """
     if names is not None and names != REPEATED:
         of_globs = {id(target.module) for name in names if _is_glob(name) for target in _matching(root, name)}
@@ -81,16 +81,18 @@ def resolve_targets(
     if names is None:
         return group_targets(root, found, lambda target: target.sharded)
     check_is_repeated(root)
-    if base is nn.Module and type(root).forward is not base.forward:  # without a Trainer, the user calls the root
+    if (
+        base is nn.Module and type(root).forward is not base.forward
+    ):  # because the user calls the root without a Trainer
         found = call_targets("forward", root)
     return group_repeated(root, found)
 
 
 def named_targets(root: nn.Module, names: Sequence[str] | None) -> list[Target]:
-    """Return the targets with these names, see `resolve_targets`. ``None`` and ``"repeated"`` name nothing.
+    """Return the targets with these names, or no targets for ``None`` and ``"repeated"``. See `resolve_targets`.
 
     Raises:
-        ValueError: A name matches nothing.
+        ValueError: If a name matches nothing.
     """
     return [target for name in (names if names != REPEATED else None) or () for target in _matching(root, name)]
 
@@ -112,7 +114,7 @@ def _children(parent: nn.Module, prefix: str) -> Iterator[Target]:
 
 
 def _matching(root: nn.Module, name: str) -> list[Target]:
-    """The targets of a name or a glob."""
+    """Return the targets that a name or a glob matches."""
     if name == "forward":
         return call_targets("forward", root)
     modules = {path: module for path, module in root.named_modules(remove_duplicate=False) if path}
@@ -128,7 +130,7 @@ def _matching(root: nn.Module, name: str) -> list[Target]:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """The paths that are not inside of another one: ``*`` matches dots, and a target contains its submodules."""
+    """Return the paths that are not within another path. A glob may match submodules, because ``*`` matches dots."""
     found: list[str] = []
     for path in paths:
         if not any(path.startswith(f"{outer}.") for outer in found):
@@ -141,7 +143,7 @@ def _is_glob(name: str) -> bool:
 
 
 def _has_method(module: nn.Module, name: str) -> bool:
-    """Whether a module has a method, without evaluating its properties."""
+    """Return whether a module has a method, without evaluating its properties."""
     if isinstance(module, torch.jit.ScriptModule):
         return hasattr(module, name)
     return callable(vars(module).get(name, getattr(type(module), name, None)))

@@ -1,4 +1,4 @@
-"""Wrappers and state-dict keys of the user's own ``torch.compile``, which `InductorCompile` replaces."""
+"""Replaces the wrappers of the user's own ``torch.compile`` in a module, and renames state_dict keys of wrappers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
 
-_PREFIX = "_orig_mod."  # torch.compile(module) puts it in front of each key of the module that it wraps
+_PREFIX = "_orig_mod."  # torch.compile(module) adds this prefix to each key of the wrapped module
 _STEPS: dict[Phase, tuple[str, ...]] = {
     "train": ("training_step",),
     "infer": ("validation_step", "test_step", "predict_step"),
@@ -20,18 +20,18 @@ _STEPS: dict[Phase, tuple[str, ...]] = {
 
 
 def unwrap_compiled(root: nn.Module, left_alone: frozenset[Phase] = frozenset()) -> list[str]:
-    """Replace the wrappers of ``torch.compile(module)`` in a module by the modules that they wrap.
+    """Replace the wrappers of ``torch.compile(module)`` in a module by the wrapped modules.
 
-    The original module is compiled in place with the settings of its wrapper, so that it runs as the user compiled it
-    in a phase that is left alone. Lightning's ``torch.compile(lightning_module)`` sets compiled methods on the module;
-    those of the other phases are deleted.
+    The function compiles each original module in place with the settings of its wrapper, so that a phase that is left
+    alone runs the module as the user compiled it. For ``torch.compile(lightning_module)``, Lightning sets compiled
+    methods on the module. The function deletes the methods of phases that are not left alone.
 
     Args:
         root: The module.
-        left_alone: The phases that run as the user compiled them. If these are both phases, nothing changes.
+        left_alone: The phases that run as the user compiled them. If both phases do, the function changes nothing.
 
     Returns:
-        The names of the modules that were replaced.
+        The names of the replaced modules.
     """
     if left_alone == frozenset(PHASES):
         return []
@@ -53,21 +53,24 @@ def unwrap_compiled(root: nn.Module, left_alone: frozenset[Phase] = frozenset())
 
 
 def match_orig_mod_keys(module: nn.Module) -> RemovableHandle:
-    """Rename the keys of each state_dict that is loaded into a module, until the handle is removed.
+    """Install a hook that renames the keys of each state_dict before it is loaded into a module.
 
-    ``_orig_mod.`` is added to or removed from a key so that it equals a key of the module. A callback's
-    ``on_load_checkpoint`` is too late for this: Lightning has loaded the weights before.
+    The hook adds ``_orig_mod.`` to a key or removes it from a key to match a key of the module. A callback's
+    ``on_load_checkpoint`` would be too late, because Lightning has already loaded the weights.
+
+    Returns:
+        The handle, which removes the hook.
     """
     handle: RemovableHandle = module.register_load_state_dict_pre_hook(_MatchKeys())
     return handle
 
 
 class _MatchKeys:
-    """The hook. In a pickle of the module, a function that does nothing and does not need this library replaces it."""
+    """The hook. A pickle of the module contains a function that does nothing instead, so it needs no library."""
 
     def __call__(self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
         """Rename the keys of a state_dict before it is loaded into a module."""
-        if prefix:  # the module is a part of the loaded one, and other parts have keys in the state_dict, too
+        if prefix:  # the module is a part of a loaded module, so the state_dict also has keys of other parts
             return
         own_keys = {key.replace(_PREFIX, ""): key for key in module.state_dict(keep_vars=True)}
         for key in list(state_dict):

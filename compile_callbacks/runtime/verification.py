@@ -1,7 +1,7 @@
-"""Compares each compiled graph with the captured graph at its first call; the `GraphBackend` wraps graphs for it.
+"""`Verification`: compares each compiled graph with the captured graph at its first call, for a `GraphBackend`.
 
-This never calls the user's code. The captured graph runs on aliases of the inputs of the call, and on clones of the
-inputs that it writes to.
+This never calls the user's code. The captured graph runs on aliases of the call's inputs, and on clones of the inputs
+that it writes.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from compile_callbacks.runtime.target import Target
 
 
 class Verification:
-    """Compares the graphs of one target, and acts on differences.
+    """Compares the graphs of one target with eager, and handles differences.
 
     Args:
-        key: The target and the phase that the graphs are compiled for.
-        members: The modules that the graphs serve.
-        recorder: Receives an event for each graph.
-        fallback: Runs the target eagerly; its settings decide the reaction to a difference.
+        key: The target and its phase.
+        members: The modules that run the graphs.
+        recorder: Records an event for each graph.
+        fallback: Runs the target eagerly. Its settings decide the reaction to a difference.
     """
 
     def __init__(
         self, key: CompileKey, members: Iterable[Target], *, recorder: CompileRecorder, fallback: EagerFallback
     ) -> None:
         self._key = key
-        # torch keeps compiled code, and so this object, for as long as the process lives: not the modules.
+        # Weak references, because torch never frees compiled code, which would keep the modules alive.
         self._modules = [weakref.ref(member.module) for member in members]
         self._recorder = recorder
         self._fallback = fallback
@@ -68,10 +68,10 @@ class Verification:
             compiled: The compiled graph.
             eager: The captured graph.
             options: The Inductor options of the compiled graph.
-            has_collective: Whether the graph communicates with other processes. It is not compared then: processes
-                compile at different times, so an additional collective would wait forever.
-            uses_cudagraphs: Whether the compiled graph records CUDA graphs. Gradients are not compared then: torch
-                records CUDA graphs in the order of calls, and the end of a backward frees the memory of all of them.
+            has_collective: Whether the graph communicates with other processes. Such a graph is not compared, because
+                processes compile at different times, and an additional collective would wait forever.
+            uses_cudagraphs: Whether the compiled graph records CUDA graphs. Gradients of such a graph are not compared,
+                because torch records CUDA graphs in the order of calls and frees their memory after a backward pass.
         """
         if self._fallback.settings.verify == "off":
             return compiled
@@ -82,7 +82,7 @@ class Verification:
             nonlocal first, run
             if first is None:
                 return run(*inputs)
-            pending, first = first, None  # the captured graph is freed after the call
+            pending, first = first, None  # frees the captured graph after the call
             if has_collective:
                 self._accepts(Comparison("not compared", "collective"), options)
                 return run(*inputs)
@@ -92,7 +92,7 @@ class Verification:
         return call
 
     def _call_first(self, first: _FirstCall, inputs: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
-        """The function for later calls, and the outputs of this one."""
+        """Return the function for later calls, and the outputs of this call."""
         try:
             comparison = first.compare(inputs, self._names(inputs))
             accepted = self._accepts(comparison, first.options, self._write_repro(comparison, first, inputs))
@@ -104,7 +104,7 @@ class Verification:
             if self._fallback.settings.on_error == "raise":
                 raise self._fallback.as_compile_error(failure.error) from failure.error
             self._fallback.active = True
-            self._fallback.compiler_failed(failure.error, what="its compiled code raised what eager does not")
+            self._fallback.compiler_failed(failure.error, what="its compiled code raised an error that eager does not")
             accepted = False
         if accepted:
             return first.compiled, first.compiled(*inputs) if first.outputs is None else first.outputs
@@ -125,7 +125,7 @@ class Verification:
             return False
         message = f"target {target!r} differs from eager in the {phase} phase: {comparison.reason}"
         if "numerics" in _torch.inductor.option_names() and options.get("numerics", "default") == "default":
-            message += "; options={'numerics': 'strict'} computes more as eager does, and is slower"
+            message += "; options={'numerics': 'strict'} is closer to eager, but slower"
         message += repro
         if settings.verify == "raise":
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
@@ -137,7 +137,7 @@ class Verification:
         return settings.verify != "eager"
 
     def _write_repro(self, comparison: Comparison, first: _FirstCall, inputs: Sequence[Any]) -> str:
-        """Write a script that reproduces a difference, if there is a ``trace_dir``. Returns a part of the message."""
+        """Write a script that reproduces a difference to ``trace_dir``, if set. Return a part of the message."""
         folder = self._fallback.settings.trace_dir
         if folder is None or comparison.verdict != "differs":
             return ""
@@ -147,11 +147,11 @@ class Verification:
         try:
             script = _torch.events.write_repro(folder, name, first.eager, inputs, first.options, why)
         except Exception as error:
-            return f"; no script reproduces it: {in_one_line(describe_failure(error))}"
-        return f"; {script} reproduces it"
+            return f"; no script reproduces the difference: {in_one_line(describe_failure(error))}"
+        return f"; {script} reproduces the difference"
 
     def _names(self, inputs: Sequence[Any]) -> list[str]:
-        """The names of a graph's inputs: those of parameters and buffers, or positions."""
+        """Return the names of a graph's inputs: the names of parameters and buffers, or positions."""
         names: dict[int, str] = {}
         for module in filter(None, (reference() for reference in self._modules)):
             names |= {id(buffer): f"buffer {name!r}" for name, buffer in module.named_buffers()}
@@ -160,7 +160,7 @@ class Verification:
 
 
 class _CompiledGraphFailedError(Exception):
-    """A compiled graph raised ``error``, and its eager execution raised nothing."""
+    """A compiled graph raised ``error``, but its eager run did not raise."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -170,14 +170,14 @@ class _CompiledGraphFailedError(Exception):
 class _FirstCall:
     """The first call of a compiled graph.
 
-    If gradients are compared, the compiled graph runs on aliases of the inputs. Otherwise the compared run is the
+    To compare gradients, this object runs the compiled graph on aliases of the inputs. Otherwise, it compares the
     user's own call.
 
     Attributes:
         compiled: The compiled graph.
         eager: The captured graph.
         options: The Inductor options of the compiled graph.
-        outputs: The outputs of the user's call, if it was made.
+        outputs: The outputs of the user's own call, if this object made it.
     """
 
     def __init__(
@@ -196,10 +196,10 @@ class _FirstCall:
         self._undo: list[Callable[[], None]] = []
 
     def compare(self, inputs: Sequence[Any], names: Sequence[str]) -> Comparison:
-        """Compare the eager run with the compiled one.
+        """Compare the eager run with the compiled run.
 
         Raises:
-            _CompiledGraphFailedError: The compiled graph raises an error, and the eager one does not.
+            _CompiledGraphFailedError: If the compiled graph raises an error, and the eager graph does not.
         """
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -251,12 +251,12 @@ class _FirstCall:
         return found
 
     def undo(self) -> None:
-        """Undo the changes of inputs and random generators by the user's call, if it was made."""
+        """Undo the changes of inputs and random generators by the user's call, if this object made it."""
         for step in self._undo:
             step()
 
     def _eager_function(self, *, double: bool = False) -> Callable[..., Any]:
-        """The captured graph. Frozen weights and buffers are its attributes, and it may write to the buffers."""
+        """Return the captured graph. If its weights are frozen, copy the buffers, because the graph may write them."""
         if not self._has_constants:
             return self.eager.forward
         if double:
@@ -270,9 +270,9 @@ class _Runs:
 
     Args:
         inputs: The user's inputs.
-        names: Their names.
-        written: Positions of the inputs that the graph writes to, and of those that share memory with them.
-        with_gradients: Whether to compute gradients, for random values at the outputs.
+        names: The names of the inputs.
+        written: The positions of inputs that the graph writes, and of inputs that share memory with them.
+        with_gradients: Whether to compute gradients, from random gradients of the outputs.
     """
 
     def __init__(
@@ -296,14 +296,14 @@ class _Runs:
 
         Args:
             function: The function.
-            like: The results of the first run, for the dtypes of the outputs.
-            keep: The gradients that are kept, in place of sketches of all.
+            like: The results of the first run, which have the dtypes of the outputs.
+            keep: The names of gradients to keep, instead of sketches of all gradients.
             double: Whether to compute in float64.
         """
         arguments, leaves = self._arguments(double)
         with torch.set_grad_enabled(self._with_gradients), _torch.graphs.computing_in_double(double):
             results = self.results(function(*arguments), arguments)
-            # Copied here, because the backward pass of an activation checkpoint writes to them once more.
+            # Copied before the backward pass, because an activation checkpoint writes to them again.
             names = [self._names[position] for position in self._written]
             written = {name: results.tensors[name].detach().clone() for name in names}
             gradients = gradients_of(results.tensors, (like or results).tensors, leaves)
@@ -315,18 +315,18 @@ class _Runs:
         return results
 
     def results(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Results:
-        """The outputs of a call, and the inputs that it wrote to."""
+        """Return the outputs of a call, and the inputs that the call wrote."""
         tensors = {f"output {i}": output for i, output in enumerate(outputs) if isinstance(output, torch.Tensor)}
         return Results(tensors | {self._names[position]: inputs[position] for position in self._written})
 
     def restore(self) -> None:
-        """Restore the user's inputs that a call has written to."""
+        """Restore the user's inputs that a call has written."""
         for value in (self._inputs[position] for position in self._written):
             with torch.inference_mode(value.is_inference()):
                 value.detach().copy_(_tensor_over(self._saved[_address(value)], value))
 
     def _arguments(self, double: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """Aliases of the inputs, clones of those that are written to, and by name the leaves of autograd's graph."""
+        """Return aliases of the inputs, with clones of written inputs, and the leaves of autograd's graph by name."""
         arguments, leaves = list(self._inputs), dict[str, torch.Tensor]()
         clones: dict[Any, torch.UntypedStorage] = {}
         bases: dict[int, torch.Tensor] = {}
@@ -342,7 +342,7 @@ class _Runs:
                     clones[memory] = self._saved[memory[0]].clone()
                     if double:
                         clones[memory] = value.detach().new_empty(0).set_(clones[memory]).to(dtype).untyped_storage()
-                # Of inputs that share memory, AOTAutograd looks at the base, so a clone of a view is a view of a clone.
+                # AOTAutograd reads the base of inputs that share memory, so clone a view as a view of the cloned base.
                 base = value if value._base is None else value._base
                 if id(base) not in bases:
                     bases[id(base)] = _tensor_over(clones[memory], base, dtype)
@@ -357,7 +357,7 @@ class _Runs:
 
 
 class _NoLeaf(torch.autograd.Function):
-    """An input that a graph writes to: autograd forbids that for the leaves of its graph."""
+    """Makes an input a non-leaf of autograd's graph, because autograd does not allow in-place changes of leaves."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -370,7 +370,7 @@ class _NoLeaf(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _unnoticed(random_state: RandomState | None) -> Iterator[None]:
-    """A context for code that the user's program must not notice; restores the random generators after it."""
+    """Hide the code of a ``with`` block from the user's program, and restore the random generators afterwards."""
     try:
         with warnings.catch_warnings(), _torch.autograd.outside_activation_checkpoints():
             warnings.simplefilter("ignore")
@@ -381,7 +381,7 @@ def _unnoticed(random_state: RandomState | None) -> Iterator[None]:
 
 
 def _tensor_over(storage: torch.UntypedStorage, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor in some memory, with the layout of another one."""
+    """Return a tensor in the given storage, with the layout of another tensor."""
     if type(like) not in (torch.Tensor, torch.nn.Parameter) or like.layout is not torch.strided or like.is_conj():
         raise TypeError(f"the graph writes to a {type(like).__name__}")
     empty = torch.empty(0, dtype=dtype or like.dtype, device=like.device)

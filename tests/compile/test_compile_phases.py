@@ -83,7 +83,7 @@ def test_a_compiled_module_is_the_original():
     assert set(module.state_dict()) == set(seeded().state_dict())
     assert type(module) is nn.Sequential
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        with pytest.raises(ValueError, match="restore got Sequential, which compile_phases has not compiled"):
+        with pytest.raises(ValueError, match="restore got Sequential, which compile_phases did not compile"):
             restore(twin)
         twin.load_state_dict(seeded().state_dict())
     restore(module)
@@ -116,7 +116,7 @@ def test_a_decorated_function():
         torch.testing.assert_close(double(x), x * 2)
     assert report_of(double).infer.graphs == 1
     restore(double)
-    with pytest.raises(ValueError, match="report_of got function, which compile_phases has not compiled"):
+    with pytest.raises(ValueError, match="report_of got function, which compile_phases did not compile"):
         report_of(double)
     torch.testing.assert_close(double(x), x * 2)
 
@@ -160,7 +160,7 @@ def test_autocasts_of_two_dtypes_share_no_cached_graph():
     [
         (3, {}, TypeError, "module=3"),
         (torch.relu, {"targets": ["net"]}, ValueError, "targets="),
-        (torch.relu, {"train_mode": "auto"}, ValueError, "train_mode='auto' compares the step times of a Trainer"),
+        (torch.relu, {"train_mode": "auto"}, ValueError, "train_mode='auto' needs the step times of a Trainer"),
         (torch.relu, {"infer_mode": Tune(["default"])}, ValueError, r"infer_mode='tune\(default\)'"),
         (mlp(), {"targets": ["no.such"]}, ValueError, "targets='no.such'"),
     ],

@@ -266,9 +266,9 @@ class AddsABuffer(Two):
     ("make_net", "call", "reason"),
     [
         (Two, bias_changed, "an input, a weight or a buffer was changed after the call"),
-        (CustomFunction, other_input, "there is a torch.autograd.Function in it"),
+        (CustomFunction, other_input, "its graph contains a torch.autograd.Function"),
         (Dropout, other_input, "draws random numbers"),
-        (AddsABuffer, other_input, "changes an input, such as a buffer, that it computes with"),
+        (AddsABuffer, other_input, "its graph reads and changes an input, such as a buffer"),
     ],
 )
 def test_a_second_computation_with_other_results_is_refused(make_net, call, reason):

@@ -342,7 +342,7 @@ def test_a_graph_is_not_compared_if_memory_is_short(compiled):
 def test_compiled_code_that_raises_falls_back_without_a_second_call_of_user_code(compiled, phase):
     module = compiled(Calls(fails_compiled))
     x = inputs()
-    reason = "because its compiled code raised what eager does not: ValueError: no such kernel"
+    reason = "because its compiled code raised an error that eager does not: ValueError: no such kernel"
     with torch.set_grad_enabled(phase == "train"):
         with pytest.warns(CompileWarning, match=f"target 'forward' runs eagerly in the {phase} phase, {reason}"):
             output = module(x)

@@ -220,7 +220,7 @@ def test_compile_phases_leaves_a_phase_with_mode_none_alone():
         ({"train_mode": "max-autotun"}, ValueError, "train_mode='max-autotun' is unknown; did you mean 'max-autotune'"),
         ({"train_mode": False}, TypeError, "train_mode=False .*'eager' runs .*None leaves the phase alone.*CC202"),
         ({"mode": "lite"}, TypeError, r"InductorCompile\(train_mode='lite', infer_mode='lite'\).*CC201"),
-        ({"backend": "inductor"}, TypeError, r"Choose the settings: InductorCompile\(train_mode=..., infer_mode=...\)"),
+        ({"backend": "inductor"}, TypeError, r"Set the modes: InductorCompile\(train_mode=..., infer_mode=...\)"),
         ({"dynamic": True}, TypeError, r"InductorCompile\(train_mode={'dynamic': True}\)"),
         ({"new_shape": "raise"}, TypeError, "has no argument 'new_shape'. Did you mean 'new_shapes'"),
         ({"train_mode": {"mode": "lite", "options": {"max_autotune": True}}}, ValueError, "train_mode: .*options"),

@@ -44,7 +44,7 @@ class Deep(Classifier):
 
     def on_train_batch_start(self, batch, batch_idx):
         self.found["train"] = slow_depths()
-        assert ("run" in vars(self.trainer.fit_loop)) == (stack_chunks.HAS_FAULT and bool(self.trainer.callbacks))
+        assert ("run" in vars(self.trainer.fit_loop)) == (stack_chunks.HAS_BUG and bool(self.trainer.callbacks))
         if self.fails:
             raise ValueError("a run that fails")
 
@@ -56,19 +56,19 @@ def loops(runner):
     return runner.fit_loop, runner.validate_loop, runner.test_loop, runner.predict_loop
 
 
-@pytest.mark.parametrize("has_fault", [stack_chunks.HAS_FAULT, False])
-def test_a_run_has_no_slow_depth_with_the_callback(has_fault, monkeypatch):
-    monkeypatch.setattr(stack_chunks, "HAS_FAULT", has_fault)
+@pytest.mark.parametrize("has_bug", [stack_chunks.HAS_BUG, False])
+def test_a_run_has_no_slow_depth_with_the_callback(has_bug, monkeypatch):
+    monkeypatch.setattr(stack_chunks, "HAS_BUG", has_bug)
     module = Deep()
     trainer(InductorCompile(None, None)).fit(module, loader(2), loader(1))
-    if has_fault:
+    if has_bug:
         assert module.found == {"train": [], "infer": []}
 
 
 def test_a_run_without_the_callback_has_a_slow_depth_if_python_has_the_fault():
     module = Deep()
     trainer().fit(module, loader(1))
-    assert bool(module.found["train"]) == stack_chunks.HAS_FAULT
+    assert bool(module.found["train"]) == stack_chunks.HAS_BUG
 
 
 def test_trainer_loops_are_restored_after_a_run_that_fails():

@@ -148,8 +148,8 @@ def test_a_folder_that_cannot_be_used_costs_the_cache_only(tmp_path, name):
     [
         (3, TypeError, "cache_dir=3 must be the path of a folder, not int"),
         (b"kept", TypeError, "cache_dir=b'kept'"),
-        ("", ValueError, "'.' is the current one"),
-        (__file__, ValueError, "must be a folder, and is a file"),
+        ("", ValueError, "'.' is the current folder"),
+        (__file__, ValueError, "must be a folder, but is a file"),
     ],
 )
 def test_check_folder_names_the_argument_and_the_value(folder, error, message):

@@ -107,7 +107,7 @@ def test_slower_steps_are_reported_with_the_last_recompile(recorder, steps):
     recorder.record("recompile", NET, reason="tensor 'x' size mismatch at index 0: expected 4, actual 5")
     steps.run([14] * RECENT_SAMPLES, compiled=True)
     (message,) = messages(recorder, steps.timer)
-    assert "compiled train steps are slower than eager ones (14.00 ms in the last 20, eager 10.00 ms)." in message
+    assert "compiled train steps are slower than eager steps (14.00 ms in the last 20, eager 10.00 ms)." in message
     assert "The last recompile of target 'net': tensor 'x' size mismatch" in message
     assert "train_mode='eager'" in message
 
