@@ -1,8 +1,9 @@
-"""The only importer of torch's private parts, with one file for each subsystem of torch.
+"""Wraps torch's private modules, with one file for each subsystem. No other package imports private modules of torch.
 
-Differences between torch versions end here; 2.11 and 2.15 are tested. The docstring of a workaround has a sentence
-``Workaround (torch<2.12): reason`` if a version of torch makes it unnecessary, or ``Workaround (until ...): reason``.
-``tests/unit/test_layers.py`` fails if the oldest supported torch makes one unnecessary.
+These files hide the differences between torch versions. Tests run with 2.11 and 2.15. The docstring of a workaround
+contains ``Workaround (torch<2.12): reason`` if a version of torch makes the workaround unnecessary, or
+``Workaround (until ...): reason``. ``tests/unit/test_layers.py`` fails if the oldest supported torch makes a workaround
+unnecessary.
 """
 
 from compile_callbacks._torch import autograd as autograd

@@ -1,4 +1,4 @@
-"""Autograd and AOTAutograd: the backward passes of compiled graphs, and hooks on saved tensors."""
+"""Wraps autograd and AOTAutograd: the backward passes of compiled graphs, and hooks on saved tensors."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 @contextlib.contextmanager
 def outside_activation_checkpoints() -> Iterator[None]:
-    """A context whose saved tensors do not belong to an activation checkpoint around it.
+    """Hide the saved tensors of a ``with`` block from an activation checkpoint around it.
 
-    A checkpoint counts what its hooks on saved tensors see, and only the innermost hooks are called.
+    A checkpoint counts the tensors that its hooks get, and autograd only calls the innermost hooks.
     """
-    # Setting hooks is an error if the user has disabled them, so they are set only inside of others.
+    # Setting hooks raises an error if the user has disabled them, so set hooks only within other hooks.
     with torch.autograd.graph.saved_tensors_hooks(_same, _same) if saves_through_hooks() else contextlib.nullcontext():
         yield
 
 
 def saves_through_hooks() -> bool:
-    """Whether hooks handle the tensors that are saved for backward, as in an activation checkpoint.
+    """Return whether hooks handle the tensors that are saved for backward, as in an activation checkpoint.
 
-    Workaround (until torch has a public function that tells): this calls a private one.
+    Workaround (until torch has a public function for this): the function calls a private function of torch.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
@@ -35,7 +35,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 def call_without_grad(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function under `torch.no_grad`.
 
-    Workaround (until `torch.no_grad` costs as little): it takes 1 µs a call in torch 2.11 to 2.15, this takes 0.2 µs.
+    Workaround (until `torch.no_grad` is as fast): it takes 1 µs per call in torch 2.11 to 2.15, and this takes 0.2 µs.
     """
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
@@ -46,7 +46,7 @@ def call_without_grad(function: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def is_compiled_node(node: Any) -> bool:
-    """Whether a node of autograd's graph is the backward pass of a compiled graph."""
+    """Return whether a node of autograd's graph is the backward pass of a compiled graph."""
     return hasattr(getattr(node, "_forward_cls", None), "num_symints_saved_for_bw")
 
 
@@ -56,27 +56,27 @@ def wrap_backward(node: Any, wrap: Callable[[Callable[..., Any]], Callable[..., 
 
 
 def incoming_gradients(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
-    """The gradients among the arguments of the backward pass of a compiled graph.
+    """Return the gradients among the arguments of the backward pass of a compiled graph.
 
-    Workaround (torch<2.13): gradients are separate arguments. Later versions pass one list.
+    Workaround (torch<2.13): torch passes gradients as separate arguments. Later versions pass one list.
     """
     return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list) else arguments
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward pass that is running keeps its graph (``retain_graph=True``)."""
+    """Return whether the running backward pass keeps its graph (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def mutated_inputs(node: Any) -> Sequence[int]:
-    """The positions of the inputs that the graph of a compiled node writes to."""
+    """Return the positions of the inputs that the graph of a compiled node writes."""
     return [i for i, info in enumerate(node._forward_cls.metadata.input_info) if info.mutates_data]
 
 
 def has_custom_backward(graph_module: torch.fx.GraphModule) -> bool:
-    """Whether a graph has a higher-order operator, such as that of `torch.autograd.Function`.
+    """Return whether a graph has a higher-order operator, such as the operator of `torch.autograd.Function`.
 
-    Autograd may not see how such an operator computes its gradient. It does for an activation checkpoint.
+    Autograd may not know how such an operator computes its gradient. Activation checkpoints are an exception.
     """
     from torch._ops import HigherOrderOperator
 
@@ -90,7 +90,7 @@ def has_custom_backward(graph_module: torch.fx.GraphModule) -> bool:
 
 
 class _UnpackedOnce:
-    """A node of autograd with unpacked saved tensors, because the hooks of some users unpack a tensor only once."""
+    """A node of autograd with unpacked saved tensors, because some users' hooks can unpack a tensor only once."""
 
     def __init__(self, node: Any, saved: Sequence[torch.Tensor]) -> None:
         self._node = node
@@ -102,16 +102,17 @@ class _UnpackedOnce:
 
 @contextlib.contextmanager
 def donated_buffers_kept(node: Any) -> Iterator[Any]:
-    """Allow ``retain_graph=True`` in the backward pass of a compiled graph. Yields autograd's node to call it with.
+    """Allow ``retain_graph=True`` in the backward pass of a compiled graph. Yield the node for the backward call.
 
     Workaround (until AOTAutograd supports ``retain_graph=True`` with donated buffers): AOTAutograd lets the backward
-    pass overwrite saved tensors, and raises an error if the graph is kept. This restores these tensors afterwards.
+    pass overwrite saved tensors, and raises an error if the graph is kept. This function restores the tensors
+    afterwards.
     """
     from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
     metadata, unpacked = node._forward_cls.metadata, node.saved_tensors
     saved, donated = [*unpacked, *node._tensors_no_vc_check], metadata.bw_donated_idxs
-    # The indices count the symbolic integers, which are the first arguments of the backward pass.
+    # The indices include the symbolic integers, which are the first arguments of the backward pass.
     buffers = [saved[index - node._forward_cls.num_symints_saved_for_bw] for index in donated or []]
     copies = [buffer.detach().clone() for buffer in buffers]
     metadata.bw_donated_idxs = []
@@ -125,7 +126,7 @@ def donated_buffers_kept(node: Any) -> Iterator[Any]:
 
 
 def after_optimizer_steps(hook: Callable[..., None]) -> Any:
-    """Call ``hook(optimizer, args, kwargs)`` after each step of every optimizer; ``remove()`` of the result ends it."""
+    """Call ``hook(optimizer, args, kwargs)`` after each optimizer step. ``remove()`` of the result removes the hook."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     return register_optimizer_step_post_hook(hook)

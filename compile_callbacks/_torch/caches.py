@@ -1,4 +1,4 @@
-"""torch's caches of compiled graphs: keys, entries and the folder."""
+"""Wraps torch's caches of compiled graphs: their keys, entries and folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 
 @contextlib.contextmanager
 def bundled_cache(tag: str) -> Iterator[None]:
-    """A context in which AOTAutograd's cache holds the compiled graphs, not the keys of Inductor's cache.
+    """Within the ``with`` block, AOTAutograd's cache stores compiled graphs instead of keys of Inductor's cache.
 
-    With the keys it would return Inductor's code without the object around it. The tag names everything else that the
-    result depends on.
+    With keys, the cache would return Inductor's code without our object around it. The tag contains the settings that
+    change the result.
     """
     from torch._functorch import config as functorch_config
 
@@ -26,26 +26,26 @@ def bundled_cache(tag: str) -> Iterator[None]:
 
 
 def tagged_cache(tag: str) -> Any:
-    """A context in which the keys of torch's caches contain a tag."""
+    """Return a context manager that adds a tag to the keys of torch's caches."""
     before = torch.compiler.config.cache_key_tag
     return torch.compiler.config.patch(cache_key_tag=f"{before} {tag}".strip())  # type: ignore[attr-defined]
 
 
 def autocast_state() -> str:
-    """The autocast that is enabled, by device, as a tag for the cache.
+    """Return the enabled autocast, by device, as a tag for the cache.
 
-    Workaround (torch<2.12): AOTAutograd's key says that autocast is enabled, and not its dtype. A graph that was
-    compiled under bfloat16 would be returned under float16.
+    Workaround (torch<2.12): AOTAutograd's key contains whether autocast is enabled, but not its dtype. The cache would
+    return a graph for bfloat16 under float16.
     """
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     return " ".join(f"autocast_{device}={torch.get_autocast_dtype(device)}" for device in devices)
 
 
 def serializable(code: Any) -> Any:
-    """A copy of a compiled graph that can be pickled.
+    """Return a copy of a compiled graph that can be pickled.
 
-    Workaround (until torch can pickle a graph that came from its cache): kernels that were launched since cannot be
-    pickled (2.11 to 2.15: "pickle should not be called after make_launchers()"). Their binaries are in the bundle too.
+    Workaround (until torch can pickle a graph from its cache): torch cannot pickle kernels that were launched (2.11 to
+    2.15: "pickle should not be called after make_launchers()"). The bundle also contains their binaries.
     """
     copied = copy.copy(code)
     copied.prepare_for_serialization()
@@ -56,20 +56,20 @@ def serializable(code: Any) -> Any:
 
 
 def restored(code: Any, example_inputs: Sequence[Any], kwargs: Any) -> Any:
-    """Make a compiled graph callable after it was unpickled."""
+    """Make an unpickled compiled graph callable."""
     from torch._inductor.codecache import FxGraphCache
     from torch._inductor.output_code import CompiledFxGraphConstants
 
     constants = CompiledFxGraphConstants()
     code, _ = FxGraphCache.cache_hit_post_compile(code, {}, constants)
     if code is None:
-        raise RuntimeError("a compiled graph could not be loaded from torch's cache")
+        raise RuntimeError("torch could not load a compiled graph from its cache")
     code.post_compile(example_inputs, constants, kwargs)
     return code
 
 
 def cache_folder() -> Path:
-    """The folder of Inductor's caches. ``TORCHINDUCTOR_CACHE_DIR`` names it only if it is set."""
+    """Return the folder of Inductor's caches, also if ``TORCHINDUCTOR_CACHE_DIR`` is not set."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())

@@ -1,4 +1,4 @@
-"""Process groups, `DistributedDataParallel` and FSDP."""
+"""Wraps process groups, `DistributedDataParallel` and FSDP."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 
 
 def ddp_treatment_is_chosen() -> bool:
-    """Whether the user chose how Dynamo treats DDP. The default is ``True``: Dynamo splits graphs for DDP."""
+    """Return whether the user has set ``optimize_ddp``. The default is ``True``: Dynamo splits graphs for DDP."""
     from torch._dynamo import config
 
     return config.optimize_ddp is not True
 
 
 def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled function so that Dynamo does not see `DistributedDataParallel` around it; takes below 1 µs.
+    """Wrap a compiled function so that Dynamo does not know of a `DistributedDataParallel` around it.
 
-    Workaround (until ``optimize_ddp`` can be set for one ``torch.compile``): inside of DDP's forward, Dynamo splits
-    each graph, also one without a backward pass, so that DDP can reduce gradients earlier. It reads this attribute.
+    Workaround (until ``optimize_ddp`` can be set for one ``torch.compile``): within DDP's forward, Dynamo splits each
+    graph, so that DDP can reduce gradients earlier. It even splits graphs without a backward pass. The wrapper replaces
+    the attribute that Dynamo reads, which takes less than 1 µs.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -39,9 +40,9 @@ def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def collective_timeouts() -> list[tuple[Any, timedelta]]:
-    """The backends of this rank's process groups, each with the timeout of its collectives.
+    """Return the backends of this rank's process groups, each with the timeout of its collectives.
 
-    A backend without options, such as that of MPI, has no timeout.
+    A backend without options, such as the MPI backend, has no timeout.
 
     Workaround (until torch has a public function for a process's groups and for their timeouts).
     """
@@ -58,23 +59,23 @@ def collective_timeouts() -> list[tuple[Any, timedelta]]:
 def set_collective_timeout(backend: Any, timeout: timedelta) -> None:
     """Set the timeout of a backend's future collectives.
 
-    Workaround (until ``torch.distributed.set_timeout`` sets a single backend): it is missing in torch 2.11, and in 2.15
-    it sets one timeout for all backends of a group.
+    Workaround (until ``torch.distributed.set_timeout`` supports a single backend): torch 2.11 does not have this
+    function, and in 2.15 it sets one timeout for all backends of a group.
     """
     backend._set_default_timeout(timeout)
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """Whether weights of a module are gathered from shards for a call and freed after it.
+    """Return whether FSDP gathers the weights of a module for each call and frees them afterwards.
 
-    Both FSDPs mark each module that they manage with this attribute, for Dynamo (torch 2.11 to 2.15). The weights
-    themselves do not tell: during a call they are ordinary tensors.
+    FSDP1 and FSDP2 set an attribute on each module for Dynamo (torch 2.11 to 2.15). The weights do not tell, because
+    they are ordinary tensors during a call.
     """
     return any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules())
 
 
 def has_flat_weights(module: torch.nn.Module) -> bool:
-    """Whether FSDP1 flattened weights without ``use_orig_params=True``, which Dynamo does not support."""
+    """Return whether FSDP1 flattened weights without ``use_orig_params=True``, which Dynamo does not support."""
     return any(
         part._is_fsdp_managed_module and not part._fsdp_use_orig_params
         for part in module.modules()
@@ -83,12 +84,12 @@ def has_flat_weights(module: torch.nn.Module) -> bool:
 
 
 def is_fsdp2_unit(module: torch.nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on a module: its own hooks gather and free the weights."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, nothing is sharded
+    """Return whether ``fully_shard`` was called on a module, whose hooks then gather and free the weights."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # no module is sharded unless this is imported
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def is_fsdp1_unit(module: torch.nn.Module) -> bool:
-    """Whether a module is FSDP1's wrapper, which gathers the weights of its ``module``."""
+    """Return whether a module is FSDP1's wrapper, which gathers the weights of its ``module``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)

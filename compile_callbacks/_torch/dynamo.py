@@ -1,4 +1,4 @@
-"""Dynamo: ``torch.compile`` itself, its settings and caches, its view of modules, and dynamic shapes."""
+"""Wraps Dynamo: ``torch.compile``, its settings and caches, wrappers of modules, and dynamic shapes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch._dynamo import maybe_mark_dynamic
 from torch.autograd import forward_ad
 
 CONTROL_FLOW = (_exc.RestartAnalysis, _exc.SkipFrame, *_exc.exceptions_allowed_to_be_fallback)
-"""Exceptions of Dynamo that pass through a backend and are no failures. The last ones ask for a graph break."""
+"""Exceptions of Dynamo that pass through a backend without being failures. The last of them request a graph break."""
 
 SHARES_RECOMPILE_LIMIT = "isolate_recompiles" not in inspect.signature(torch.compile).parameters
-"""Whether two configs of one code object share a ``recompile_limit``. Workaround (torch<2.13): newer versions separate
-the limits."""
+"""Whether two configs of one code object share a ``recompile_limit``. Workaround (torch<2.13): newer versions have
+separate limits."""
 
 
 def raised_while_compiling(error: BaseException) -> bool:
-    """Whether an error was raised while Dynamo compiled a frame, and not while the frame ran.
+    """Return whether Dynamo raised an error while it compiled a frame, and not while the frame ran.
 
-    Workaround (until Dynamo wraps all of its errors): torch 2.11 does not wrap an ``AssertionError`` that is raised
-    while it compiles, so this function looks for Dynamo's frames in the traceback. Wrapped errors have no such frames.
+    Workaround (until Dynamo wraps all of its errors): torch 2.11 does not wrap an ``AssertionError`` of a compile, so
+    this function searches the traceback for Dynamo's frames. Wrapped errors have no such frames.
     """
     if isinstance(error, (_exc.TorchDynamoException, _exc.FailOnRecompileLimitHit)):
         return True
@@ -37,9 +37,9 @@ def raised_while_compiling(error: BaseException) -> bool:
 
 
 def function_with_own_cache(function: types.FunctionType, name: str) -> types.FunctionType:
-    """Copy a function with its code object, on which Dynamo keeps compiled graphs and counts recompiles.
+    """Copy a function with its code object, because Dynamo stores compiled graphs and counts recompiles by code object.
 
-    Workaround (torch<2.13): later, ``torch.compile(isolate_recompiles=True)`` does the same.
+    Workaround (torch<2.13): in later versions, ``torch.compile(isolate_recompiles=True)`` does the same.
     """
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
@@ -48,7 +48,7 @@ def function_with_own_cache(function: types.FunctionType, name: str) -> types.Fu
 def compile_function(
     function: Callable[..., Any], backend: Callable[..., Any], *, fullgraph: bool, dynamic: bool | None
 ) -> Callable[..., Any]:
-    """Call ``torch.compile``, isolated from other compiles of the same code if torch can (2.13 and later)."""
+    """Call ``torch.compile``, isolated from other compiles of the same code (torch 2.13 and later)."""
     isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
     compiled: Callable[..., Any] = torch.compile(
         function, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **isolate
@@ -57,7 +57,10 @@ def compile_function(
 
 
 def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Wrap a compiled function. During a call, functions of Dynamo's settings replace their values; takes 10 µs."""
+    """Wrap a compiled function to change Dynamo's settings during each call, which takes 10 µs.
+
+    ``settings`` contains, for each setting, a function that computes the new value from the current value.
+    """
     from torch._dynamo import config
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -77,34 +80,34 @@ def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any
     return call
 
 
-# Calls of several threads overlap. `config.patch` would restore the value that another thread had set.
+# Calls of several threads can overlap, and `config.patch` would then restore the value of another thread.
 _settings_lock = threading.Lock()
 _settings_active: list[Mapping[str, Any]] = []
 _settings_before: dict[str, Any] = {}
 
 
 def recompile_limit() -> int:
-    """The number of graphs that torch compiles for the code of one function."""
+    """Return the maximum number of graphs that torch compiles for the code of one function."""
     from torch._dynamo import config
 
     return int(config.recompile_limit)
 
 
 def hooks_registered() -> int:
-    """A number that grows with every hook that is registered on any module or tensor of the process."""
+    """Return a number that increases with each hook on any module or tensor of the process."""
     return torch.utils.hooks.RemovableHandle.next_id
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` or forward-mode AD is active, for which Dynamo does not compile a call.
+    """Return whether a transform of `torch.func` or forward-mode AD is active, in which Dynamo does not compile calls.
 
-    Workaround (until torch has a public function that tells): takes 0.1 µs before each call.
+    Workaround (until torch has a public function for this). The check takes 0.1 µs before each call.
     """
     return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
-    """Whether forward or backward hooks are registered on a module or its submodules."""
+    """Return whether a module or its submodules have forward or backward hooks."""
     return any(
         part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
         for part in module.modules()
@@ -113,21 +116,21 @@ def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
 
 
 def without_weak_references() -> Any:
-    """A context in which Dynamo drops its weak references to weights when a compile ends.
+    """Return a context manager with which Dynamo deletes its weak references to weights when a compile ends.
 
-    By default it drops them for its own backends only. Then ``module.cpu()`` fails if weights are tensor subclasses.
+    By default, Dynamo deletes them for its own backends only. ``module.cpu()`` then fails for tensor subclasses.
     """
     return torch._dynamo.config.patch(invalidate_compile_context_weakrefs=True)
 
 
 @contextlib.contextmanager
 def without_odd_gradients() -> Iterator[None]:
-    """A context in which Dynamo ignores gradients that it fails on, so that it compiles after a backward pass.
+    """Within the ``with`` block, Dynamo ignores gradients on which it would fail, so it can compile after a backward.
 
-    Workaround (until FSDP1 is no longer supported): while FSDP1 has gathered a weight, the gradient of the step before
-    is still sharded, and Dynamo fails with "attempting to assign a gradient of size ..." (2.11 to 2.15).
+    Workaround (until FSDP1 is no longer supported): while FSDP1 has gathered a weight, the gradient of the previous
+    step is still sharded, and Dynamo fails with "attempting to assign a gradient of size ..." (2.11 to 2.15).
 
-    Workaround (torch<2.12): for gradients of tensor subclasses Dynamo fails with "Expected SubclassSymbolicContext".
+    Workaround (torch<2.12): for gradients of tensor subclasses, Dynamo fails with "Expected SubclassSymbolicContext".
     """
     from torch._subclasses import meta_utils
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -147,7 +150,7 @@ def without_odd_gradients() -> Iterator[None]:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes, with those that Dynamo and Inductor have wrapped."""
+    """Yield an error and its causes, including errors that Dynamo and Inductor have wrapped."""
     seen: set[int] = set()
     open_: list[BaseException | None] = [error]
     while open_:
@@ -162,14 +165,14 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 def forget_compiled(backend: Callable[..., Any]) -> None:
     """Remove the graphs of one backend from Dynamo's caches.
 
-    Workaround (until torch can reset a single ``torch.compile``): ``torch._dynamo.reset()`` drops the compiled code of
-    the whole process. Three references keep compiled code alive:
+    Workaround (until torch can reset a single ``torch.compile``): ``torch._dynamo.reset()`` deletes the compiled code
+    of the whole process. Three references keep compiled code alive:
 
-    - Dynamo's cache belongs to code objects, in which Python's garbage collector does not look. After a graph break
-      these are code objects of the user, which may have graphs of another ``torch.compile`` too.
-    - torch keeps every backend, because ``reset()`` calls it.
-    - The code that Dynamo writes after a graph break is never freed (Python 3.11), so the graphs that it calls stay
-      among the globals of the user's file.
+    - Dynamo's cache belongs to code objects, which Python's garbage collector does not search. After a graph break,
+      these are code objects of the user, which may also have graphs of another ``torch.compile``.
+    - torch keeps a reference to each backend, because ``reset()`` calls it.
+    - Python 3.11 never frees the code that Dynamo writes after a graph break, so the graphs that this code calls remain
+      in the globals of the user's file.
     """
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, _debug_get_precompile_entries, reset_code
     from torch._dynamo import convert_frame, eval_frame
@@ -177,7 +180,7 @@ def forget_compiled(backend: Callable[..., Any]) -> None:
     from torch._dynamo.utils import CleanupManager
 
     def is_ours(other: Any) -> bool:
-        return bool(getattr(other, "compiler_fn", other) == backend)  # torch wraps the backend
+        return bool(getattr(other, "compiler_fn", other) == backend)  # because torch wraps the backend
 
     with convert_frame.compile_lock:
         for code in [code for reference in convert_frame.input_codes.seen if (code := reference()) is not None]:
@@ -185,9 +188,9 @@ def forget_compiled(backend: Callable[..., Any]) -> None:
             ours = [entry for entry in entries if is_ours(entry.backend)]
             written = [entry.code for entry in ours]
             if ours and len(ours) == len(entries) and not _debug_get_precompile_entries(code):
-                del entries, ours  # they point into freed memory
+                del entries, ours  # because reset_code frees the memory that they point to
                 reset_code(code)
-            else:  # as torch does if an object dies that a guard has seen
+            else:  # as torch does when an object of a guard is deleted
                 for entry in ours:
                     if (state := entry.guard_manager.extra_state) is not None:
                         state.invalidate(entry, DeletedGuardManagerWrapper("the compiled code was freed"))
@@ -200,46 +203,46 @@ def forget_compiled(backend: Callable[..., Any]) -> None:
 
 
 def is_dynamo_wrapper(module: object) -> bool:
-    """Whether ``torch.compile(module)`` returned this object."""
+    """Return whether ``torch.compile(module)`` returned this object."""
     return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def is_compiled_call(code: types.CodeType) -> bool:
-    """Whether this code runs when a function is called that ``torch.compile`` returned."""
+    """Return whether a function that ``torch.compile`` returned runs this code when it is called."""
     return code.co_name == "compile_wrapper" and code.co_filename == torch._dynamo.eval_frame.__file__
 
 
 def is_profiling() -> bool:
-    """Whether torch's profiler is running, which may have set a profile function of Python."""
+    """Return whether torch's profiler is running, which may have set Python's profile function."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
 def unwrap_dynamo(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside of an object that ``torch.compile(module)`` returned."""
+    """Return the original module of an object that ``torch.compile(module)`` returned."""
     while is_dynamo_wrapper(module):
         module = module._orig_mod  # type: ignore[assignment]
     return module
 
 
 def compiled_in_place(wrapper: torch.nn.Module) -> torch.nn.Module:
-    """Take the module out of an object that ``torch.compile(module)`` returned, and compile it in place.
+    """Return the original module of an object that ``torch.compile(module)`` returned, compiled in place.
 
-    ``module.compile()`` would need the arguments of ``torch.compile``, and the wrapper has only the context made of
-    them.
+    ``module.compile()`` would need the arguments of ``torch.compile``, but the wrapper does not store them. It stores
+    the context that ``torch.compile`` made from them.
     """
     module = unwrap_dynamo(wrapper)
     module._compiled_call_impl = wrapper.dynamo_ctx(module._call_impl)  # type: ignore[operator]
     return module
 
 
-_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # the second one since 2.15
+_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # torch 2.15 added the second
 
 
 def mark_dimensions(tensor: torch.Tensor, dimensions: Sequence[int]) -> Callable[[], None]:
-    """Have the compile that traces a tensor treat dimensions as dynamic. Torch specializes one if the code needs it.
+    """Mark dimensions of a tensor as dynamic for the next compile. Torch specializes a dimension if the code needs it.
 
     Returns:
-        Removes the marks. With a mark left, torch would recompile if the same tensor is an input again.
+        A function that removes the marks. If a mark remained, torch would recompile for the same tensor.
     """
     marked = [part for part in (tensor, *_inner_tensors(tensor)) if not any(hasattr(part, name) for name in _MARKS)]
     maybe_mark_dynamic(tensor, list(dimensions))
@@ -253,7 +256,7 @@ def mark_dimensions(tensor: torch.Tensor, dimensions: Sequence[int]) -> Callable
 
 
 def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors within a traceable wrapper subclass, which torch marks too."""
+    """Return the tensors within a traceable wrapper subclass, because torch marks them, too."""
     if not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
         return []
     inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -261,7 +264,7 @@ def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def numbers_as_dynamic(inputs: Iterable[str]) -> Any:
-    """A context in which compiles treat integer inputs as dynamic."""
+    """Return a context manager with which compiles treat these integer inputs as dynamic."""
     parts = (name.partition("[") for name in inputs)
     sources = [f"L['{local}'][{index}" for local, _, index in parts]
     of_user = torch.compiler.config.dynamic_sources

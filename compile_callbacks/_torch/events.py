@@ -1,4 +1,4 @@
-"""torch's reports of its compiles: start and end, graph breaks, metrics, structured trace and reproduction scripts."""
+"""Wraps torch's signals about compiles: start, end, graph breaks, metrics, structured trace, and repro scripts."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ callback_handler = torch._dynamo.callback.callback_handler
 """torch's list of functions to call when a compile starts and ends."""
 
 DYNAMO_TRIGGER = torch._dynamo.callback.CallbackTrigger.DYNAMO
-"""The trigger of a compile that begins with tracing, not with a backward pass or a CUDA-graph recording."""
+"""The trigger of a compile that begins with tracing, not with a backward pass or the recording of a CUDA graph."""
 
 
 class TraceSettings:
-    """Sets global settings while a compile of this library is traced, and not for other compiles.
+    """Changes global settings while Dynamo traces for a compile of this library, but not for other compiles.
 
-    They are set when torch announces a compile, because setting them around each call would take 10 µs a call.
+    The settings change when torch announces a compile, because changing them in each call would take 10 µs per call.
 
-    - ``torch._inductor.config.freezing``: while tracing, Dynamo decides by the global setting alone whether weights
-      become constants; ``options={"freezing": True}`` does not reach it.
+    - ``torch._inductor.config.freezing``: Dynamo reads only the global setting to decide whether weights become
+      constants, and ignores ``options={"freezing": True}``.
     - A warning is ignored: Dynamo reads ``.grad`` of each input, and torch warns if the input is the output of another
-      target. The warning is about code that is not the user's.
+      target. The user's code does not cause this warning.
 
-    Workaround (torch<2.12): two settings are switched off. With ``skip_tensor_guards_with_matching_dict_tags``, torch
-    skips the guards on the weights of a module if the dictionary of the weights is unchanged. It does not notice a new
-    ``requires_grad``, a new dtype that came through ``.data``, and an input that is a buffer which the call changes.
-    With ``use_recursive_dict_tags_for_guards`` it does not notice the first parameter of a module. The cost of all
-    guards is in docs/reference/limits.md.
+    Workaround (torch<2.12): this class also disables two settings. With ``skip_tensor_guards_with_matching_dict_tags``,
+    torch skips the guards on the weights of a module if the dictionary of the weights is unchanged. torch then does not
+    notice a new ``requires_grad``, a new dtype set through ``.data``, and a buffer that is an input and changes in the
+    call. With ``use_recursive_dict_tags_for_guards``, torch does not notice the first parameter of a module.
+    docs/reference/limits.md has the cost of all guards.
 
     Args:
-        ours: Tells whether the compile that begins is one of this library.
-        frozen: Tells whether it freezes the weights.
+        ours: A function that returns whether the compile that begins belongs to this library.
+        frozen: A function that returns whether this compile freezes the weights.
     """
 
     def __init__(self, *, ours: Callable[[], bool], frozen: Callable[[], bool]) -> None:
@@ -46,7 +46,7 @@ class TraceSettings:
         self._settings = contextlib.ExitStack()
 
     def install(self) -> None:
-        """Begin to watch for compiles."""
+        """Start listening for compiles."""
         if self._start not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._start)
             callback_handler.register_end_callback(self._end)
@@ -62,7 +62,7 @@ class TraceSettings:
             return
         self._settings.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
-        if self._frozen():  # `WeightWatch` checks frozen weights
+        if self._frozen():  # safe, because `WeightWatch` checks frozen weights
             self._settings.enter_context(config.patch(freezing=True))
         elif torch.__version__.startswith("2.11."):
             shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
@@ -73,14 +73,14 @@ class TraceSettings:
 
 
 def unregister(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Remove two functions from torch's lists; ``torch._dynamo.reset()`` may have done so already."""
+    """Remove two functions from torch's lists, unless ``torch._dynamo.reset()`` has already removed them."""
     for callbacks, function in ((callback_handler.start_callbacks, start), (callback_handler.end_callbacks, end)):
         if function in callbacks:
             callbacks.remove(function)
 
 
 class GraphBreak(NamedTuple):
-    """Why, and at which line of the user's code, Dynamo ended a graph."""
+    """The reason why Dynamo ended a graph, and the line of the user's code."""
 
     reason: str
     file: str | None
@@ -88,14 +88,14 @@ class GraphBreak(NamedTuple):
 
 
 def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
-    """The graph breaks of this process after the first ``after`` ones, and the number of all graph breaks."""
+    """Return the graph breaks of this process without the first ``after``, and the number of all graph breaks."""
     reasons = torch._dynamo.utils.graph_break_reasons
     if len(reasons) < after:  # torch._dynamo.reset() has emptied the list
         after = 0
     found = []
     for reason in reasons[after:]:
         if reason.reason.startswith("DDPOptimizer "):
-            continue  # a graph that is split for DDP: no Python code runs between the parts
+            continue  # Dynamo split the graph for DDP, which is not a graph break
         where = reason.user_stack[-1] if reason.user_stack else None
         found.append(GraphBreak(reason.reason, where.filename if where else None, where.lineno if where else None))
     return found, len(reasons)
@@ -114,18 +114,18 @@ class CompilationRecord(NamedTuple):
 
 
 def frame_of(compile_id: str) -> str:
-    """The part of a compile's id that all compiles of one frame share: "3" of "3/1"."""
+    """Return the part of a compile id that all compiles of one frame share: "3" of "3/1"."""
     return compile_id.partition("/")[0]
 
 
 def recompile_reason() -> str | None:
-    """Return the guard that failed, while torch announces the start of a recompile; ``None`` for a first compile."""
+    """Return the guard that failed when torch announces a recompile, or ``None`` when it announces a first compile."""
     reason = torch._dynamo.utils.get_metrics_context()._metrics.get("recompile_reason")
     return reason if isinstance(reason, str) else None
 
 
 def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
-    """The metrics of compiles that ended since the last call; ``seen`` remembers them."""
+    """Yield the metrics of compiles that ended since the last call, and add them to ``seen``."""
     for entry in torch._dynamo.utils.get_compilation_metrics():
         key = entry.start_time_us or id(entry)
         if key in seen or entry.compile_id is None:
@@ -151,7 +151,7 @@ class StructuredTrace:
     """Writes torch's structured trace to a folder, one file for each process. ``tlparse`` reads it.
 
     Args:
-        folder: The folder; torch creates it.
+        folder: The folder. torch creates it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -159,7 +159,7 @@ class StructuredTrace:
         self._handler: logging.Handler | None = None
 
     def start(self) -> None:
-        """Start to trace all compiles of this process."""
+        """Start tracing all compiles of this process."""
         from torch._logging import _internal, structured
 
         if self._handler is not None:
@@ -167,7 +167,7 @@ class StructuredTrace:
         self._handler = _internal.LazyTraceHandler(str(self._folder))
         self._handler.setFormatter(_internal.TorchLogsFormatter(trace=True))
         _internal.trace_log.addHandler(self._handler)
-        # torch writes the name of each source file once in a process, so the names known by now are missing.
+        # torch writes the name of each source file only once per process, so write the names that it already knows.
         for name, number in structured.INTERN_TABLE.items():
             entry = name, number
             _internal.trace_structured("str", lambda entry=entry: entry, suppress_context=True)  # type: ignore[misc]
@@ -192,7 +192,7 @@ def write_repro(
     for number in itertools.count(1):
         script = folder / f"repro_{name}_{number}.py"
         try:
-            script.touch(exist_ok=False)  # of several processes, each takes another number
+            script.touch(exist_ok=False)  # fails if another process has used this number
             break
         except FileExistsError:
             continue
@@ -201,7 +201,7 @@ def write_repro(
     plain = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str))}
     head = (
         f"# {why}\n# Run this script: it raises AccuracyError if the compiled graph differs from eager.\n"
-        "# Graph passes are not part of it.\n"
+        "# The script does not run graph passes.\n"
     )
     settings = f"import torch._inductor.config\ntorch._inductor.config.patch({plain!r}).__enter__()\n\nclass Repro("
     script.write_text(head + text.replace("class Repro(", settings, 1))

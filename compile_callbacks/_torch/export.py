@@ -1,4 +1,4 @@
-"""``torch.export`` and AOTInductor packages."""
+"""Wraps ``torch.export`` and AOTInductor packages."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import torch
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """A context in which a failing export does not print its graph to stderr."""
+    """Within the ``with`` block, a failing export does not print its graph to stderr."""
     printed = io.StringIO()
     with own_warnings_off(), contextlib.redirect_stderr(printed):
         yield
-    sys.stderr.write(printed.getvalue())  # nothing failed: the module itself printed it
+    sys.stderr.write(printed.getvalue())  # without a failure, the module itself printed this text
 
 
 @contextlib.contextmanager
 def own_warnings_off() -> Iterator[None]:
-    """A context that ignores torch's warnings about its own code.
+    """Ignore torch's warnings about its own code within the ``with`` block.
 
-    Workaround (torch<2.12): it warns about its own use of ``LeafSpec``, and about buffers that it reads only.
+    Workaround (torch<2.12): torch warns about its own use of ``LeafSpec``, and about buffers that it only reads.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
@@ -46,9 +46,9 @@ def export_program(
 ) -> Any:
     """Call ``torch.export.export`` for a module whose ``forward`` may take ``**kwargs``.
 
-    Workaround (torch<2.12): it fails with an assertion on dynamic shapes of keyword arguments that the signature does
-    not name. A failed export leaves a hook on every module of the process, and Dynamo then breaks the graph at each
-    assignment of a buffer.
+    Workaround (torch<2.12): ``torch.export.export`` fails with an assertion on dynamic shapes of keyword arguments that
+    the signature does not name. A failed export leaves a hook on each module of the process, and Dynamo then breaks the
+    graph at each assignment of a buffer.
     """
     own = vars(module).get("forward")
     hooks = torch.nn.modules.module._global_buffer_registration_hooks
@@ -71,14 +71,14 @@ def export_program(
 
 
 def torch_folder() -> str:
-    """The folder of torch's source."""
+    """Return the folder of torch's source."""
     return f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def compile_package(program: Any, path: str, options: Mapping[str, Any]) -> None:
     """Compile an exported program with AOTInductor, and write the package.
 
-    torch's documentation names ``torch._inductor.aoti_compile_and_package``. It writes to the options.
+    torch documents ``torch._inductor.aoti_compile_and_package`` for this, but that function changes the options.
     """
     with own_warnings_off():
         torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
@@ -91,13 +91,13 @@ def save_program(program: Any, path: str, extra_files: dict[str, Any]) -> None:
 
 
 def load_program(path: str) -> torch.nn.Module:
-    """Load a file of `save_program` as a module."""
+    """Load a file that `save_program` wrote as a module."""
     with own_warnings_off():
         return program_as_module(torch.export.load(path))
 
 
 def program_as_module(program: Any) -> torch.nn.Module:
-    """An exported program as a module that runs eagerly."""
+    """Return an exported program as a module that runs eagerly."""
     with own_warnings_off():
         module: torch.nn.Module = program.module()
         return module
@@ -106,8 +106,9 @@ def program_as_module(program: Any) -> torch.nn.Module:
 def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
     """Load an AOTInductor package as a function of its input tensors, in the order of the export.
 
-    torch's documentation names ``torch._inductor.aoti_load_package``. Its result parses two tree specs in each call,
-    which takes longer than a small model. This parses the spec of the outputs once, and needs no spec of the inputs.
+    torch documents ``torch._inductor.aoti_load_package`` for this. The loaded function parses two tree specs in each
+    call, which takes longer than a small model. Our function parses the spec of the outputs once, and needs no spec of
+    the inputs.
     """
     from torch.utils._pytree import tree_unflatten, treespec_loads
 
@@ -125,7 +126,7 @@ RUN_PACKAGE = """
 import os
 import sys
 
-sys.path.append(os.getcwd())  # last: a file there must not take the place of a module
+sys.path.append(os.getcwd())  # appended, because a file there must not replace a module
 import torch
 
 package, inputs = sys.argv[1:]
@@ -138,5 +139,6 @@ if torch.accelerator.is_available():
 """
 """A script for ``python -P`` that runs an AOTInductor package once, on input tensors in a file.
 
-It calls what `torch._inductor.aoti_load_package` calls (torch 2.11 to 2.15), because importing Inductor takes seconds.
+The script calls the loader of `torch._inductor.aoti_load_package` directly (torch 2.11 to 2.15), because importing
+Inductor takes seconds.
 """

@@ -1,4 +1,4 @@
-"""FX graphs of Dynamo and AOTAutograd: copy them, examine them, compare their results, and add nodes."""
+"""Copies and examines FX graphs of Dynamo and AOTAutograd, compares their results, and adds nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def copy_of_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     vars(copied).update({name: value for name, value in vars(graph_module).items() if name not in vars(copied)})
     copied.meta.update(graph_module.meta)
     for node, original in zip(copied.graph.nodes, graph_module.graph.nodes, strict=True):
-        # Dynamo's `GraphArg` has a weak reference to a weight, and lives until Python collects garbage.
+        # Dynamo's `GraphArg` has a weak reference to a weight, and remains until Python collects garbage.
         node.meta.pop("grapharg", None)
         for name, value in getattr(original, "__dict__", {}).items():
             if name.startswith("_dynamo"):
@@ -29,14 +29,14 @@ def copy_of_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Copy a graph module, without Dynamo's metadata, to run the copy eagerly.
 
-    The metadata of placeholders has weak references to the weights. While such a reference exists, ``module.cpu()``
-    fails for weights that are tensor subclasses.
+    The metadata of placeholders contains weak references to the weights. While such a reference exists,
+    ``module.cpu()`` fails for weights that are tensor subclasses.
     """
     copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for node in copied.graph.nodes:
         node.meta.clear()
-        # torch implements these two operators for tracing. Workaround (until `tag_activation_checkpoint` restores the
-        # random state when it runs eagerly): in torch 2.15 it does not.
+        # torch implements these two operators only for tracing. Workaround (until `tag_activation_checkpoint` restores
+        # the random state when it runs eagerly): torch 2.15 does not restore it.
         if node.target is torch.ops.higher_order.invoke_subgraph:
             node.target, node.args = _call_subgraph, (node.args[0], *node.args[2:])
         elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -44,7 +44,7 @@ def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     copied.recompile()
     copied.meta.update(graph_module.meta)
     for name, part in list(copied.named_children()):
-        if isinstance(part, torch.fx.GraphModule):  # a subgraph, which Inductor changes too
+        if isinstance(part, torch.fx.GraphModule):  # a subgraph, which Inductor also changes
             setattr(copied, name, eager_graph(part))
     return copied
 
@@ -59,7 +59,7 @@ def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) 
     def run(*_: torch.Tensor) -> Any:
         return subgraph.forward(*args)
 
-    # `checkpoint` reads the device from these arguments. It must not get the buffers that the subgraph writes to.
+    # `checkpoint` reads the device from these arguments, but must not get the buffers that the subgraph writes.
     differentiable = [value for value in args if isinstance(value, torch.Tensor) and value.requires_grad]
     keeps_random_state = kwargs.get("preserve_rng_state", True)
     return checkpoint(run, *differentiable, use_reentrant=False, preserve_rng_state=keeps_random_state)
@@ -69,7 +69,7 @@ _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd
 
 
 def has_collective(graph_module: torch.fx.GraphModule) -> bool:
-    """Whether a graph communicates with other processes, in its forward or its backward pass."""
+    """Return whether a graph communicates with other processes, in its forward or its backward pass."""
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     for part in graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
@@ -85,7 +85,7 @@ class GraphFacts(NamedTuple):
     """What `examine_graph` finds."""
 
     written: frozenset[int]
-    """The positions of the inputs that the graph writes to."""
+    """The positions of the inputs that the graph writes."""
     dtypes: frozenset[torch.dtype]
     """The dtypes of the inputs and of all values that the graph computes."""
     has_subclasses: bool
@@ -93,9 +93,9 @@ class GraphFacts(NamedTuple):
 
 
 def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> GraphFacts:
-    """Run a graph on fake tensors, and record the dtypes that it computes and the inputs that it writes to.
+    """Run a graph on fake tensors, and record the dtypes that it computes and the inputs that it writes.
 
-    AOTAutograd does not tell which inputs a graph writes to if the compiled graph comes from its cache.
+    AOTAutograd does not report which inputs a graph writes if the compiled graph comes from its cache.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -118,7 +118,7 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
         return int(tensor.untyped_storage()._cdata)
 
     written, dtypes = set[int](), set[torch.dtype]()
-    # The shape environment makes the numbers that a graph reads from tensors symbols. Without it, they are errors.
+    # With the shape environment, numbers that a graph reads from tensors become symbols instead of errors.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     fakes = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in inputs]
     with mode, Examination(), torch.no_grad():  # type: ignore[no-untyped-call]
@@ -130,13 +130,13 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
 
 
 def _written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments that an operator may write to."""
+    """Return the arguments that an operator may write."""
     if not isinstance(operator, OpOverload):  # a higher-order operator, such as the call of a Triton kernel
         return () if "flex_attention" in operator.name() else (args, kwargs)
     arguments = operator._schema.arguments
     written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
-    # The schemas of batch norms do not say that they write to the running statistics.
+    # The schemas of batch norms do not declare that they write the running statistics.
     written |= {"running_mean", "running_var"}
     return [value for name, value in given.items() if name in written]
 
@@ -149,9 +149,9 @@ DOUBLE_OF = {
 
 
 def computing_in_double(enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a graph with float64 inputs computes in float64.
+    """Return a context manager with which a graph with float64 inputs computes in float64.
 
-    Casts to a lower precision, and tensors that the graph creates, become float64 too.
+    Casts to a lower precision, and tensors that the graph creates, also become float64.
     """
     if not enabled:
         return contextlib.nullcontext()
@@ -174,11 +174,11 @@ def computing_in_double(enabled: bool) -> contextlib.AbstractContextManager[Any]
 def is_as_accurate(
     expected: torch.Tensor, actual: torch.Tensor, reference: torch.Tensor, *, tolerance: float, lenient: bool
 ) -> bool:
-    """Whether a compiled result is about as close to a float64 reference as the eager result is.
+    """Return whether a compiled result is about as close to a float64 reference as the eager result.
 
-    torch's own accuracy checks use the same function. ``actual`` is the compiled result, ``expected`` the eager one. An
-    absolute and relative error of ``tolerance`` is always allowed. Otherwise ``actual`` may have two to ten times the
-    error of ``expected``, or ten times for any size of tensor if ``lenient``.
+    torch's own accuracy checks use the same function. ``actual`` is the compiled result, and ``expected`` is the eager
+    result. The function always allows an absolute and relative error of ``tolerance``. For larger errors, ``actual``
+    may have two to ten times the error of ``expected``, depending on the tensor's size, or ten times if ``lenient``.
     """
     from torch._dynamo.utils import same
 
@@ -201,7 +201,7 @@ OpOverload = torch._ops.OpOverload
 def add_node(
     graph: torch.fx.Graph, target: Any, arguments: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> torch.fx.Node:
-    """Add a call to a graph. Its ``meta["val"]`` is its value as a fake tensor."""
+    """Add a call to a graph. ``meta["val"]`` of the new node is its value as a fake tensor."""
     kwargs = dict(kwargs or {})
     node = graph.call_function(target, tuple(arguments), kwargs)
     values, keywords = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
@@ -212,7 +212,7 @@ def add_node(
 
 
 def is_decomposed(target: Any) -> bool:
-    """Whether AOTAutograd replaces an operator by others for Inductor, which cannot compile the operator itself."""
+    """Return whether AOTAutograd decomposes an operator for Inductor, which cannot compile the operator itself."""
     from torch._inductor.decomposition import decompositions
     from torch._inductor.lowering import lowerings
 
@@ -220,7 +220,7 @@ def is_decomposed(target: Any) -> bool:
 
 
 def fake_tensor(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Create a fake tensor in the fake mode of the compile that is running."""
+    """Create a fake tensor in the fake mode of the running compile."""
     with torch._guards.TracingContext.get().fake_mode:  # type: ignore[union-attr]
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
@@ -230,12 +230,12 @@ OPERATOR_TYPES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverload
 
 
 def has_tensor_subclasses(module: torch.nn.Module) -> bool:
-    """Whether a module has weights that wrap other tensors, such as a ``DTensor``."""
+    """Return whether a module has weights that wrap other tensors, such as a ``DTensor``."""
     return any(is_tensor_subclass(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 def is_tensor_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor wraps other tensors, which its ``__tensor_flatten__`` names."""
+    """Return whether a tensor wraps other tensors, which its ``__tensor_flatten__`` names."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return is_traceable_wrapper_subclass(tensor)

@@ -1,4 +1,4 @@
-"""Inductor: modes and options, the C++ compiler, compiling a graph, graph passes, generated modules, CUDA graphs."""
+"""Wraps Inductor: modes and options, the C++ compiler, compiles, graph passes, generated modules and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,62 +18,62 @@ from compile_callbacks._torch.caches import autocast_state, tagged_cache
 
 
 def mode_names() -> list[str]:
-    """The modes of the installed torch."""
+    """Return the modes of the installed torch."""
     return list(torch._inductor.list_mode_options())
 
 
 @functools.cache
 def option_names() -> frozenset[str]:
-    """The Inductor options of the installed torch."""
+    """Return the Inductor options of the installed torch."""
     return frozenset(torch._inductor.list_options())
 
 
 def option_type(name: str) -> Any:
-    """The annotated type of an Inductor option."""
+    """Return the annotated type of an Inductor option."""
     from torch._inductor import config
 
     return config.get_type(name)  # type: ignore[attr-defined]
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed and supports the GPU of this machine."""
+    """Return whether Triton is installed and supports the GPU of this machine."""
     from torch.utils._triton import has_triton
 
     return bool(has_triton())
 
 
 def has_triton_tma() -> bool:
-    """Whether Triton can use the Tensor Memory Accelerator."""
+    """Return whether Triton can use the Tensor Memory Accelerator."""
     from torch.utils._triton import has_triton_tma_device
 
     return bool(has_triton_tma_device())
 
 
 def has_cutlass() -> bool:
-    """Whether Inductor finds the CUTLASS library."""
+    """Return whether Inductor finds the CUTLASS library."""
     from torch._inductor.codegen.cutlass.utils import try_import_cutlass
 
     return bool(try_import_cutlass())
 
 
 def resolve_options(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> dict[str, Any]:
-    """Resolve a mode and options to values of ``torch._inductor.config``, with the code of ``torch.compile`` itself.
+    """Resolve a mode and options to values of ``torch._inductor.config``, with the code of ``torch.compile``.
 
-    It also sets the environment variables that CUDA graphs need.
+    torch's code also sets the environment variables that CUDA graphs need.
     """
     wrapper = torch._TorchCompileInductorWrapper(mode, dict(options) or None, dynamic)
     return dict(wrapper.config)
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that Inductor calls."""
+    """Return the C++ compiler that Inductor calls."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return get_cpp_compiler()
 
 
 def cpp_compilers_tried() -> list[str]:
-    """The C++ compilers that Inductor tries in this order. It reads ``CXX`` when torch is imported."""
+    """Return the C++ compilers that Inductor tries, in this order. Inductor reads ``CXX`` when torch is imported."""
     from torch._inductor import config
 
     tried = config.cpp.cxx
@@ -90,9 +90,9 @@ def build_cpp(source: Path) -> Path:
 
 
 def import_inductor() -> None:
-    """Import Inductor's compiler, as ``torch.compile(module)`` does when it is called.
+    """Import Inductor's compiler, as a call of ``torch.compile(module)`` does.
 
-    The import takes a second, which would otherwise be part of the first compiled step.
+    The import takes a second, which would otherwise be a part of the first compiled step.
     """
     import torch._inductor.compile_fx  # noqa: F401
 
@@ -107,9 +107,10 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo with ``compile_fx``, as ``backend="inductor"`` does. This changes the graph.
 
-    The backward graph is compiled together with the forward graph (``force_non_lazy_backward_lowering``, which torch's
-    ahead-of-time path sets). Otherwise a failure would surface in the user's ``backward()``, when the step can no
-    longer run eagerly. The memory budget is a setting of AOTAutograd's partitioner; ``None`` leaves it alone.
+    The function compiles the backward graph together with the forward graph (``force_non_lazy_backward_lowering``,
+    which torch's ahead-of-time path also sets). Otherwise, a failure would occur in the user's ``backward()``, when the
+    step can no longer run eagerly. The memory budget is a setting of AOTAutograd's partitioner. ``None`` does not
+    change it.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
@@ -130,7 +131,7 @@ def compile_graph(
 
 
 def saved_bytes(backward_graph: torch.fx.GraphModule) -> int:
-    """The memory of the activations that a backward graph of AOTAutograd takes, without the forward's own inputs."""
+    """Return the memory of the activations that a backward graph needs, without the inputs of the forward graph."""
     nodes = backward_graph.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in nodes if not node.name.startswith(("primals_", "tangents_"))]
     total = 0
@@ -142,7 +143,7 @@ def saved_bytes(backward_graph: torch.fx.GraphModule) -> int:
 
 
 def draws_as_eager(options: Mapping[str, Any]) -> bool:
-    """Whether compiled code draws the random numbers that eager code draws."""
+    """Return whether compiled code draws the same random numbers as eager code."""
     from torch._inductor import config
 
     return bool(options.get("fallback_random", config.fallback_random))
@@ -150,9 +151,9 @@ def draws_as_eager(options: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def generated_with_constants() -> Iterator[list[types.ModuleType]]:
-    """A context that gives the Python modules with constants, such as frozen weights, that Inductor generates in it.
+    """Yield a list of the Python modules with constants, such as frozen weights, that Inductor generates in the block.
 
-    Inductor keeps every module that it has loaded. Graphs share the modules without constants.
+    Inductor keeps each module that it has loaded. Graphs share the modules without constants.
     """
     from torch._inductor.codecache import PyCodeCache
 
@@ -165,7 +166,7 @@ def generated_with_constants() -> Iterator[list[types.ModuleType]]:
 
 
 def forget_generated(modules: Sequence[types.ModuleType]) -> None:
-    """Remove modules of `generated_with_constants` from Inductor's list, so that their last user frees them."""
+    """Remove modules of `generated_with_constants` from Inductor's list, so that Python can free them."""
     from torch._inductor.codecache import PyCodeCache
 
     gone = set(map(id, modules))
@@ -176,7 +177,7 @@ def forget_generated(modules: Sequence[types.ModuleType]) -> None:
 
 
 def output_code_class() -> Any:
-    """The base class of compiled graphs. torch's cache can hold objects of derived classes."""
+    """Return the base class of compiled graphs. torch's cache can store objects of derived classes."""
     from torch._inductor.output_code import OutputCode
 
     return OutputCode
@@ -187,7 +188,7 @@ def compile_inner(module: torch.fx.GraphModule, example_inputs: Sequence[Any], *
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    # Under `bundled_cache`, Inductor does not use its own cache. Only an empty graph needs the setting to be stored.
+    # Within `bundled_cache`, Inductor does not use its own cache. Only an empty graph needs this setting to be stored.
     empty = not any(node.op == "call_function" for node in module.graph.nodes)
     with functorch_config.patch(bundled_autograd_cache=empty and functorch_config.bundled_autograd_cache):
         return compile_fx_inner(module, example_inputs, **kwargs)
@@ -195,10 +196,11 @@ def compile_inner(module: torch.fx.GraphModule, example_inputs: Sequence[Any], *
 
 @contextlib.contextmanager
 def separate_compile() -> Iterator[None]:
-    """A context for compiling another graph in the middle of a compile.
+    """Allow compiling another graph within a compile.
 
-    The tracing context of the outer compile has the output strides of the graph that was compiled last. The graph
-    passes, the tuning and the CUDA graphs of the outer compile are settings for the user's graph.
+    The ``with`` block has its own tracing context, because the context of the outer compile stores the output strides
+    of the last graph. It also disables graph passes, autotuning and CUDA graphs, which are settings for the user's
+    graph.
     """
     from torch._inductor import config
 
@@ -211,22 +213,22 @@ def separate_compile() -> Iterator[None]:
 
 
 def no_cudagraphs() -> Any:
-    """The argument ``cudagraphs`` of a compile without CUDA graphs."""
+    """Return the argument ``cudagraphs`` of a compile without CUDA graphs."""
     from torch._inductor.utils import BoxedBool
 
     return BoxedBool(False)
 
 
 def end_failed_warmup(device_index: int) -> bool:
-    """Repair the CUDA graphs of a device after the first run of one has raised, for example `torch.OutOfMemoryError`.
+    """Repair the CUDA graphs of a device after the first run of a CUDA graph raised, such as `torch.OutOfMemoryError`.
 
     Workaround (until ``CUDAGraphTreeManager.run_eager`` restores the current node after an exception): torch 2.11 and
     2.15 keep the failed run as the current node of the device's tree, without its outputs. All later calls then fail
-    with an empty ``AssertionError`` (2.11), or skip the first run of that graph. The only public remedy is
-    ``torch.compiler.reset()``, which drops the compiled code of the whole process.
+    with an empty ``AssertionError`` (2.11), or skip the first run of that graph. The only public fix is
+    ``torch.compiler.reset()``, which deletes the compiled code of the whole process.
 
     Returns:
-        Whether the current node was such a run.
+        Whether the current node was a failed run.
     """
     from torch._inductor.cudagraph_trees import CUDAWarmupNode, get_manager
 
@@ -244,7 +246,7 @@ def end_failed_warmup(device_index: int) -> bool:
 
 
 def wants_channels_last(module: torch.fx.GraphModule) -> bool:
-    """Whether Inductor will use the layout channels_last for the convolutions of a graph."""
+    """Return whether Inductor will use the layout channels_last for the convolutions of a graph."""
     from torch._inductor.graph import GraphLowering
 
     return bool(GraphLowering.decide_layout_opt(module, is_inference=True))
@@ -259,16 +261,16 @@ TORCH_PASS_TYPES: tuple[type, ...] = (_custom_graph_pass.CustomGraphPass,)
 
 
 def pool_offsets_to_indices() -> Any:
-    """Inductor's operator from the 8-bit offsets of a max pooling, within windows, to indices in the image."""
+    """Return Inductor's operator that converts 8-bit offsets within max pooling windows to indices in the image."""
     from torch._inductor import inductor_prims
 
     return inductor_prims._low_memory_max_pool_offsets_to_indices
 
 
 def inference_flag_of_caller() -> bool:
-    """The ``is_inference`` that ``post_grad_passes`` was called with, read from its frame on the stack.
+    """Return the ``is_inference`` argument of ``post_grad_passes`` from its frame on the stack.
 
-    Workaround (torch<2.13): torch does not pass the flag to custom passes, and a pass cannot reach it otherwise.
+    Workaround (torch<2.13): torch does not pass the flag to custom passes.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -279,7 +281,7 @@ def inference_flag_of_caller() -> bool:
 
 
 def run_pass(graph_pass: Any, graph: torch.fx.Graph, is_inference: bool) -> Any:
-    """Call a pass with the arguments that its class takes."""
+    """Call a pass with the arguments that its class accepts."""
     if TORCH_PASSES_FLAG and isinstance(graph_pass, GRAPH_PASS_BASE):
         return graph_pass(graph, is_inference)
     return graph_pass(graph)
@@ -292,9 +294,9 @@ def pattern_matcher(
     admits: Callable[[torch.Tensor, dict[str, Any]], bool],
     name: str,
 ) -> Callable[[torch.fx.Graph], int]:
-    """Return torch's pattern matcher for one pattern: a function that changes a graph and counts the changes.
+    """Return torch's pattern matcher for one pattern, a function that changes a graph and counts the changes.
 
-    ``admits`` decides on each match, by its output and its inputs as fake tensors.
+    ``admits`` gets the output and the inputs of each match as fake tensors, and returns whether to replace the match.
     """
     from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -306,7 +308,7 @@ def pattern_matcher(
         return admits(value(match.output_node()), {name: value(argument) for name, argument in match.kwargs.items()})
 
     matcher = PatternMatcherPass(pass_name=name)
-    # torch's own patterns are traced in the middle of a compile too.
+    # Outside the tracing context of a running compile, as for torch's own patterns.
     with torch._guards.tracing(None), unset_fake_temporarily(), torch.no_grad():
         inputs = [tensor.detach().clone() for tensor in example_inputs]
         register_replacement(pattern, replacement, inputs, fwd_only, matcher, extra_check=check)

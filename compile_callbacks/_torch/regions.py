@@ -1,6 +1,7 @@
-"""Nested compile regions: parts of a graph that torch compiles once, and calls as often as the graph contains them.
+"""Wraps nested compile regions: parts of a graph that torch compiles once and calls several times.
 
-On 2.11 and 2.15, regions compute wrong results in three cases, without an error. This file works around each.
+In torch 2.11 and 2.15, regions compute wrong results in three cases, without an error. This file works around all
+three.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
 
 def region_of(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that computes the same as ``forward``, as a region of the graph that Dynamo traces around it.
+    """Return a function that computes ``forward`` as a region of the graph that Dynamo traces around it.
 
     Workaround (until ``save_reuse_entry`` uses the source of the realized variable for ``self``): Dynamo 2.15 reuses
     the trace of a region if the region returns tensors. For a bound method that is an attribute of a module, a reused
-    trace has the weights of the first module. This region returns a dict, so Dynamo traces each call.
+    trace contains the weights of the first module. Our region returns a dict, so Dynamo traces each call.
     """
 
     def region(module: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -42,12 +43,12 @@ def region_of(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def strict_comparison() -> Iterator[None]:
-    """A context in which two regions share their code only if all operators have the same arguments and results.
+    """Within the ``with`` block, two regions share code only if all operators have the same arguments and results.
 
-    Workaround (until ``are_same_graph_modules`` compares both): Dynamo's comparison ends with the shorter list of
-    arguments, and ignores results, so a region with ``gelu(x, approximate="tanh")`` runs the code of one with
-    ``gelu(x)``, and a region outside of ``torch.autocast`` the code of one under it (2.11 to 2.15). There is no public
-    way to compare regions.
+    Workaround (until ``are_same_graph_modules`` compares both): Dynamo's comparison stops at the end of the shorter
+    list of arguments, and ignores results (2.11 to 2.15). A region with ``gelu(x, approximate="tanh")`` then runs the
+    code of a region with ``gelu(x)``, and a region outside ``torch.autocast`` runs the code of a region within it.
+    torch has no public function to compare regions.
     """
     from torch._dynamo.variables import higher_order_ops
 
@@ -64,10 +65,10 @@ def strict_comparison() -> Iterator[None]:
 
 
 def _operators(graph_module: GraphModule) -> list[Any]:
-    """For each operator its constant arguments, and the dtypes of its results and whether they require gradients."""
+    """Return the constant arguments of each operator, and the dtype and ``requires_grad`` of each result."""
     return [
         (
-            repr(torch.fx.map_arg((node.args, node.kwargs), lambda argument: "node")),  # 1 == 1.0 == True, but not here
+            repr(torch.fx.map_arg((node.args, node.kwargs), lambda argument: "node")),  # text, as 1 == 1.0 == True
             [
                 (x.dtype, x.requires_grad)
                 for x in tree_leaves(node.meta.get("example_value"))
@@ -79,29 +80,29 @@ def _operators(graph_module: GraphModule) -> list[Any]:
 
 
 def with_constant_floats() -> Any:
-    """A context in which Dynamo treats Python floats as constants, also with ``dynamic=True``.
+    """Return a context manager with which Dynamo treats Python floats as constants, even with ``dynamic=True``.
 
-    Workaround (until ``InvokeSubgraphHOP`` accepts ``SymFloat``): otherwise the ``eps`` of a layer norm is an input of
-    the region, which raises ``AssertionError`` (2.11 to 2.15).
+    Workaround (until ``InvokeSubgraphHOP`` accepts ``SymFloat``): otherwise, the ``eps`` of a layer norm becomes an
+    input of the region, which raises ``AssertionError`` (2.11 to 2.15).
     """
     return torch._dynamo.config.patch(specialize_float=True)
 
 
 def cache_tag(graph_module: GraphModule) -> str:
-    """A tag for the keys of torch's caches: code that was compiled without `expose_aliases` must not be loaded."""
+    """Return a tag for the keys of torch's caches, because code compiled without `expose_aliases` must not be loaded."""
     return "aliases_exposed" if _calls_in_all_parts(graph_module) else ""
 
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """A context without torch's warning that it compiles a backward region twice, for two layouts of a gradient."""
+    """Ignore torch's warning that it compiles a backward region twice, for two layouts of a gradient."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
         yield
 
 
 def shares_code(graph_module: GraphModule) -> bool:
-    """Whether a graph of Dynamo calls a region more than once."""
+    """Return whether a graph of Dynamo calls a region more than once."""
     calls = _calls_in_all_parts(graph_module)
     return len({call.args[1] for call in calls}) < len(calls)
 
@@ -117,9 +118,9 @@ def _calls(graph_module: GraphModule) -> list[Any]:
 def expose_aliases(graph_module: GraphModule) -> None:
     """Move the views that a region returns out of the region.
 
-    Workaround (until Inductor's ``InvokeSubgraph`` knows which outputs are aliases): Inductor takes each output of a
-    region for new memory. A training graph saves views of the inputs and outputs of a region for the backward pass, and
-    Inductor overwrites the memory of these views, so gradients are wrong (2.11 to 2.15)::
+    Workaround (until Inductor's ``InvokeSubgraph`` knows which outputs are aliases): Inductor assumes that each output
+    of a region has its own memory. A training graph saves views of the inputs and outputs of a region for the backward
+    pass, and Inductor overwrites the memory of these views, so gradients are wrong (2.11 to 2.15)::
 
         before:  y, saved = region(x)          # saved is permute(x, [1, 0]), computed in the region
                  z = mm(y, w)                  # Inductor writes z to the memory of x
@@ -133,7 +134,7 @@ def expose_aliases(graph_module: GraphModule) -> None:
     for node in _calls(graph_module):
         calls_of.setdefault(node.args[0].target, []).append(node)
     for name, calls in calls_of.items():
-        # A copy: under activation checkpointing, the backward graph recomputes the same region.
+        # A copy, because with activation checkpointing the backward graph recomputes the same region.
         body = GraphModule(getattr(graph_module, name), copy.deepcopy(getattr(graph_module, name).graph))
         setattr(graph_module, name, body)
         expose_aliases(body)
@@ -153,7 +154,7 @@ def expose_aliases(graph_module: GraphModule) -> None:
 
 
 class _Views(NamedTuple):
-    """A result of a region: a value, and the operators that make a view of it, the first one first."""
+    """A result of a region: a value, and the operators that make a view of the value, in order."""
 
     base: Any
     operators: tuple[Any, ...]
@@ -168,17 +169,17 @@ class _Views(NamedTuple):
 
 
 def _is_view(node: Any) -> bool:
-    if node.target is operator.getitem:  # of split(x), for example
+    if node.target is operator.getitem:  # for example, an item of split(x)
         return isinstance(node.args[0], Node) and _is_view(node.args[0])
     return (isinstance(node.target, OpOverload) and node.target.is_view) or node.target in _VIEWS_OF_INDUCTOR
 
 
 _VIEWS_OF_INDUCTOR = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
-"""Operators that return a copy according to their schema, and that Inductor compiles as views."""
+"""Operators that return a copy according to their schema, but that Inductor compiles as views."""
 
 
 def _rewrite(call: Any, views: Sequence[_Views], kept: Sequence[Any], operands: Mapping[Any, Any]) -> None:
-    """Let a call of a region return only ``kept``, and compute the views after the call."""
+    """Change a call of a region to return only ``kept``, and compute the views after the call."""
     graph, values = call.graph, call.meta["val"]
     value_of = {view.base: value for view, value in zip(views, values, strict=True) if not view.operators}
     call.meta["val"] = tuple(value_of[base] if base in value_of else _new_value(base) for base in kept)
@@ -204,7 +205,7 @@ def _rewrite(call: Any, views: Sequence[_Views], kept: Sequence[Any], operands: 
 
 
 def _new_value(node: Any) -> Any:
-    """A fake tensor for a result, in memory that no other value shares."""
+    """Return a fake tensor for a result, in memory that no other value shares."""
     value = node.meta["val"] if isinstance(node, Node) else node
     if not isinstance(value, torch.Tensor):
         return value

@@ -43,7 +43,7 @@ class BenchmarkedModule:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def shapes(self) -> str:
-        """The shapes of all input tensors, such as ``"4x3x224x224"``."""
+        """Return the shapes of all input tensors, such as ``"4x3x224x224"``."""
         shapes = [tensor.shape for tensor in _tensors((self.args, self.kwargs))]
         return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes) or "no tensor"
 

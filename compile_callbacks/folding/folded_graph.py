@@ -1,4 +1,4 @@
-"""Compiles an inference graph as two subgraphs; the backend calls `compile_inner` in place of Inductor's function."""
+"""Compiles an inference graph as two subgraphs. The backend calls `compile_inner` instead of Inductor's function."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from compile_callbacks.folding.split import Split, split
 class Folding:
     """Folds the graphs of one compile."""
 
-    limit_mib: float  # the most memory that the folded tensors of a graph may take
-    on_refresh: Callable[[], None] = lambda: None  # called each time that a graph has computed its folded tensors
-    graphs: list[FoldedGraph] = field(default_factory=list)  # the folded graphs, those from torch's cache included
-    failures: list[str] = field(default_factory=list)  # why graphs are not folded
+    limit_mib: float  # the maximum memory for the folded tensors of a graph
+    on_refresh: Callable[[], None] = lambda: None  # called each time a graph has computed its folded tensors
+    graphs: list[FoldedGraph] = field(default_factory=list)  # the folded graphs, including graphs from torch's cache
+    failures: list[str] = field(default_factory=list)  # the reasons why graphs are not folded
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """A context in which `compile_inner` folds graphs, and in which torch's cache returns folded graphs."""
+        """Within the ``with`` block, `compile_inner` folds graphs, and torch's cache returns folded graphs."""
         token = _active.set(self)
         try:
             # The result depends on the limit, so the key of torch's cache contains it.
@@ -42,7 +42,7 @@ _active: contextvars.ContextVar[Folding | None] = contextvars.ContextVar("foldin
 
 
 def compile_inner(module: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a graph, as two subgraphs if that saves work; the ``inner_compile`` of ``compile_fx``."""
+    """Compile a graph as two subgraphs if that saves work. This function is the ``inner_compile`` of ``compile_fx``."""
     folding = _active.get()
     parts = None
     if folding is not None and kwargs.get("is_inference"):
@@ -63,8 +63,8 @@ def compile_inner(module: GraphModule, example_inputs: Sequence[Any], **kwargs: 
 
 def _compile_constants(parts: Split, example_inputs: Sequence[Any]) -> Any:
     inputs = [*parts.folded, *(example_inputs[place] for place in parts.reads)]
-    # The constant subgraph runs rarely and writes to its own memory, so autotuning and CUDA graphs gain nothing. Passes
-    # are written for the user's graph, not for this one.
+    # The constant subgraph runs rarely and writes to its own memory, so autotuning and CUDA graphs gain nothing. Users
+    # write passes for their own graph, not for this subgraph.
     with _torch.inductor.separate_compile():
         return _torch.inductor.compile_inner(
             parts.constants,
@@ -106,12 +106,12 @@ class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
         return self._main(inputs)
 
     def join(self, folding: Folding) -> None:
-        """Become one of the graphs of a compile."""
+        """Add this graph to the graphs of a compile."""
         self._on_refresh = folding.on_refresh
         folding.graphs.append(self)
 
     def free(self) -> None:
-        """Free the memory of the folded tensors; the next call computes them again."""
+        """Free the memory of the folded tensors. The next call computes them again."""
         self._stale = True
         self._memory: list[torch.Tensor] = []
         self._seen: tuple[torch.Tensor, ...] = ()
@@ -129,14 +129,14 @@ class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
         self._stale = True
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the parameters of each optimizer step: fused optimizers change weights without a new version."""
+        """Check the parameters after each optimizer step, as fused optimizers change weights without a new version."""
         if not self._stale:
             stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
             self._stale = any(id(parameter) in self._ids for parameter in stepped)
 
     def _knows(self, weights: tuple[torch.Tensor, ...]) -> bool:
-        # 16 µs for the 267 weights of a ResNet-50, mostly for the versions (docs/how_to/cuda_graphs.md). An edit
-        # through ``.data`` changes neither identity nor version.
+        # This takes 16 µs for the 267 weights of a ResNet-50, mostly for the versions (docs/how_to/cuda_graphs.md). An
+        # edit through ``.data`` changes neither identity nor version.
         return all(map(operator.is_, weights, self._seen)) and self._versions == [w._version for w in weights]
 
     def _refresh(self, weights: tuple[torch.Tensor, ...]) -> None:
@@ -149,7 +149,7 @@ class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
             self._hook = _torch.autograd.after_optimizer_steps(
                 lambda optimizer, *_: (live := method()) and live(optimizer)
             )
-        # Inference tensors have no version, so results that were computed from them may be outdated at any time.
+        # Inference tensors have no version, so we cannot detect their changes, and the results are always stale.
         self._stale = any(weight.is_inference() for weight in weights)
         self._seen, self._ids = weights, set(map(id, weights))
         self._versions = [] if self._stale else [weight._version for weight in weights]
@@ -157,8 +157,8 @@ class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
             self._on_refresh()
 
     def prepare_for_serialization(self) -> None:
-        """Called by torch on a copy, before it pickles the copy into its cache."""
-        self._hook = None  # of the original
+        """Called by torch on a copy, before torch pickles the copy into its cache."""
+        self._hook = None  # because the hook belongs to the original
         self._reset()
         del self._pick, self._keep
         self._constants = _torch.caches.serializable(self._constants)
@@ -179,7 +179,7 @@ class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
             self.join(folding)
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
-        """Do nothing: each subgraph has its own bundle."""
+        """Do nothing, because each subgraph has its own bundle."""
 
 
 def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:

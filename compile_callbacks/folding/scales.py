@@ -19,12 +19,12 @@ _COMMUTATIVE = (_aten.mul.Tensor, _aten.add.Tensor)
 def absorb_scales(graph: Graph, weight_only: set[Node], limit_bytes: int) -> None:
     """Rewrite ``(conv(x, w) - mean) * a + b`` as ``conv(x, w * a) + (b - mean * a)``.
 
-    The new arithmetic on weights uses the dtype of the old arithmetic (float32 for a batch norm under autocast), on
-    weights that are not cast yet. The sum stays outside the convolution: Inductor fuses it with the operators that
-    follow, and it is not rounded to the dtype of the weight. Matrix products are left alone, because batch norms rarely
-    follow them directly.
+    The new arithmetic on weights uses the dtype of the old arithmetic (float32 for a batch norm under autocast), before
+    autocast casts the weights. The sum remains outside the convolution, so that it is not rounded to the dtype of the
+    weight. Inductor fuses the sum with later operators. The function does not change matrix products, because batch
+    norms rarely follow them directly.
 
-    ``weight_only`` are the weights, and the nodes that depend only on weights. The scaled weights take at most
+    ``weight_only`` contains the weights, and the nodes that depend only on weights. The scaled weights take at most
     ``limit_bytes``.
     """
     for conv in graph.find_nodes(op="call_function", target=_aten.convolution.default):
@@ -41,7 +41,7 @@ def absorb_scales(graph: Graph, weight_only: set[Node], limit_bytes: int) -> Non
 
 
 def _steps_after(conv: Node, weight_only: set[Node]) -> list[tuple[Node, Any]]:
-    """The arithmetic that is the only reader of the convolution, or of the step before it, each with its operand."""
+    """Return the chain of arithmetic nodes after a convolution, each with its operand, if nothing else reads them."""
     steps: list[tuple[Node, Any]] = []
     node = conv
     while len(node.users) == 1:
@@ -72,7 +72,7 @@ def _is_wider(node: Node, than: Node) -> bool:
 
 
 def _is_per_channel(operand: Any, conv: Node, weight_only: set[Node]) -> bool:
-    """Whether an operand is a number, or has one value for each channel, which is dimension 1 of the result."""
+    """Return whether an operand is a number, or has one value for each channel (dimension 1 of the result)."""
     if isinstance(operand, (int, float)):
         return True
     if operand not in weight_only:
@@ -99,11 +99,11 @@ def _absorb(graph: Graph, conv: Node, steps: list[tuple[Node, Any]]) -> None:
         return call(_aten.full.default, [1] * (result.dim() - 1), value, dtype=dtype, device=result.device)
 
     def per_channel(operand: Any, dims: int = result.dim() - 1) -> Any:
-        """The operand with ``dims`` dimensions, the first of them the channels."""
+        """Return the operand with ``dims`` dimensions. The channels are the first dimension."""
         return operand if not isinstance(operand, Node) else call(_aten.view.default, operand, [-1] + [1] * (dims - 1))
 
     def uncast(node: Any) -> Node:
-        """The weight in the dtype of the arithmetic, before autocast has cast it if possible."""
+        """Return the weight in the dtype of the arithmetic, if possible from before autocast's cast."""
         is_cast = node.target is _CAST and _dtype(node.args[0]) == dtype
         return node.args[0] if is_cast else cast(node, dtype)
 

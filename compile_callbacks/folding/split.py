@@ -17,8 +17,8 @@ from compile_callbacks.folding.scales import absorb_scales
 
 _aten = torch.ops.aten
 
-# Operators that read a whole tensor from memory. Inductor generates code for all others, and computes their inputs in
-# the same kernel from the sources of these inputs.
+# Operators that read a whole tensor from memory. For all other operators, Inductor generates code that computes their
+# inputs in the same kernel.
 _READS_FROM_MEMORY = (
     _aten.convolution,
     _aten.mm,
@@ -46,7 +46,7 @@ class Split:
 
 
 def split(module: GraphModule, static: Collection[int], limit_bytes: int) -> Split | None:
-    """Split a copy of an inference graph; ``None`` if folding saves nothing.
+    """Split a copy of an inference graph, or return ``None`` if folding saves nothing.
 
     The arguments of the graph at the indices ``static`` are weights. The folded tensors take at most ``limit_bytes``.
     """
@@ -67,7 +67,7 @@ def split(module: GraphModule, static: Collection[int], limit_bytes: int) -> Spl
         for i, node in enumerate(cut):
             node.replace_all_uses_with(_folded_placeholder(graph, i, node))
     graph.eliminate_dead_code()
-    # Unused inputs stay: Inductor takes the sizes of dynamic shapes from them.
+    # Keep unused inputs, because Inductor reads the sizes of dynamic shapes from them.
     keeps = [node for node in placeholders if index[node] not in static or node.users]
     for node in set(placeholders) - set(keeps):
         graph.erase_node(node)
@@ -83,7 +83,7 @@ def split(module: GraphModule, static: Collection[int], limit_bytes: int) -> Spl
 
 
 def _constant_subgraph(graph: Graph, cut: Sequence[Node]) -> tuple[Graph, list[Node]]:
-    """The constant subgraph, and the placeholders of the whole graph that it reads."""
+    """Return the constant subgraph, and the placeholders of the whole graph that it reads."""
     subgraph = Graph()
     memory = [_folded_placeholder(subgraph, i, node) for i, node in enumerate(cut)]
     nodes: dict[Node, Node] = {}
@@ -106,14 +106,14 @@ def _folded_placeholder(graph: Graph, number: int, node: Node) -> Node:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is one tensor whose sizes, strides and offset are known while compiling."""
+    """Return whether a value is one tensor whose sizes, strides and offset are known at compile time."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False
     return all(type(number) is int for number in (*value.shape, *value.stride(), value.storage_offset()))
 
 
 def _mutated(graph: Graph) -> set[Node]:
-    """The placeholders that a graph writes to, or passes to a function whose side effects are unknown."""
+    """Return the placeholders that a graph writes, or passes to a function with unknown side effects."""
     writers = [
         node
         for node in graph.nodes
@@ -127,9 +127,9 @@ def _may_mutate(node: Node) -> bool:
 
 
 def _depending_on(graph: Graph, weights: Collection[Node], left_out: Collection[Node] = ()) -> set[Node]:
-    """The weights, and the nodes that are computed only from weights and constants."""
+    """Return the weights, and the nodes that depend only on weights and constants."""
     returned = set(graph.output_node().all_input_nodes)
-    for node in reversed(graph.nodes):  # the user must not hold memory that the constant subgraph overwrites
+    for node in reversed(graph.nodes):  # because the constant subgraph must not overwrite memory that the user gets
         if node in returned and node.op == "call_function" and _is_view(node):
             returned.add(node.args[0])
     constants, depending = set[Node](), set(weights)
@@ -144,7 +144,7 @@ def _depending_on(graph: Graph, weights: Collection[Node], left_out: Collection[
 
 def _is_pure(node: Node) -> bool:
     value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else (value,)  # of an operator with several results
+    values = value if isinstance(value, (list, tuple)) else (value,)  # an operator may have several results
     if node.op not in ("call_function", "get_attr") or not all(map(_is_plain, values)):
         return False
     if node.op == "get_attr" or node.target is operator.getitem:
@@ -154,7 +154,7 @@ def _is_pure(node: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    """Whether the value of a node is a view of its first argument."""
+    """Return whether the value of a node is a view of its first argument."""
     if node.target is operator.getitem:
         return _is_view(node.args[0])  # type: ignore[arg-type]
     returns = node.target._schema.returns if isinstance(node.target, _torch.graphs.OpOverload) else ()
@@ -162,7 +162,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _use_channels_last(graph: Graph, depending: set[Node]) -> None:
-    """Convert weights to the layout that Inductor uses for convolutions; otherwise it copies them on each call."""
+    """Convert weights to Inductor's layout for convolutions. Otherwise, Inductor would copy them in each call."""
     for node in graph.find_nodes(op="call_function", target=_aten.convolution.default):
         weight = node.args[1]
         if weight not in depending or weight.meta["val"].dim() != 4:
@@ -174,7 +174,7 @@ def _use_channels_last(graph: Graph, depending: set[Node]) -> None:
 
 
 def _choose_cut(graph: Graph, weights: set[Node], limit_bytes: int) -> list[Node]:
-    """The nodes to fold, in the order of the graph, chosen by the memory traffic that folding saves."""
+    """Return the nodes to fold, in the order of the graph. Folding must save more memory traffic than it adds."""
     left_out: set[Node] = set()
     while True:
         depending = _depending_on(graph, weights, left_out)
@@ -200,7 +200,7 @@ def _choose_cut(graph: Graph, weights: set[Node], limit_bytes: int) -> list[Node
 
 
 def _readers(node: Node, depending: set[Node]) -> set[Node]:
-    """The nodes that read the memory of a node, directly or through views, and do not depend only on weights."""
+    """Return the nodes that read the memory of a node, directly or through views, and depend on more than weights."""
     readers = {user for user in node.users if user not in depending}
     return readers.union(*(_readers(user, depending) for user in node.users if _is_view(user) and user.args[0] is node))
 
@@ -210,7 +210,7 @@ def _reads_from_memory(node: Node) -> bool:
 
 
 def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes, and all that they are computed from."""
+    """Return the nodes and all nodes that they depend on."""
     found: set[Node] = set()
     open_ = list(nodes)
     while open_:

@@ -1,1 +1,1 @@
-"""Measures steps, compiles and memory, and prints what compiles."""
+"""Measures steps, compiles and memory, and prints the progress of compiles."""

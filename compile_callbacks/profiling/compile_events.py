@@ -1,4 +1,4 @@
-"""`CompileRecorder`: records what torch compiles, when, and for which target and phase, from torch's own signals."""
+"""`CompileRecorder`: records each compile with its target and phase, from the signals that torch sends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EventKind = Literal[
 ]
 
 Result = Literal["equal", "outputs only", "differs", "not compared"]
-"""How a graph compares with eager. ``"outputs only"``: they are equal, and gradients were not compared."""
+"""The result of comparing a graph with eager. ``"outputs only"``: outputs are equal, gradients were not compared."""
 
 CompilePart = Literal["graph", "backward", "cudagraph"]
 
@@ -38,10 +38,10 @@ class CompileKey(NamedTuple):
     """The target and the phase of a compile.
 
     Attributes:
-        target: Name of the target.
+        target: The name of the target.
         phase: The phase.
         frozen: Whether the weights are frozen.
-        candidate: The candidate of a tuned phase.
+        candidate: The candidate, if the phase has a `Tune`.
     """
 
     target: str
@@ -52,30 +52,30 @@ class CompileKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CompileEvent:
-    """Something that happened to a target.
+    """An event of a target, such as a compile, a recompile or a graph break.
 
     Attributes:
-        kind: What happened.
-        target: Name of the target.
+        kind: The kind of event.
+        target: The name of the target.
         phase: The phase.
-        candidate: The candidate, if the phase is tuned.
-        step: Number of the step in the phase; ``None`` outside of the timed steps.
-        reason: Why it happened.
-        fix: What avoids it.
-        file: The user's file, if torch names one.
+        candidate: The candidate, if the phase has a `Tune`.
+        step: The number of the step in the phase, or ``None`` outside the timed steps.
+        reason: The reason for the event.
+        fix: Advice that avoids the event.
+        file: The user's file, if torch names it.
         line: The line in the file.
-        part: The compiled part (kind ``"compile"``): ``"graph"``, forward and backward; ``"backward"``, a backward
-            graph that torch compiled later; ``"cudagraph"``, a recording.
-        seconds: How long the compile took.
-        backward_seconds: The part of it that compiled the backward graph.
-        saved_mib: Memory of the activations that the graphs save for backward, in MiB; ``None`` if it is not known.
+        part: The compiled part, for the kind ``"compile"``: ``"graph"``, forward and backward; ``"backward"``, a
+            backward graph that torch compiled later; ``"cudagraph"``, the recording of a CUDA graph.
+        seconds: The duration of the compile in seconds.
+        backward_seconds: The share of ``seconds`` that compiled the backward graph.
+        saved_mib: Memory of the activations that the graphs save for backward, in MiB, or ``None`` if unknown.
         graphs: Number of compiled graphs.
-        cache_hits: Number of graphs that were loaded from torch's cache (kind ``"cache"``).
-        cache_misses: Number of graphs that were not in the cache.
-        verdict: How a graph compares with eager (kind ``"verify"``).
-        max_abs_error: Largest absolute error of an output; ``None`` if the graph was not compared.
-        folded_mib: Memory of the folded weights, in MiB (kind ``"fold"``); ``None`` if nothing is folded.
-        code: The code that explains a fallback, such as ``"CC301"``.
+        cache_hits: Number of graphs that were loaded from torch's cache, for the kind ``"cache"``.
+        cache_misses: Number of graphs that were not in torch's cache.
+        verdict: The result of the comparison with eager, for the kind ``"verify"``.
+        max_abs_error: Largest absolute error of an output, or ``None`` if the graph was not compared.
+        folded_mib: Memory of the folded weights in MiB, for the kind ``"fold"``, or ``None`` if nothing is folded.
+        code: The code of the message that explains a fallback, such as ``"CC301"``.
     """
 
     kind: EventKind
@@ -109,30 +109,30 @@ class TargetCall(Protocol):
 
     Attributes:
         key: The target and its phase.
-        nested_calls_eager: Whether targets that are called within this one run eagerly.
+        nested_calls_eager: Whether other targets run eagerly within this call.
     """
 
     key: CompileKey
     nested_calls_eager: bool
 
     def on_trace(self) -> None:
-        """Dynamo begins to trace in the call."""
+        """Called when Dynamo begins to trace within the call."""
 
 
 class _Calling(threading.local):
-    """The innermost call of a target in this thread. torch announces a compile in the thread that compiles."""
+    """The innermost call of a target in this thread, because torch announces a compile in the thread that compiles."""
 
     current: TargetCall | None = None
 
 
 class CompileRecorder:
-    """Listens to torch while compiled targets run, and keeps a list of `CompileEvent`.
+    """Listens to torch's compile events while compiled targets run, and keeps a list of `CompileEvent` objects.
 
-    A compile is recorded if it starts in a call of a target (``key``), with all later work that belongs to it, such as
-    the recording of a CUDA graph in the backward pass. Compiles of the user's other code are not recorded.
+    The recorder records a compile if it starts within a call of a target (``key``). It also records later work for the
+    same compile, such as the recording of a CUDA graph in the backward pass. It ignores compiles of other user code.
 
     Args:
-        clock: Returns seconds.
+        clock: A function that returns seconds.
         progress: Prints lines about compiles and events.
     """
 
@@ -144,19 +144,19 @@ class CompileRecorder:
         self.step: int | None = None
         """The number of the running step, for its events."""
         self.compiles_seen = 0
-        """Number of compiles in this process, including the user's own: a step in which it changes is not a sample."""
+        """Number of compiles in this process, including the user's own. A step that changes the number is not timed."""
         self.recompile_limits: dict[CompileKey, str] = {}
-        """The targets that torch compiles for no further inputs, with the reason of the last recompile."""
+        """The targets that reached torch's recompile limit, with the reason of the last recompile."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
         """The runs of custom graph passes, in order."""
         self.weight_refreshes: dict[Phase, int] = dict.fromkeys(PHASES, 0)
-        """Number of times that folded weights were computed again."""
+        """Number of times that graphs recomputed folded weights."""
         self.compile_seconds: dict[CompileKey, list[float]] = {}
-        """The seconds up to each compiled graph, with attempts that torch gave up, and then those since the last."""
+        """The compile seconds of each graph, failed attempts before it included; the last entry is after all graphs."""
         self.with_graph_breaks: set[CompileKey] = set()
         self.on_reset: Callable[[], None] = lambda: None
-        """Called after ``torch.compiler.reset()`` removed all listeners, and this one listens again."""
-        self._traces_seen = 0  # the same without recordings of CUDA graphs
+        """A function that the recorder calls when it listens again after ``torch.compiler.reset()``."""
+        self._traces_seen = 0  # the number of compiles without recordings of CUDA graphs
         self._clock = clock
         self._progress = progress or CompileProgress()
         self._backward_seconds = 0.0
@@ -174,20 +174,20 @@ class CompileRecorder:
 
     @property
     def key(self) -> CompileKey | None:
-        """The key of the target that this thread is calling; ``None`` outside of such calls."""
+        """The key of the target that this thread is calling, or ``None`` outside such calls."""
         call = self.calling.current
         return None if call is None else call.key
 
     # ------------------------------------------------------------------------------------------ listening to torch
 
     def listen(self) -> None:
-        """Start to listen. A second call finds out whether ``torch.compiler.reset()`` removed the listener."""
+        """Start listening. A second call checks whether ``torch.compiler.reset()`` removed the listener."""
         if self._start in _torch.events.callback_handler.start_callbacks:
             self._listening = True
             return
         if self._listening:
             self._discarded = set(self._keys.values())
-            self._keys.clear()  # torch counts compile ids from 0 again
+            self._keys.clear()  # because torch starts compile ids from 0 again
         self._listening = True
         _, self._breaks_seen = _torch.events.graph_breaks(0)
         for _ in _torch.events.compilation_records(self._records_seen):
@@ -202,13 +202,13 @@ class CompileRecorder:
             self.on_reset()
 
     def stop(self) -> None:
-        """Stop listening, and leave nothing behind in torch."""
+        """Stop listening, and remove all listeners from torch."""
         self.collect()
         self._listening = False
         _torch.events.unregister(self._start, self._end)
 
     def compiled_since(self, before: tuple[int, int]) -> tuple[bool, bool]:
-        """Return whether anything has compiled since `marker`, and whether it was more than CUDA graph recordings."""
+        """Return whether torch has compiled since `marker`, with and without recordings of CUDA graphs."""
         if self.marker == before:
             return False, False
         self.collect()
@@ -220,15 +220,15 @@ class CompileRecorder:
         return self.compiles_seen, self._traces_seen
 
     def collect(self) -> None:
-        """Read torch's compilation metrics, which torch writes after it announced the end of a compile."""
-        if not self._listening:  # after torch.compiler.reset(), compile ids belong to other code
+        """Read torch's compilation metrics, which torch writes after it has announced the end of a compile."""
+        if not self._listening:  # because compile ids belong to other code after torch.compiler.reset()
             return
         for record in _torch.events.compilation_records(self._records_seen):
             key = self._keys.get(record.compile_id)
             if key is None:
                 self._look_for_limit(record)
                 continue
-            # Validation within and outside of fit compiles the same graph twice. A hit of the cache takes no time.
+            # Validation within and outside fit compiles the same graph twice. A cache hit takes almost no time.
             explained = self._maybe_cached.pop(record.compile_id, None)
             if explained is not None and (record.cache_misses or not record.cache_hits):
                 self.record("recompile", key, **explained._asdict())
@@ -257,7 +257,7 @@ class CompileRecorder:
         if key is not None:
             self._keys[args.compile_id] = key
         elif by_dynamo:
-            self._keys.pop(args.compile_id, None)  # after torch.compiler.reset(), the id belongs to other code
+            self._keys.pop(args.compile_id, None)  # because the id belongs to other code after torch.compiler.reset()
         else:
             key = self._keys.get(args.compile_id)
         self._graphs, self._backward_seconds, self._saved_bytes = 0, 0.0, 0
@@ -304,7 +304,7 @@ class CompileRecorder:
             self.record("recompile", key, reason="torch.compiler.reset() discarded the compiled graphs")
         for found in breaks:
             self.with_graph_breaks.add(key)
-            # torch counts a graph break for each frame that is traced through it, and again when it recompiles.
+            # torch counts a graph break once for each frame that contains it, and again for each recompile.
             if (key, found) not in self._breaks:
                 self._breaks.add((key, found))
                 self.record("graph_break", key, reason=found.reason, file=found.file, line=found.line)
@@ -312,12 +312,12 @@ class CompileRecorder:
     # ------------------------------------------------------------------------------------------ recording
 
     def record(self, kind: EventKind, key: CompileKey, *, show: bool = True, **attributes: Any) -> CompileEvent:
-        """Record something that happened to a target.
+        """Record an event of a target.
 
         Args:
-            kind: What happened.
+            kind: The kind of event.
             key: The target and its phase.
-            show: Whether to print it.
+            show: Whether to print the event.
             attributes: Further attributes of the `CompileEvent`.
         """
         event = CompileEvent(
@@ -333,17 +333,17 @@ class CompileRecorder:
         return [event for event in self.events if event.phase == phase and event.kind == kind]
 
     def count_graph(self) -> None:
-        """Count a graph of the compile that is running. A target's backend calls it."""
+        """Count a graph of the running compile. The backend of a target calls this method."""
         self._graphs += 1
 
     def add_lowering(self, seconds: float, *, is_backward: bool, saved_bytes: int = 0) -> None:
-        """Add the time that Inductor took for a part of a graph, and the memory that is saved for backward."""
+        """Add the time that Inductor took for a part of a graph, and the memory that the part saves for backward."""
         if is_backward:
             self._backward_seconds += seconds
             self._saved_bytes += saved_bytes
 
     def count_weight_refresh(self, key: CompileKey) -> None:
-        """Count that folded weights were computed again."""
+        """Count that a graph recomputed its folded weights."""
         self.weight_refreshes[key.phase] += 1
 
 

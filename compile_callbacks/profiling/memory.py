@@ -1,4 +1,4 @@
-"""`PeakMemory`: the peak GPU memory of a step, eager and compiled, for the report."""
+"""`PeakMemory`: measures the peak GPU memory of eager and compiled steps for the report."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from compile_callbacks._utils.phases import Phase
 
 _MEASURED_STEPS = 5
-"""Number of measured steps of each variant, including the recording of a CUDA graph. Reading the allocator's statistics
-in every step would take too long."""
+"""Number of measured steps of each variant, including the recording of a CUDA graph. The number is small, because
+reading the allocator's statistics in each step would take too long."""
 
-_Variant = tuple[Phase, bool, str | None]  # the phase, whether it ran compiled, and the candidate of a tuned phase
+_Variant = tuple[Phase, bool, str | None]  # the phase, whether the step ran compiled, and the candidate of a Tune
 
 
 class Peak(NamedTuple):
     """The peak memory of a step, or an upper bound for it.
 
     Attributes:
-        mib: The peak in MiB; ``None`` if it was not measured.
-        at_most_mib: The peak of the process in MiB, if the step did not raise it.
+        mib: The peak in MiB, or ``None`` if unknown.
+        at_most_mib: The peak of the process in MiB, if the step did not raise that peak.
     """
 
     mib: float | None = None
@@ -31,13 +31,14 @@ class Peak(NamedTuple):
 class PeakMemory:
     """Measures the first undisturbed steps of each phase, eager and compiled.
 
-    The peak is that of the CUDA allocator on the current device, including weights and optimizer state. It is known
-    only if a step raises the process's peak: the peak is not reset, because the user's own code may read it. With CUDA
-    graphs the peak is that of the recording, because a replay allocates nothing.
+    The peak is the memory of the CUDA allocator on the current device, including weights and optimizer state. The peak
+    of a step is known only if the step raises the peak of the process. This class does not reset the process's peak,
+    because the user's own code may read it. With CUDA graphs, the class measures the recording, because a replay
+    allocates no memory.
     """
 
     def __init__(self) -> None:
-        self._peaks: dict[_Variant, tuple[bool, int]] = {}  # whether a step raised the process's peak, and the bytes
+        self._peaks: dict[_Variant, tuple[bool, int]] = {}  # whether a step raised the process's peak, and the peak
         self._measured: Counter[_Variant] = Counter()
         self._running: tuple[_Variant, int] | None = None
 
@@ -45,9 +46,9 @@ class PeakMemory:
         """Start a step on a GPU.
 
         Args:
-            phase: Its phase.
-            compiled: Whether it runs compiled.
-            candidate: The candidate, if the phase is tuned.
+            phase: The phase of the step.
+            compiled: Whether the step runs compiled.
+            candidate: The candidate, if the phase has a `Tune`.
         """
         variant = phase, compiled, candidate
         measured = self._measured[variant] < _MEASURED_STEPS
@@ -57,14 +58,14 @@ class PeakMemory:
         """End the step.
 
         Args:
-            traced: Whether anything except a CUDA graph recording compiled in it.
+            traced: Whether torch compiled during the step, CUDA graph recordings excluded.
         """
         running, self._running = self._running, None
         if running is None or traced:
             return
         variant, before = running
         after = torch.cuda.max_memory_allocated()
-        if after < before:  # the user reset the peak in this step
+        if after < before:  # because the user's code reset the peak in this step
             return
         self._measured[variant] += 1
         self._peaks[variant] = max(self._peaks.get(variant, (False, 0)), (after > before, after))

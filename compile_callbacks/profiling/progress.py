@@ -1,4 +1,4 @@
-"""`CompileProgress`: prints lines while something compiles, and one line for each recompile, with its cause."""
+"""`CompileProgress`: prints lines while torch compiles, and one line for each recompile with its cause."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey
 
 FIRST_LINE_SECONDS = 1.0
-"""A compile that takes less time gets no line."""
+"""The time after which a compile gets its first line."""
 
 LINE_SECONDS = 8.0
-"""Time between two lines of the same compile."""
+"""The time between two lines of the same compile."""
 
 MAX_LINES = 3
 """The maximum number of lines for each kind of event and phase. `stage_ends` prints the number of further events."""
@@ -39,17 +39,17 @@ _PLURALS = {
 
 
 class CompileProgress:
-    """Prints what compiles, for which phase and for how long, and why torch recompiles or does not compile.
+    """Prints the target, phase and duration of each compile, and the reasons for recompiles and fallbacks.
 
     Args:
-        print_line: Prints a line of text.
-        clock: Returns seconds.
+        print_line: A function that prints a line of text.
+        clock: A function that returns seconds.
     """
 
     def __init__(
         self, print_line: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._seconds: dict[Phase, dict[str, float]] = {}  # of the longest compile of each target that got a line
+        self._seconds: dict[Phase, dict[str, float]] = {}  # the longest compile of each target, if it got a line
         self._last: dict[Phase, dict[str, float]] = {}  # the same in the last run
         self._print_line = print_line
         self._clock = clock
@@ -57,11 +57,11 @@ class CompileProgress:
         self._events: Counter[tuple[str, Phase]] = Counter()
 
     def state(self) -> dict[Phase, dict[str, float]]:
-        """By phase and target, how long the longest compile took in this run, or else in the last one."""
+        """Return the seconds of the longest compile, by phase and target, in this run or else in the last run."""
         return {phase: self._last.get(phase, {}) | seconds for phase, seconds in self._seconds.items()}
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """Take the `state` of the last run. Values of another type are ignored."""
+        """Use the `state` of the last run. Ignore values of a wrong type."""
         for phase in PHASES:
             of_phase = state.get(phase)
             for target, value in of_phase.items() if isinstance(of_phase, Mapping) else ():
@@ -69,20 +69,20 @@ class CompileProgress:
                     self._last.setdefault(phase, {})[target] = value
 
     def compile_begins(self, key: CompileKey) -> None:
-        """Print a line after a second of compiling, and further lines until `compile_ends`."""
+        """Print a line after one second of compiling, and more lines until `compile_ends`."""
         self._over = threading.Event()
-        # A daemon thread does not keep an interrupted interpreter alive.
+        # A daemon thread, because another thread would keep an interrupted interpreter alive.
         arguments = key, self._clock(), self._over
         threading.Thread(target=self._print_lines, args=arguments, name="compile-progress", daemon=True).start()
 
     def compile_ends(self) -> None:
-        """End the lines of `compile_begins`."""
+        """Stop printing the lines of `compile_begins`."""
         if self._over is not None:
             self._over.set()
             self._over = None
 
     def show(self, event: CompileEvent) -> None:
-        """Print why an event happened, unless `MAX_LINES` lines of its kind were printed in the phase."""
+        """Print the reason for an event, unless the phase already has `MAX_LINES` lines of this kind."""
         if event.kind not in _LINES:
             return
         self._events[event.kind, event.phase] += 1

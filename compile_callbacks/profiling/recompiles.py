@@ -1,4 +1,4 @@
-"""Say in words why torch recompiled, and what avoids it. `CompileRecorder` stores both, the views print them."""
+"""Translates the guard that caused a recompile into a sentence, with advice. `CompileRecorder` stores both."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _MODULE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _ATTRIBUTE = re.compile(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
 
 OTHER_GRAD_MODE = "is used under inference_mode, was under no_grad"
-"""Part of the reason of a recompile: an inference graph is compiled in the other mode, too."""
+"""A part of the reason of a recompile: torch also compiles an inference graph in the other grad mode."""
 
 _DYNAMIC = "dynamic=True avoids it"
 _RAGGED = "drop_last=True or dynamic=True avoids it"
 
 
 class Recompile(NamedTuple):
-    """Why torch recompiled.
+    """The reason for a recompile.
 
     Attributes:
-        reason: The failed guard in words, or torch's text if no words are known.
-        fix: What avoids the recompile, if anything does.
+        reason: The failed guard as a plain sentence, or torch's text if the guard is unknown here.
+        fix: Advice that avoids the recompile, if any.
     """
 
     reason: str
     fix: str | None = None
 
 
-# Failed guards as torch 2.11 to 2.15 write them, the words for them, and the fix. `of` is the tensor.
+# Failed guards in the format of torch 2.11 to 2.15, our sentences for them, and the fix. `of` is the tensor.
 _RULES: tuple[tuple[str, Callable[[re.Match[str], str], str], str | None], ...] = (
     (
         r"size mismatch at index 0\. expected (\d+), actual (\d+)",
@@ -72,10 +72,10 @@ _RULES: tuple[tuple[str, Callable[[re.Match[str], str], str], str | None], ...] 
 
 
 def explain_recompile(torchs_reason: str) -> Recompile:
-    """Say a failed guard in words.
+    """Translate a failed guard into a plain sentence.
 
     Args:
-        torchs_reason: The reason as in torch's compilation metrics.
+        torchs_reason: The reason from torch's compilation metrics.
 
     Example::
 
@@ -98,12 +98,12 @@ def explain_recompile(torchs_reason: str) -> Recompile:
         which = "batch size" if found[3] == "0" else f"dimension {found[3]}"
         return Recompile(f"{which} of {_subject(found[2])} below {found[1]}", _RAGGED if found[3] == "0" else None)
     if found := re.fullmatch(r"([\w\[\]'.]+) == (\S+)", guard):
-        return Recompile(f"value of {_subject(found[1])}: no longer {found[2]}", "a tensor in its place avoids it")
+        return Recompile(f"value of {_subject(found[1])}: no longer {found[2]}", "passing a tensor avoids it")
     return Recompile(guard)
 
 
 def short_reason(reason: str) -> str:
-    r"""Return the sentence of torch's reason that says what happened, in one line.
+    r"""Return the sentence of torch's reason that describes the event, in one line.
 
     Example::
 

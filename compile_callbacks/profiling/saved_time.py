@@ -1,4 +1,4 @@
-"""What `StepTimer` keeps of a long run: `SavedTime` against eager steps, and a `StepSeries` for the plot."""
+"""Summarizes long runs for `StepTimer`: `SavedTime` compares all steps with eager, `StepSeries` samples them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ KEPT_STEPS = 500
 
 
 class StepSeries:
-    """Step times in order. Of a long run, it keeps a random choice of steps, evenly over the run.
+    """Step times in order. In a long run, the series keeps random steps, distributed evenly over the run.
 
-    Every second or fourth step may differ from the others, as with accumulated gradients, so the choice is random.
+    The steps are random, because every second or fourth step may differ from the others, as with gradient accumulation.
 
     Args:
         limit: The maximum number of steps, an even number.
@@ -24,15 +24,15 @@ class StepSeries:
     def __init__(self, limit: int = KEPT_STEPS) -> None:
         self._limit = limit
         self._points: list[tuple[int, float]] = []
-        self._random = random.Random(0)  # draws from no generator of the user
+        self._random = random.Random(0)  # a separate generator, because the user's generators must not change
         self._one_of = 1
 
     def add(self, step: int, ms: float) -> None:
         """Add a step.
 
         Args:
-            step: Its number in the phase.
-            ms: Its time.
+            step: The number of the step in the phase.
+            ms: The time of the step.
         """
         if self._random.random() * self._one_of >= 1:
             return
@@ -43,18 +43,18 @@ class StepSeries:
         self._points.append((step, float(f"{ms:.4g}")))
 
     def read(self) -> tuple[list[int], list[float]]:
-        """Return the numbers of the steps, and their milliseconds to four digits."""
+        """Return the numbers of the steps, and their milliseconds with four digits."""
         return [step for step, _ in self._points], [ms for _, ms in self._points]
 
 
 class Savings(NamedTuple):
-    """What compiling saved.
+    """The time that compiling saved.
 
     Attributes:
-        net_seconds: Seconds that compiled steps saved, after subtracting the steps that compiled.
-        saved_seconds: Seconds that the compiled steps in which nothing compiled saved.
-        break_even_steps: Number of compiled steps after which the net is positive; infinite if a step saves nothing.
-        curve: Numbers of steps in the phase, and the net after them.
+        net_seconds: Seconds that all steps saved, including the steps during which torch compiled.
+        saved_seconds: Seconds that steps saved, without the steps during which torch compiled.
+        break_even_steps: Number of compiled steps after which the net is positive. Infinite if steps save no time.
+        curve: Numbers of steps in the phase, and the net seconds after these steps.
     """
 
     net_seconds: float
@@ -70,7 +70,7 @@ class _Key(NamedTuple):
 
 
 class _Bin:
-    """Number and total milliseconds of consecutive steps, by stage, candidate and whether anything compiled in them."""
+    """Number and total milliseconds of consecutive steps, by stage, candidate, and whether torch compiled in them."""
 
     def __init__(self) -> None:
         self.last_step = self.size = 0
@@ -78,7 +78,7 @@ class _Bin:
         self.ms: defaultdict[_Key, float] = defaultdict(float)
 
     def saved_ms(self, eager_ms: Mapping[str, float]) -> float:
-        """Return the time that the steps saved. In a stage without eager steps, only the time of compiling counts."""
+        """Return the time that the steps saved. In a stage without eager steps, only the compile time counts."""
         found = 0.0
         for key, steps in self.steps.items():
             if key.stage in eager_ms:
@@ -89,7 +89,7 @@ class _Bin:
 
 
 class SavedTime:
-    """Adds up the times of all steps that did not run eagerly, in a bounded number of bins."""
+    """Sums the times of all steps that did not run eagerly, in a limited number of bins."""
 
     def __init__(self) -> None:
         self._bins: list[_Bin] = []
@@ -100,11 +100,11 @@ class SavedTime:
         """Add a step.
 
         Args:
-            step: Its number in the phase.
-            ms: Its time.
-            stage: Its stage. Steps are compared with eager steps of the same stage.
-            candidate: The candidate that it ran with, if the phase is tuned.
-            compiling: Whether anything compiled in it.
+            step: The number of the step in the phase.
+            ms: The time of the step.
+            stage: The stage of the step. Steps are compared with eager steps of the same stage.
+            candidate: The candidate that the step ran with, if the phase has a `Tune`.
+            compiling: Whether torch compiled during the step.
         """
         if not self._bins or self._bins[-1].size >= self._steps_per_bin:
             self._bins.append(_Bin())
@@ -115,17 +115,17 @@ class SavedTime:
             self._merge_bins()
 
     def add_untimed(self, steps: int, *, stage: str, candidate: str | None = None) -> None:
-        """Add steps that were not timed. Each counts as much as the average step of its kind so far."""
+        """Add untimed steps. Each step counts with the average time of its kind so far."""
         key = _Key(stage, candidate, False)
         if timed := self._total.steps[key]:
             self._add(key, steps, steps * self._total.ms[key] / timed)
 
     def savings(self, eager_ms: Mapping[str, float], other_seconds: float = 0.0) -> Savings | None:
-        """Compare with eager steps; ``None`` if no stage has any.
+        """Compare the steps with eager steps. Return ``None`` if no stage has eager steps.
 
         Args:
             eager_ms: The mean time of an eager step, by stage.
-            other_seconds: Seconds spent on compiling outside of these steps.
+            other_seconds: Seconds spent on compiling outside these steps.
         """
         if not any(key.stage in eager_ms for key in self._total.steps):
             return None
@@ -133,7 +133,7 @@ class SavedTime:
         for found in self._bins:
             net_ms += found.saved_ms(eager_ms)
             curve.append((found.last_step, float(f"{net_ms / 1000:.4g}")))
-        count, saved_ms = 0, 0.0  # of the steps in which nothing compiled
+        count, saved_ms = 0, 0.0  # steps during which torch did not compile
         for key, steps in self._total.steps.items():
             if key.stage in eager_ms and not key.compiling:
                 count, saved_ms = count + steps, saved_ms + steps * eager_ms[key.stage] - self._total.ms[key]

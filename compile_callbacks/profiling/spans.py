@@ -1,4 +1,4 @@
-"""`Span` measures the time of a step, `call_times_ms` the time of single calls, on a CPU or an accelerator."""
+"""`Span` measures the time of a step, and `call_times_ms` the times of single calls, on a CPU or an accelerator."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 class Span:
-    """The time between two points of a step. An accelerator measures it by events, without a synchronization.
+    """The time between two points of a step. An accelerator measures the time by events, without a synchronization.
 
     Args:
-        device: The accelerator; ``None`` or a CPU to measure with the clock.
-        clock: Returns seconds.
-        start: The time on the clock at which the span began, if it began earlier.
+        device: The accelerator. With ``None`` or a CPU, the clock measures the time.
+        clock: A function that returns seconds.
+        start: The clock's time at which the span began, if it began earlier.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class Span:
         start: float | None = None,
     ) -> None:
         self._clock = clock
-        # torch.cuda, torch.xpu and torch.mps have an Event.
+        # torch.cuda, torch.xpu and torch.mps have an Event class.
         on_accelerator = device is not None and device.type != "cpu" and start is None
         self._event = getattr(getattr(torch, device.type, None), "Event", None) if device and on_accelerator else None
         self._start: Any = self._mark() if start is None else start
@@ -40,7 +40,7 @@ class Span:
         return self._event is None or bool(self._end.query())
 
     def milliseconds(self) -> float:
-        """Return the time; waits until the device has passed the end."""
+        """Wait until the device has passed the end, and return the time."""
         if self._event is None:
             return float((self._end - self._start) * 1000)
         self._end.synchronize()
@@ -60,14 +60,14 @@ def call_times_ms(
     """Time calls one by one, with a synchronization after each.
 
     Args:
-        call: The call.
-        device: The device that it computes on.
+        call: The function to call.
+        device: The device that the function runs on.
         samples: Number of timed calls.
-        warmup: Number of calls before them.
-        seconds: The time after which no further call is timed. One is timed in any case.
+        warmup: Number of warm-up calls before the timed calls.
+        seconds: The time after which the function times no further call. It always times one call.
 
     Returns:
-        Milliseconds of each call.
+        The milliseconds of each call.
     """
     found: list[float] = []
     deadline = time.perf_counter() + seconds

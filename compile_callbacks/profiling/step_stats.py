@@ -1,4 +1,4 @@
-"""Statistics of step times for the report and `Tune`: medians, spreads, and whether noise explains a difference."""
+"""Computes medians, spreads and confidence intervals of step times for the report and `Tune`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 _NOTCH = 2.5
-"""Half the width of the interval around a median, in IQR / sqrt(n). McGill, Tukey and Larsen (Variations of Box Plots,
-The American Statistician 32, 1978) give 1.57 for one comparison of two medians at the 95% level. `Tune` compares after
-every block of steps, so its interval is wider."""
+"""Half the width of the interval around a median, in units of IQR / sqrt(n). McGill, Tukey and Larsen (Variations of
+Box Plots, The American Statistician 32, 1978) use 1.57 for one comparison of two medians at the 95% level. `Tune`
+compares after each block of steps, so its interval is wider."""
 
-_MIN_NOTCH = 0.005  # of the median, because a few samples can agree by accident
+_MIN_NOTCH = 0.005  # a share of the median, because a few samples can be equal by accident
 
 MIN_SAMPLES = 5
 """The minimum number of eager and of compiled samples for a comparison."""
@@ -40,7 +40,7 @@ class StepStats:
 
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> StepStats | None:
-        """Return the statistics of samples in milliseconds; ``None`` without samples.
+        """Return the statistics of samples in milliseconds, or ``None`` if there are no samples.
 
         Example::
 
@@ -58,17 +58,17 @@ class StepStats:
         return cls(len(samples_ms), median, twentieths[18], notch)
 
     def clearly_below(self, other: StepStats, factor: float = 1.0) -> bool:
-        """Return whether this median times ``factor`` is below the other median by more than noise."""
+        """Return whether this median times ``factor`` is below the other median by more than noise explains."""
         return (self.median_ms + self.notch_ms) * factor < other.median_ms - other.notch_ms
 
 
 def median_ms(samples: Sequence[float]) -> float | None:
-    """Return the median; ``None`` without samples."""
+    """Return the median, or ``None`` if there are no samples."""
     return statistics.median(samples) if samples else None
 
 
 def spread_ms(samples: Sequence[float]) -> float | None:
-    """Return the interquartile range, which holds half of the samples; ``None`` for fewer than four samples."""
+    """Return the interquartile range, which contains half of the samples, or ``None`` for fewer than four samples."""
     if len(samples) < 4:
         return None
     first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
@@ -78,7 +78,7 @@ def spread_ms(samples: Sequence[float]) -> float | None:
 def speedup_interval(eager_ms: Sequence[float], compiled_ms: Sequence[float]) -> tuple[float, float]:
     """Return the 95% interval of the eager median divided by the compiled median, by a percentile bootstrap.
 
-    It draws from its own seeded generator, so the user's generators do not change.
+    The function draws from its own seeded generator, so the user's generators do not change.
 
     Example::
 

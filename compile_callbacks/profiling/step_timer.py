@@ -1,4 +1,7 @@
-"""`StepTimer`: times the steps of a run for `Session`, and decides which of them are samples."""
+"""`StepTimer`: times the steps of a run for `Session`, and decides which step times are samples.
+
+A *sample* is the time of a step that may be compared with other samples.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,27 @@ from compile_callbacks.profiling.step_stats import MIN_SAMPLES
 from compile_callbacks.profiling.workload import Workload
 
 WARMUP_STEPS = 2
-"""The number of steps that are not measured after a compile, and after a change between eager and compiled. Allocators
-and cuDNN warm up in them. torch warms up a CUDA graph in its first call, and records it in the second."""
+"""The number of steps without a sample after a compile, and after a change between eager and compiled. In these steps,
+allocators and cuDNN warm up. torch warms up a CUDA graph in its first call, and records it in the second call."""
 
 MAX_SAMPLES = 1000
-"""The number of samples that are kept of each workload, the latest ones. This bounds the memory of a long run."""
+"""The number of the latest samples that the timer keeps of each workload, which limits the memory of a long run."""
 
-_MAX_WORKLOADS = 500  # with samples, the latest ones
-_MAX_SHAPES = 100_000  # that were seen, as hashes
+_MAX_WORKLOADS = 500  # the maximum number of workloads with samples; the latest are kept
+_MAX_SHAPES = 100_000  # the maximum number of hashes of shapes that have occurred
 
 STEADY_STEPS = 100
-"""After this many steps of one kind without a compile, only one step in `TIMED_ONE_OF` is timed. Two CUDA events take
-50 µs to 250 µs of the CPU's time, and a look at the batch takes 10 µs, which delays a CPU-bound step."""
+"""The number of steps of one kind without a compile after which only one step in `TIMED_ONE_OF` is timed. Two CUDA
+events take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs, which delays a CPU-bound step."""
 
 TIMED_ONE_OF = 8
 
-_MAX_UNREAD = 64  # CUDA events, before those that the GPU has passed are read
+_MAX_UNREAD = 64  # the number of unread CUDA events after which the timer reads the events that the GPU has passed
 
 StepKind = Literal["eager", "compiled", "compiling"]
-"""How a step ran; ``"compiling"``: something was compiled in it, for this candidate or another."""
+"""The kind of a step. ``"compiling"``: torch compiled during the step, for this candidate or another."""
 
-_Variant = tuple[Phase, bool, str | None]  # the phase, whether it ran compiled, and the candidate of a tuned phase
+_Variant = tuple[Phase, bool, str | None]  # the phase, whether the step ran compiled, and the candidate of a Tune
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class StepTimes:
     Attributes:
         eager_ms: Eager samples, in milliseconds.
         compiled_ms: Compiled samples, in milliseconds.
-        restored: Whether the eager samples are those of an earlier run.
-        workload: The workload; ``None`` if there are no samples.
+        restored: Whether the eager samples are from an earlier run.
+        workload: The workload, or ``None`` if there are no samples.
     """
 
     eager_ms: tuple[float, ...] = ()
@@ -60,7 +63,7 @@ class StepTimes:
 
 
 class _Step(NamedTuple):
-    """A timed step whose span is not read yet."""
+    """A timed step whose span the timer has not read yet."""
 
     span: Span
     number: int
@@ -71,19 +74,20 @@ class _Step(NamedTuple):
 
 
 class StepTimer:
-    """Times steps and keeps the samples among them.
+    """Times steps and keeps the samples.
 
-    On a GPU, events time a step. They are read after the GPU has passed them, so that training is not synchronized.
-    A step is not a sample if anything compiles in it, in the `WARMUP_STEPS` after that, after a change between
-    eager and compiled, and at the first step with new shapes. Samples are compared with samples of equal workload.
+    On a GPU, the timer uses CUDA events, and reads them after the GPU has passed them, so that it does not synchronize
+    training. The time of a step is not a sample if torch compiles during the step, in the next `WARMUP_STEPS`, after a
+    change between eager and compiled, and in the first step with new shapes. Samples are only compared with samples of
+    equal workload.
 
     Args:
-        clock: Returns seconds; times the steps on a CPU.
+        clock: A function that returns seconds, for steps on a CPU.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.last_step: Span | None = None
-        """The time of the last step; ``None`` if something compiled in it, or if it was a warm-up step."""
+        """The time of the last step, or ``None`` if torch compiled during the step, or if it was a warm-up step."""
         self._clock = clock
         self._numbers: Counter[Phase] = Counter()
         self._steps: Counter[_Variant] = Counter()
@@ -95,13 +99,13 @@ class StepTimer:
         self._saved: dict[Phase, SavedTime] = defaultdict(SavedTime)
         self._unread: deque[_Step] = deque()
         self._running = False
-        self._span: Span | None = None  # of the running step, if it is timed
+        self._span: Span | None = None  # the span of the running step, if it is timed
         self._started = 0.0  # the time at which the running step began, if it is not timed
         self._last_variant: _Variant | None = None
         self._steady_steps = 0
         self._untimed: Counter[_Variant] = Counter()
-        self._stages: dict[_Variant, str] = {}  # of the last timed step
-        self._random = random.Random(0)  # every second or fourth step may differ from the others
+        self._stages: dict[_Variant, str] = {}  # the stage of the last timed step
+        self._random = random.Random(0)  # because every second or fourth step may differ from the others
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -109,15 +113,15 @@ class StepTimer:
         """Start a step.
 
         Args:
-            device: The device that it runs on.
-            wanted: Whether it must be timed.
+            device: The device that the step runs on.
+            wanted: Whether the step must be timed.
 
         Returns:
-            Whether it is timed.
+            Whether the step is timed.
         """
         self._running = True
         if not wanted and self._steady_steps >= STEADY_STEPS and self._random.random() * TIMED_ONE_OF >= 1:
-            self._span, self._started = None, self._clock()  # in case something compiles in the step
+            self._span, self._started = None, self._clock()  # needed if torch compiles during the step
             return False
         self._span = Span(device, self._clock)
         return True
@@ -133,14 +137,14 @@ class StepTimer:
         """End the step.
 
         Args:
-            phase: Its phase.
-            compiled: Whether it ran with the compiled targets.
-            workload: Its workload; ``None`` if it was not timed.
-            disturbed: Whether anything compiled in it.
-            candidate: The candidate that it ran with, if the phase is tuned.
+            phase: The phase of the step.
+            compiled: Whether the step ran with the compiled targets.
+            workload: The workload of the step, or ``None`` if the step was not timed.
+            disturbed: Whether torch compiled during the step.
+            candidate: The candidate that the step ran with, if the phase has a `Tune`.
 
         Returns:
-            Whether the step is a sample.
+            Whether the time of the step is a sample.
         """
         self.last_step = None
         if not self._running:
@@ -179,7 +183,7 @@ class StepTimer:
         if disturbed:
             return False
         self._undisturbed[variant] += 1
-        # Libraries choose kernels for new shapes, which may take longer than the step (attention on a GPU does).
+        # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
         return (
             workload is not None and not self._is_new(variant, workload) and self._undisturbed[variant] > WARMUP_STEPS
         )
@@ -196,7 +200,7 @@ class StepTimer:
     # ------------------------------------------------------------------------------------------ results
 
     def synchronize(self) -> None:
-        """Read all steps so far; waits for the GPU. Without it, the figures lack the steps that the GPU still runs."""
+        """Wait for the GPU, and read all steps so far. Without it, the figures omit steps that the GPU still runs."""
         self._read(wait=True)
 
     def next_step(self, phase: Phase) -> int:
@@ -204,7 +208,7 @@ class StepTimer:
         return self._numbers[phase] + 1
 
     def compiled_steps(self, phase: Phase, candidate: str | None = None) -> int:
-        """Return the number of compiled steps, samples or not."""
+        """Return the number of compiled steps, including steps without a sample."""
         return self._steps[phase, True, candidate]
 
     def samples(
@@ -215,15 +219,15 @@ class StepTimer:
         return {workload: tuple(ms) for workload, ms in self._samples[phase, compiled, candidate].items()}
 
     def seconds_saved(self, phase: Phase) -> float:
-        """Return the time that compiled steps saved, for the recompile budget; 0 without a baseline."""
+        """Return the time that compiled steps saved, for the recompile budget, or 0 without a baseline."""
         savings = self.savings(phase)
         return savings.saved_seconds if savings else 0.0
 
     def times(self, phase: Phase, candidate: str | None = None) -> StepTimes:
-        """Return the samples of the workload that most compiled steps have; of several, the latest.
+        """Return the eager and compiled samples of the workload with the most compiled samples.
 
-        Eager samples of another workload are not compared. If no eager step of this run had this workload, the
-        samples of an earlier run are used, or the eager side stays empty.
+        If several workloads have the same number, the latest is returned. If no eager step of this run had this
+        workload, the eager samples are from an earlier run, or empty.
         """
         eager, compiled = self.samples(phase, compiled=False), self.samples(phase, compiled=True, candidate=candidate)
         earlier = self._restored.get(phase, {})
@@ -238,11 +242,11 @@ class StepTimer:
         return StepTimes()
 
     def savings(self, phase: Phase, other_seconds: float = 0.0) -> Savings | None:
-        """Return the time that compiled steps saved; ``None`` if there are too few eager samples.
+        """Return the time that compiled steps saved, or ``None`` if there are too few eager samples.
 
         Args:
             phase: The phase.
-            other_seconds: Seconds spent on compiling outside of the timed steps.
+            other_seconds: Seconds spent on compiling outside the timed steps.
         """
         for variant in list(self._untimed):
             self._add_untimed(variant)
@@ -255,8 +259,8 @@ class StepTimer:
     def series(self, phase: Phase) -> tuple[dict[str, Any], ...]:
         """Return the step times of a phase, as one mapping for each kind of step and candidate.
 
-        A mapping has ``kind`` (see `StepKind`), ``candidate`` (of a tuned phase), ``steps`` (step numbers in the phase,
-        from 1) and ``ms``. In a long run, the lists are a random sample of the timed steps.
+        A mapping contains ``kind`` (see `StepKind`), ``candidate`` (if the phase has a `Tune`), ``steps`` (numbers of
+        steps in the phase, from 1) and ``ms``. In a long run, the lists contain randomly chosen timed steps.
         """
         self._read(wait=False)
         found = []
@@ -270,11 +274,11 @@ class StepTimer:
         return {**self._restored.get(phase, {}), **self.samples(phase, compiled=False)}
 
     def restore(self, phase: Phase, baseline: Mapping[Workload, Sequence[float]]) -> None:
-        """Add the eager samples of an earlier run, as `baseline` returned them."""
+        """Add the eager samples that `baseline` returned in an earlier run."""
         self._restored[phase] = {workload: tuple(samples) for workload, samples in baseline.items() if samples}
 
     def _add_untimed(self, variant: _Variant) -> None:
-        """Count the untimed steps of a variant as its average step."""
+        """Count each untimed step of a variant with the variant's average time."""
         phase, compiled, candidate = variant
         if (steps := self._untimed.pop(variant, 0)) and compiled:
             self._saved[phase].add_untimed(steps, stage=self._stages.get(variant, ""), candidate=candidate)
@@ -295,11 +299,11 @@ class StepTimer:
             of_variant = self._samples[step.variant]
             of_workload = of_variant.pop(step.sample_of, None) or deque(maxlen=MAX_SAMPLES)
             of_workload.append(ms)
-            of_variant[step.sample_of] = of_workload  # the latest workload is the last
+            of_variant[step.sample_of] = of_workload  # inserted again, so that the latest workload is the last
             if len(of_variant) > _MAX_WORKLOADS:
                 del of_variant[next(iter(of_variant))]
 
 
 def _most_frequent(samples: Mapping[Workload, tuple[float, ...]]) -> Workload | None:
-    """Return the workload with the most samples; of several, the latest."""
+    """Return the workload with the most samples. If several have the same number, return the latest."""
     return max(reversed(list(samples)), key=lambda workload: len(samples[workload]), default=None)

@@ -10,11 +10,12 @@ from compile_callbacks._utils.signatures import TensorSignature, signature
 
 
 class Workload(NamedTuple):
-    """The conditions under which two steps can be compared.
+    """The conditions of a step. Two steps can be compared if their workloads are equal.
 
     Attributes:
         stage: The stage and the number of its dataloader.
-        kind: Everything except sizes: accumulation, structure and dtypes of the batch, which weights train.
+        kind: All other conditions except sizes: gradient accumulation, the structure and dtypes of the batch, and the
+            set of trained weights.
         shapes: The shapes of the batch's tensors.
     """
 
@@ -28,11 +29,11 @@ class Workload(NamedTuple):
 
     @classmethod
     def from_data(cls, data: Sequence[Any]) -> Workload:
-        """Rebuild a workload from a list of its fields.
+        """Create a workload from a list of its fields.
 
         Raises:
-            TypeError: A field has a wrong type.
-            ValueError: There are more or fewer fields.
+            TypeError: If a field has a wrong type.
+            ValueError: If the number of fields is wrong.
         """
         stage, kind, sizes = data
         shapes = tuple(tuple(shape) for shape in sizes)
@@ -54,7 +55,7 @@ def workload_of(stage: str, batch: Any, part: str = "") -> Workload:
     return _workload_of_signature(stage, part, signature(batch))
 
 
-@functools.lru_cache(maxsize=1024)  # called in each timed step, and small steps wait for the CPU
+@functools.lru_cache(maxsize=1024)  # because each timed step calls this, and small steps are CPU-bound
 def _kind_with(kind: str, conditions: tuple[tuple[str, object], ...]) -> str:
     return ", ".join([kind, *(f"{name}={value}" for name, value in conditions)])
 
@@ -67,13 +68,13 @@ def _workload_of_signature(stage: str, part: str, batch_signature: Any) -> Workl
 
 
 def _without_sizes(batch_signature: Any, shapes: list[tuple[int, ...]]) -> Any:
-    """Return a signature without sizes and without repeated entries; append the shapes."""
+    """Return a signature without sizes and repeated entries, and append the sizes to ``shapes``."""
     if isinstance(batch_signature, TensorSignature):
         shapes.append(batch_signature.shape)
         return batch_signature._replace(shape=(0,) * len(batch_signature.shape))
     if not isinstance(batch_signature, tuple):
         return batch_signature
     found = [_without_sizes(entry, shapes) for entry in batch_signature]
-    if all(isinstance(entry, type) for entry in batch_signature):  # no tensors but strings, for example
+    if all(isinstance(entry, type) for entry in batch_signature):  # no tensors, for example a list of strings
         shapes.append((len(batch_signature),))
     return tuple(dict.fromkeys(found))

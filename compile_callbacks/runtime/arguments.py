@@ -122,7 +122,7 @@ class CompileArguments:
         return messages
 
     def recorded_graphs(self) -> list[RecordedGraph]:
-        """The graphs that the `RecordGraphs` passes of both phases have recorded."""
+        """Return the graphs that the `RecordGraphs` passes of both phases have recorded."""
         configured = [config.passes for config in self.configs.values() if config is not None]
         recorders = {id(p): p for passes in (self.passes, *configured) for p in passes if isinstance(p, RecordGraphs)}
         return [graph for recorder in recorders.values() for graph in recorder.graphs]

@@ -357,7 +357,7 @@ class CompiledTarget:
         self._backend.free_folded()
 
     def folded_graphs(self) -> list[FoldedGraph]:
-        """The folded graphs that are still in use."""
+        """Return the folded graphs that are still in use."""
         return self._backend.folded_graphs()
 
     @property

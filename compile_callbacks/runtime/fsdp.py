@@ -51,7 +51,7 @@ def strip_fsdp1_names(name: str) -> str:
 
 
 def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
-    """Return the reason why sharded weights do not support the configs, or ``None`` if they do.
+    """Return why sharded weights do not support the configs, or ``None`` if they do.
 
     The function does not check a `Tune`, which skips unsupported candidates.
 
@@ -69,7 +69,7 @@ def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | N
     for phase, config in configs.items():
         if isinstance(config, InductorConfig) and config.uses_cudagraphs:
             return (
-                f"{phase}_mode={config.describe()!r} records CUDA graphs, which need weights at constant addresses, but "
+                f"{phase}_mode={config.describe()!r} records CUDA graphs, which need fixed addresses of weights, but "
                 f"{WEIGHTS_ARE_SHARDED}. Set 'default' or 'max-autotune-no-cudagraphs'"
             )
     return None

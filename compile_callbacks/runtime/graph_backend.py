@@ -239,7 +239,7 @@ class GraphBackend:
     # ------------------------------------------------------------------------------------------ memory
 
     def folded_graphs(self) -> list[FoldedGraph]:
-        """The folded graphs that are still in use."""
+        """Return the folded graphs that are still in use."""
         return [graph for reference in self._folded if (graph := reference()) is not None]
 
     def free_folded(self) -> None:

@@ -179,7 +179,7 @@ class PhaseTuning:
         return self.winner is None and self._block_steps == 0
 
     def trials(self) -> Sequence[Trial]:
-        """The result of each candidate so far. Empty if the phase did not run."""
+        """Return the result of each candidate so far. Empty if the phase did not run."""
         trials = list(self._tuner.trials.values())
         return trials if self.winner is not None or any(trial.blocks for trial in trials) else ()
 

@@ -89,7 +89,7 @@ class RecompileBudget:
         message = (
             f"target {target!r} compiled {compiles} more graphs in {spent:.0f} s after its first graph in the {phase} "
             f"phase, which is more than its recompile budget of {allowed:.0f} s. Inputs that none of its graphs "
-            f"accepts run eagerly from now on; {causes}. To avoid this, {fix}; new_shapes='recompile' removes the budget"
+            f"accepts now run eagerly; {causes}. To avoid this, {fix}; new_shapes='recompile' removes the budget"
         )
         self._recorder.record("budget", self._key, reason=message)
         if self._key.candidate is None:  # because the report describes the candidates of a Tune

@@ -36,7 +36,7 @@ class RandomState:
         self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
 
     def drawn(self) -> bool:
-        """Whether one of torch's generators has drawn a number since."""
+        """Return whether one of torch's generators has drawn a number since this object was created."""
         return any(not torch.equal(*both) for both in zip(self._torch, self._torch_states(), strict=True))
 
     def restore(self) -> None:
@@ -69,7 +69,7 @@ class Snapshot:
         self._random = RandomState(module.parameters())
 
     def drew(self) -> bool:
-        """Whether random numbers were drawn since the snapshot."""
+        """Return whether random numbers were drawn since the snapshot."""
         return self._random.drawn()
 
     @torch.no_grad()

@@ -1,1 +1,1 @@
-"""Which settings: candidates, trials, rules, and the choice that is remembered."""
+"""Chooses the settings of a phase: the candidates, their trials, and the rules that select the winner."""

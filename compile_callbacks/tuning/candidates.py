@@ -1,4 +1,4 @@
-"""The candidates of a `Tune`, with the reason if one cannot have an effect. `PhaseTuning` asks for them."""
+"""Lists the candidates of a `Tune` for `PhaseTuning`, and excludes candidates that cannot have an effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.tune import Tune
 from compile_callbacks.tuning.trial import Trial
 
-_AUTOTUNE_COST = 8.0  # how many times longer a compile takes if Inductor benchmarks kernels
+_AUTOTUNE_COST = 8.0  # the factor by which a compile takes longer if Inductor benchmarks kernels
 
 
 def candidates_of(
@@ -24,14 +24,14 @@ def candidates_of(
     no_cudagraphs: str | None,
     shapes_vary: bool,
 ) -> Iterator[tuple[InductorConfig, Trial]]:
-    """The candidates in order, without eager. A trial says so if its candidate is not tried.
+    """Return a trial for each candidate in order, without eager. The verdict of an excluded candidate is "not tried".
 
     Args:
         tune: The `Tune`.
         phase: The phase.
         device: The device of the module.
-        no_freezing: Why the targets cannot be compiled with frozen weights; ``None`` if they can.
-        no_cudagraphs: Why the targets cannot be compiled with CUDA graphs; ``None`` if they can.
+        no_freezing: The reason why the targets cannot have frozen weights, or ``None`` if they can.
+        no_cudagraphs: The reason why the targets cannot use CUDA graphs, or ``None`` if they can.
         shapes_vary: Whether batches have different shapes.
     """
     configs = tune.configs or auto_candidates(device, phase, freezes=no_freezing is None, shapes_vary=shapes_vary)
@@ -39,25 +39,25 @@ def candidates_of(
     for config in configs:
         name = config.describe()
         names.append(name)
-        if (count := names.count(name)) > 1:  # with other passes of the same class
+        if (count := names.count(name)) > 1:  # two candidates may have different passes of the same class
             name = f"{name} ({count})"
         trial = Trial(name, compile_cost=_AUTOTUNE_COST if config.resolved_options().get("max_autotune") else 1.0)
         if config.uses_cudagraphs and no_cudagraphs:
-            trial.decide("not tried", f"it asks for CUDA graphs, and {no_cudagraphs}")
+            trial.decide("not tried", f"it asks for CUDA graphs, but {no_cudagraphs}")
         elif config.freezes and phase == "infer" and no_freezing:
-            trial.decide("not tried", f"it asks for freezing, and {no_freezing}")
+            trial.decide("not tried", f"it asks for freezing, but {no_freezing}")
         yield config, trial
 
 
 def auto_candidates(
     device: torch.device, phase: Phase, *, freezes: bool = True, shapes_vary: bool = False
 ) -> list[InductorConfig]:
-    """The candidates of ``"auto"``, the cheapest to compile first.
+    """Return the candidates of ``"auto"``, the cheapest to compile first.
 
-    If shapes vary, each is also a candidate with ``dynamic=True``, except those with CUDA graphs, which torch records
-    for each shape anyway.
+    If shapes vary, the function adds each candidate again with ``dynamic=True``. It does not add candidates with CUDA
+    graphs, which torch records for each shape anyway.
     """
-    # Freezing has an effect in stages that do not train (test, predict).
+    # Freezing only has an effect in stages that do not train (test, predict).
     freezing = True if phase == "infer" and freezes else None
     configs = [InductorConfig(freezing=freezing)]
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""`Trial`: the result of a candidate of a `Tune`; `compare` finds the steps that are compared with eager's."""
+"""`Trial`: the result of a candidate of a `Tune`. `compare` selects the steps to compare with eager steps."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from compile_callbacks.profiling.step_stats import StepStats
 from compile_callbacks.profiling.workload import Workload
 
 Verdict = Literal["undecided", "chosen", "beaten", "not faster", "not compared", "failed", "wrong", "not tried"]
-"""The result of a candidate: none yet; it won; it lost to another one; it is not faster than eager by ``min_speedup``
-beyond noise; too few of its steps can be compared; it did not compile; its results differ; it was never compiled."""
+"""The result of a candidate, in the order of the values: not known yet; the candidate won; another candidate is faster;
+it is not faster than eager by ``min_speedup`` and by more than noise; too few steps can be compared; it did not
+compile; its results differ from eager; it was never compiled."""
 
 
 class Block(NamedTuple):
     """The measurements of a block of steps.
 
     Attributes:
-        times: The samples in milliseconds, by the workload of the step.
-        seconds: The time that the block took, compile time included.
-        compile_seconds: The time that compiling the candidate has taken so far.
-        problem: Why the candidate cannot win, if it failed or its results differ.
+        times: The step times in milliseconds, by workload.
+        seconds: The duration of the block, including compile time.
+        compile_seconds: The compile time of the candidate so far.
+        problem: The reason why the candidate cannot win, if it failed or its results differ.
         steps: The number of steps.
     """
 
@@ -37,7 +38,7 @@ class Block(NamedTuple):
 
     @classmethod
     def of_ranks(cls, blocks: Sequence[Block]) -> Block:
-        """The block of all ranks: the samples of the slowest rank, and the problem of any."""
+        """Return the block of all ranks: the step times of the slowest rank, and the problem of any rank."""
 
         def median_ms(block: Block) -> float:
             return statistics.median([ms for samples in block.times.values() for ms in samples] or [0.0])
@@ -56,14 +57,14 @@ class Trial:
     """The result of one candidate.
 
     Attributes:
-        candidate: Its settings, in one line; ``"eager"`` for eager.
+        candidate: The settings of the candidate in one line, or ``"eager"``.
         verdict: The result.
-        reason: The reason, if the numbers do not show it.
-        compile_seconds: Time spent compiling it; ``None`` if it was never compiled.
-        compile_cost: Its expected compile time, divided by that of the default mode.
-        stats: Median and percentiles of the step times that are compared; ``None`` without such times.
-        times: All of its step times, in milliseconds, by the workload of the step.
-        blocks: Number of blocks that ran with it.
+        reason: The reason for the result, if the numbers do not show it.
+        compile_seconds: The compile time of the candidate, or ``None`` if it was never compiled.
+        compile_cost: The expected compile time, divided by the compile time of the default mode.
+        stats: Median and percentiles of the compared step times, or ``None`` if no step time can be compared.
+        times: All step times of the candidate in milliseconds, by workload.
+        blocks: Number of blocks that ran with the candidate.
     """
 
     candidate: str
@@ -77,11 +78,11 @@ class Trial:
 
     @property
     def samples(self) -> int:
-        """Number of step times that are compared."""
+        """The number of compared step times."""
         return 0 if self.stats is None else self.stats.samples
 
     def median_ms(self) -> float:
-        """The median of the step times that are compared."""
+        """Return the median of the compared step times."""
         assert self.stats is not None
         return self.stats.median_ms
 
@@ -90,7 +91,7 @@ class Trial:
         self.verdict, self.reason = verdict, reason
 
     def to_dict(self) -> dict[str, Any]:
-        """The trial as JSON-ready data: ``median_ms`` and ``p95_ms`` (95th percentile) are those of the samples."""
+        """Return the trial as JSON-ready data, with the median and the 95th percentile of the compared step times."""
         return {
             "candidate": self.candidate,
             "verdict": self.verdict,
@@ -103,10 +104,10 @@ class Trial:
 
 
 def compared_workload(steps: Counter[Workload]) -> Workload | None:
-    """The workload whose steps are compared, given how many eager steps had each; ``None`` if there are no steps.
+    """Return the workload to compare, or ``None`` if there are no steps. ``steps`` counts the eager steps of each.
 
-    Steps of equal workload are compared if they are at least half of the eager steps. Otherwise shapes vary: the steps
-    of the most frequent stage and kind are pooled with all their shapes, and the returned workload has no shapes.
+    If at least half of the eager steps have the same workload, that workload is returned. Otherwise, shapes vary: the
+    returned workload has the most frequent stage and kind, but no shapes, and steps of all shapes are compared.
     """
     if not steps.total():
         return None
@@ -120,10 +121,10 @@ def compared_workload(steps: Counter[Workload]) -> Workload | None:
 
 
 def compare(trials: Sequence[Trial]) -> None:
-    """Set the ``stats`` of all trials from the samples that can be compared. The first trial is eager's.
+    """Set the ``stats`` of all trials from the step times that can be compared. The first trial is eager.
 
-    Pooled samples are scaled to the usual batch size, by a line through the eager step times over the batch sizes.
-    Without the scale, the spread of the sizes would hide a speedup of two.
+    If shapes vary, the function scales step times to the usual batch size, by a line through the eager step times over
+    the batch sizes. Without the scale, the spread of the sizes would hide a speedup of two.
     """
     eager = trials[0].times
     compared = compared_workload(Counter({workload: len(samples) for workload, samples in eager.items()}))
@@ -139,8 +140,8 @@ def compare(trials: Sequence[Trial]) -> None:
 
 
 def _line_through(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
-    """The Theil-Sen line (medians of slopes and intercepts, which ignore outliers), not below the lowest point."""
-    pairs = itertools.combinations(points[-100:], 2)  # more would take seconds
+    """Return the Theil-Sen line (medians of slopes and intercepts, which ignore outliers), at least the lowest time."""
+    pairs = itertools.combinations(points[-100:], 2)  # limited, because all pairs would take seconds
     slope = statistics.median([(y - b) / (x - a) for (a, b), (x, y) in pairs if x != a] or [0.0])
     intercept = statistics.median([y - slope * x for x, y in points] or [1.0])
     lowest = min((y for _, y in points), default=1.0)

@@ -1,8 +1,8 @@
-"""`Tuner`: which candidate of a `Tune` runs next, and which one wins. `PhaseTuning` gives it the measurements.
+"""`Tuner`: decides which candidate of a `Tune` runs next, and which candidate wins, for `PhaseTuning`.
 
-Candidates run in interleaved blocks of steps, back and forth (eager, a, b; b, a, eager), so that a machine that becomes
-slower or faster does so for all of them. After each block, the candidates are compared with eager and with each other.
-The tuner uses no clock and no random numbers, so all ranks decide alike.
+Candidates run in interleaved blocks of steps, in alternating order (eager, a, b; b, a, eager). If the machine becomes
+slower or faster, this affects all candidates. After each block, the tuner compares the candidates with eager and with
+each other. It uses no clock and no random numbers, so all ranks decide equally.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import AUTO, LEAST_SAMPLES, Tune
 from compile_callbacks.tuning.trial import Block, Trial, compare
 
-_MOST_ROUNDS = 2  # times the rounds that the samples need, because a block may have steps that are no samples
-_CLEAR_SAMPLES = 2 * LEAST_SAMPLES  # of two blocks, because one of them may have run while the machine was busy
+_MOST_ROUNDS = 2  # a factor on the necessary rounds, because some steps of a block may not be samples
+_CLEAR_SAMPLES = 2 * LEAST_SAMPLES  # two blocks, because the machine may have been busy during one block
 
-# Orders of magnitude. They only keep a short run from a compile that it cannot amortize.
-_FIRST_COMPILE_SECONDS = {"cuda": 10.0, "cpu": 4.0}  # of a small network, if nothing was compiled yet
-_PLAUSIBLE_SPEEDUP = {"cuda": 5.0, "cpu": 2.0}  # the highest over eager that is expected
-_FURTHER_SPEEDUP = 1.25  # the highest over the best candidate so far that is expected
+# Rough values, which only prevent a compile that a short run cannot amortize.
+_FIRST_COMPILE_SECONDS = {"cuda": 10.0, "cpu": 4.0}  # the compile time of a small network, until one is measured
+_PLAUSIBLE_SPEEDUP = {"cuda": 5.0, "cpu": 2.0}  # the highest expected speedup over eager
+_FURTHER_SPEEDUP = 1.25  # the highest expected speedup over the best candidate so far
 
 
 class Tuner:
-    """Decides which candidate the next block of steps runs with, until one is chosen.
+    """Decides which candidate runs in the next block of steps, until a candidate is chosen.
 
-    Eager runs first. Call `block_ends` after each block, and `start` after the first one.
+    Eager runs first. Call `start` after the first block, and `block_ends` after each block.
 
     Args:
         tune: The limits.
@@ -35,9 +35,9 @@ class Tuner:
 
     def __init__(self, tune: Tune, device_type: str = "cpu") -> None:
         self.winner: str | None = None
-        """The chosen candidate; ``None`` before the choice."""
+        """The chosen candidate, or ``None`` before the choice."""
         self.complete = True
-        """Whether all candidates had their chance, so that a longer run would choose the same."""
+        """Whether the comparison is complete, so that a longer run would choose the same candidate."""
         self.trials: dict[str, Trial] = {EAGER: Trial(EAGER)}
         """The result of each candidate so far, eager first."""
         self.steps_left = math.inf
@@ -61,15 +61,15 @@ class Tuner:
 
     @property
     def lasts(self) -> bool:
-        """Whether the next run of this process may rely on the winner. It may not if the run was too short to try."""
+        """Whether the next run of this process may use the winner. ``False`` if this run was too short to compare."""
         return self.winner is not None and (self.complete or self.winner != EAGER)
 
     @property
     def worth_keeping(self) -> bool:
-        """Whether later processes may rely on the winner.
+        """Whether later processes may use the winner.
 
-        They may not if the comparison was cut short, or if eager won because a candidate failed (a missing compiler,
-        for example), could not be compared, or was faster only within noise (a busy machine).
+        This is ``False`` if the comparison ended early. It is also ``False`` if eager won because a candidate failed
+        (for example without a compiler), could not be compared, or was faster only within noise (on a busy machine).
         """
         unknown = any(
             one.verdict in ("failed", "not compared") or (one.verdict == "not faster" and self._is_faster(one))
@@ -78,7 +78,7 @@ class Tuner:
         return self.winner is not None and self.complete and not (self.winner == EAGER and unknown)
 
     def start(self, trials: Sequence[Trial]) -> None:
-        """Begin to try candidates, in this order."""
+        """Start trying candidates in this order."""
         self.trials |= {one.candidate: one for one in trials}
         self._turns = self._in_play()
         self._next_turn()
@@ -109,13 +109,13 @@ class Tuner:
             self._next_turn()
 
     def conclude(self, reason: str) -> None:
-        """Choose now, before the candidates have all their samples. If not even eager has any, nothing is chosen."""
+        """Choose now, before all candidates have enough samples. If eager has no samples, choose nothing."""
         if self.winner is None and self._eager.blocks:
             self.complete = False
             self._choose_fastest(reason)
 
     def adopt(self, name: str, reason: str) -> None:
-        """Choose a candidate that was measured elsewhere: in an earlier run, or by another rank."""
+        """Choose a candidate that won in an earlier run or on another rank."""
         self.complete = True
         for one in self.trials.values():
             if one.candidate == name or one.verdict == "chosen":
@@ -128,7 +128,7 @@ class Tuner:
         return [one for one in self.trials.values() if one.verdict == "undecided" and one is not self._eager]
 
     def _next_turn(self) -> None:
-        """Find the next block to run; after the last one, begin another round, or choose."""
+        """Find the next block to run. After the last block, begin another round or choose."""
         while self._turns and not self._is_to_run(self._turns[0]):
             self._turns.pop(0)
         if self._turns:
@@ -150,7 +150,7 @@ class Tuner:
         return one.verdict == "undecided"
 
     def _why_not_compiled(self, one: Trial) -> str | None:
-        """Why a candidate is not worth its compile time; ``None`` if it may be."""
+        """Return the reason why a candidate is not worth its compile time, or ``None`` if it may be."""
         if self._eager.stats is None:
             return None
         eager_ms = self._eager.median_ms()
@@ -173,7 +173,7 @@ class Tuner:
     # ------------------------------------------------------------------------------------------ who wins
 
     def _drop_slower_candidates(self) -> None:
-        """Drop candidates that are clearly not faster than eager, or clearly slower than another one."""
+        """Exclude candidates that are clearly not faster than eager, or clearly slower than another candidate."""
         for one in self._in_play():
             if self._is_clear(self._eager, one, 1 / self._tune.min_speedup):
                 one.decide("not faster", self._speedup(one))
@@ -181,7 +181,7 @@ class Tuner:
                 one.decide("beaten")
 
     def _choose_fastest(self, reason: str | None = None) -> None:
-        """Choose the candidate with the lowest median among those that are faster than eager beyond noise, or eager."""
+        """Choose the fastest candidate that is faster than eager by more than noise, or eager if there is none."""
         for one in self._in_play():
             if not one.blocks:
                 one.decide("not tried", reason)
@@ -199,14 +199,14 @@ class Tuner:
         winner.decide("chosen", reason)
 
     def _is_clear(self, fast: Trial, slow: Trial, factor: float = 1, samples: int = _CLEAR_SAMPLES) -> bool:
-        """Whether the median of one, times a factor, is below that of the other, beyond noise."""
+        """Return whether the median of ``fast`` times a factor is below the median of ``slow`` by more than noise."""
         if fast.stats is None or slow.stats is None:
             return False
         enough = min(fast.samples, slow.samples) >= min(samples, self._tune.steps)
         return enough and fast.stats.clearly_below(slow.stats, factor)
 
     def _is_faster(self, one: Trial) -> bool:
-        """Whether the median is below that of eager by ``min_speedup``, noise or not."""
+        """Return whether the median is below eager's median by ``min_speedup``. This ignores noise."""
         return one.median_ms() * self._tune.min_speedup < self._eager.median_ms()
 
     def _speedup(self, one: Trial) -> str:
