@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer import Classifier, loader, make_trainer
 from turn import Turn
 
-import compile_callbacks
+import compile_callbacks.passes
 from compile_callbacks import InductorBackend, InductorCompile
 from compile_callbacks.report.file import environment
 
@@ -143,7 +143,7 @@ def in_trainer(work: Work, way: Way, connection: Connection, turn: Turn, steps: 
         modes = {"train_mode": None, "infer_mode": None, f"{phase}_mode": way.mode}
         # "auto" rejects a candidate with other results; for the other ways, results are not the subject here.
         verify = "warn" if way.mode == "auto" else "off"
-        passes = [getattr(compile_callbacks, name)() for name in way.passes]
+        passes = [getattr(compile_callbacks.passes, name)() for name in way.passes]
         callback = InductorCompile(**modes, targets=way.targets, passes=passes, baseline_steps=0, verify=verify)
 
         def settled() -> bool:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import get_manager
 
 from compile_callbacks import CompileWarning, InductorCompile
+from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 
 pytestmark = pytest.mark.gpu
 
-FIRST_COMPILED = 2
-"""The first compiled step: two eager steps come before it, with ``baseline_steps=1``."""
+FIRST_COMPILED = WARMUP_STEPS + 1
+"""The index of the first compiled step with ``baseline_steps=1``."""
 
 
 class SkipsBatches(Classifier):
@@ -22,7 +24,7 @@ class SkipsBatches(Classifier):
     def __init__(self, where):
         super().__init__(nn.Sequential(nn.Linear(FEATURES, 8192), nn.ReLU(), nn.Linear(8192, CLASSES)))
         self.automatic_optimization = False
-        self.where, self.skipped = where, []
+        self.where, self.skipped, self.graphs = where, [], []
 
     def training_step(self, batch, batch_idx):
         x, y = (part.repeat_interleave(4096, 0) for part in batch)
@@ -39,6 +41,7 @@ class SkipsBatches(Classifier):
             self.skipped.append(batch_idx)
         finally:
             self.limit_memory(False)
+            self.graphs.append(counters["stats"]["unique_graphs"])
 
     def limit_memory(self, tight):
         torch.cuda.empty_cache()
@@ -62,6 +65,7 @@ def test_a_step_that_skips_a_batch_without_memory_goes_on(where):
     ours = InductorCompile("reduce-overhead", None, targets=["net"], baseline_steps=1, verify="off")
     compiled = train(ours)
     assert compiled.skipped == eager.skipped == [FIRST_COMPILED]
+    assert compiled.graphs == [0] * FIRST_COMPILED + [1] * (8 - FIRST_COMPILED)
     torch.testing.assert_close(compiled.losses, eager.losses, rtol=1e-3, atol=1e-3)
     again = seeded(Classifier)
     trainer(ours, accelerator="cuda").fit(again, loader(8))  # and so does the next fit with this callback

@@ -168,12 +168,13 @@ def fit(make, *callbacks, validate: bool = True, **settings) -> Classifier:
     return module
 
 
-def assert_equals_eager(make, callback: InductorCompile, **settings) -> Classifier:
+def assert_equals_eager(make, callback: InductorCompile, validate: bool = True, **settings) -> Classifier:
     """Train with the callback and without, and then again, and compare."""
-    compiled, eager = fit(make, callback, **settings), fit(make, **settings)
+    compiled = fit(make, callback, validate=validate, **settings)
+    eager = fit(make, validate=validate, **settings)
     for module, callbacks in ((compiled, [callback]), (eager, [])):
         torch.manual_seed(2)
-        trainer(*callbacks).fit(module, loader(3, 5))
+        trainer(*callbacks, **settings).fit(module, loader(3, 5))
     assert_same_values(compiled, eager)
     assert_same_module(compiled, eager)
     return compiled
