@@ -1,117 +1,281 @@
-"""ResNet-50 training in Lightning on one GPU and on several under DDP: eager, and compiled in whole and split graphs.
+"""ResNet-50 training in Lightning on one GPU and on several under DDP: step times, busy GPUs, and exposed all-reduces.
 
-Each number of GPUs is a run of one process for each GPU, in which the ways follow one another:
+The ways, each with one and with several GPUs:
 
-- eager: without the callback;
-- whole: `InductorCompile`; DDP reduces the gradients after the backward pass;
-- split: the same with `torch._dynamo.config.optimize_ddp = "ddp_optimizer"`: Dynamo splits graphs at DDP's buckets, so
-  that DDP reduces gradients while the remaining backward graphs run.
+- eager: not compiled;
+- by hand: `module.net.compile(mode=MODE)`; Dynamo splits the graphs at DDP's buckets, so that DDP reduces gradients
+  while the remaining backward graphs run;
+- ours: `InductorCompile(MODE)` keeps graphs whole; DDP reduces the gradients after the backward pass.
 
-Every process has the same batch on its device in each step. Times are medians of blocks of steps, synchronized at both
-ends. "speedup_over_one_gpu" is the ratio of images per second.
+The largest number of GPUs runs the first batch size also with each of `OPTIONS`. Processes stay alive from row to row,
+and share one compiler cache. Every process has the same batch on its device in each step. Times are medians of blocks
+of steps, synchronized at both ends, in the second half of the timed steps. "speedup_over_one_gpu" is the ratio of
+images per second to the same way on one GPU.
 
-python benchmarks/ddp.py [--gpus 1 2] [--batch-size 256] [--steps 80] [--mode default] [--json FILE]
-python benchmarks/ddp.py --device cpu --model resnet18 --batch-size 2 --image-size 32 --steps 4 --block 1
+A profile of the steps after the timed ones gives "gpu_busy", the share of a timed step in which kernels other than
+NCCL's run (mean of the ranks), and "exposed_all_reduce_ms", the time of a step in which NCCL's kernels run alone (the
+smallest of the ranks; on the other ranks it includes waiting).
+
+python benchmarks/ddp.py [--gpus 1 2] [--batch-sizes 256 1024 128 512] [--mode default] [--json FILE]
+python benchmarks/ddp.py --device cpu --model resnet18 --batch-sizes 2 --image-size 32 --steps 4 --block 1
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import json
 import os
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch._dynamo.config
 from lightning.pytorch.strategies import DDPStrategy
 from models import make
 from tables import Row, parser_for, print_columns, save, say
+from timeline import StepProfiler
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from trainer import BlockClock, Classifier, loader, make_trainer
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.cli.bench_measure import summarize
 from compile_callbacks.report.file import environment
 
-WAYS = ("eager", "whole", "split")
+EAGER, BY_HAND, OURS = WAYS = ("eager", "by hand", "ours")
+PROFILED_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a row changes: settings of `torch._dynamo.config`, and arguments of `DDPStrategy`."""
+
+    way: str = OURS
+    dynamo: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+
+OPTIONS = {
+    "bf16_compress_hook": Options(ddp={"ddp_comm_hook": default_hooks.bf16_compress_hook}),
+    "optimize_ddp=ddp_optimizer": Options(dynamo={"optimize_ddp": "ddp_optimizer"}),
+    "static_graph": Options(ddp={"static_graph": True}),
+    "bucket_cap_mb=100": Options(ddp={"bucket_cap_mb": 100}),
+    "bucket_cap_mb=10": Options(ddp={"bucket_cap_mb": 10}),
+    "gradient_as_bucket_view=False": Options(ddp={"gradient_as_bucket_view": False}),
+    "optimize_ddp=False": Options(way=BY_HAND, dynamo={"optimize_ddp": False}),
+    "optimize_ddp=python_reducer": Options(dynamo={"optimize_ddp": "python_reducer", "compiled_autograd": True}),
+}
 COLUMNS = {
-    "gpus": "{}", "batch_size": "{}", "way": "{}", "step_ms": "{:.2f}", "images_per_second": "{:.0f}",
-    "speedup_over_one_gpu": "{:.2f}x", "compile_seconds": "{:.1f}", "graphs": "{}",
+    "batch_size": "{}", "gpus": "{}", "way": "{}", "options": "{}", "step_ms": "{:.2f}", "spread_ms": "{:.2f}",
+    "images_per_second": "{:.0f}", "speedup_over_one_gpu": "{:.2f}x", "gpu_busy": "{:.2f}",
+    "exposed_all_reduce_ms": "{:.2f}", "graphs": "{}",
 }  # fmt: skip
 
 
-def train(way: str, args: argparse.Namespace) -> Row:
-    """One fit in this process, which is one of ``args.world``."""
+def jobs(args: argparse.Namespace) -> list[Row]:
+    """The rows to measure, the most important ones first."""
+    found: list[Row] = []
+    for batch_size in args.batch_sizes:
+        works = [{"gpus": gpus, "batch_size": batch_size} for gpus in args.gpus]
+        found += [{**work, "way": way, "options": ""} for work in works for way in args.ways]
+        if batch_size == args.batch_sizes[0] and works[-1]["gpus"] > 1:
+            found += [{**works[-1], "way": OPTIONS[name].way, "options": name} for name in args.options]
+    return found
+
+
+# ------------------------------------------------------------------------------------------ in a rank
+
+
+def train(job: Row, args: argparse.Namespace) -> Row:
+    """One fit in this process, which is one of ``job["gpus"]``."""
     torch._dynamo.reset()
-    torch._dynamo.config.optimize_ddp = "ddp_optimizer" if way == "split" else True
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else "cpu"
-    net, images, labels = make(args.model, args.batch_size, args.image_size, device)
-    clock, callback = BlockClock(args.block), InductorCompile(args.mode, None, baseline_steps=0, verify="off")
-    callbacks = [clock] if way == "eager" else [callback, clock]
-    strategy = DDPStrategy(gradient_as_bucket_view=True) if args.world > 1 else "auto"
-    trainer = make_trainer(args.device, *callbacks, devices=args.world, strategy=strategy)
-    trainer.fit(Classifier(net), loader((images, labels), args.steps))
-    row = {"model": args.model, "phase": "train", "gpus": args.world, "batch_size": args.batch_size, "way": way}
-    row |= summarize(clock.block_ms[len(clock.block_ms) // 2 :])  # compiles are in the first half
-    row["images_per_second"] = args.batch_size * args.world / row["step_ms"] * 1000
-    if way != "eager":
-        report = callback.report.train
-        failures = [event["reason"] for event in report.diagnostics.events if event["kind"] == "fallback"]
-        row |= {"compile_seconds": report.compile_seconds, "graphs": report.graphs, "failures": failures}
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
+    rank, options = int(os.environ["LOCAL_RANK"]), OPTIONS.get(job["options"], Options())
+    device = f"cuda:{rank}" if args.device == "cuda" else "cpu"
+    net, images, labels = make(args.model, job["batch_size"], args.image_size, device)
+    module, clock, profiler = Classifier(net), BlockClock(args.block), StepProfiler(args.steps)
+    callbacks, ours = [clock, profiler], InductorCompile(args.mode, None, baseline_steps=0, verify="off")
+    if job["way"] == OURS:
+        callbacks = [ours, *callbacks]
+    elif job["way"] == BY_HAND:
+        module.net.compile(mode=args.mode)
+    ddp = {"gradient_as_bucket_view": True, **options.ddp}
+    strategy = DDPStrategy(**ddp) if job["gpus"] > 1 else "auto"
+    trainer = make_trainer(args.device, *callbacks, devices=job["gpus"], strategy=strategy)
+    with torch._dynamo.config.patch(options.dynamo):
+        trainer.fit(module, loader((images, labels), args.steps + PROFILED_STEPS))
+    timed = clock.block_ms[: args.steps // args.block]
+    row = {"model": args.model, "phase": "train", **job, **summarize(timed[len(timed) // 2 :])}
+    row |= {"block_ms": timed, **profiler.times}
+    if job["way"] == OURS:
+        report = ours.report.train
+        row["failures"] = [event["reason"] for event in report.diagnostics.events if event["kind"] == "fallback"]
+        row |= {"compile_seconds": report.compile_seconds, "graphs": report.graphs}
     return row
 
 
-def run(args: argparse.Namespace) -> None:
-    """All ways in this process; the first process writes the rows."""
+def serve(args: argparse.Namespace) -> None:
+    """Measure jobs as they arrive in the folder, until the process that sends them ends."""
     warnings.simplefilter("ignore")
     torch.set_float32_matmul_precision("high")
-    rows = []
-    for way in args.ways:
-        if args.world > 1 or way != "split":  # without DDP nothing is split
-            rows.append(train(way, args))
-            if os.environ["LOCAL_RANK"] == "0":
-                say(str(rows[-1]))
-    if os.environ["LOCAL_RANK"] == "0":
-        args.rows.write_text(json.dumps({"rows": rows, "environment": environment()}))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    number = 0
+    while Path(f"/proc/{args.sender}").exists():
+        path = args.serve / f"job_{number}.json"
+        if not path.exists():
+            time.sleep(0.02)
+            continue
+        try:
+            row = train(json.loads(path.read_text()), args)
+        except Exception as error:
+            traceback.print_exc()
+            row = {"failure": f"{type(error).__name__}: {str(error)[:300]}"}
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+        write(args.serve / f"row_{number}.{os.environ['LOCAL_RANK']}.json", row | {"environment": environment()})
+        number += 1
+
+
+def write(path: Path, content: Any) -> None:
+    """Write a file that appears when it is complete."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content))
+    unfinished.replace(path)
+
+
+# ------------------------------------------------------------------------------------------ seen from outside
+
+
+class Ranks:
+    """The processes for one number of GPUs, which measure one job after the other."""
+
+    def __init__(self, gpus: int, folder: Path, args: argparse.Namespace) -> None:
+        self.folder, self.gpus, self.args = folder, gpus, args
+        self.process: subprocess.Popen[bytes] | None = None
+        self.sent = 0
+
+    def start(self) -> None:
+        self.inbox = Path(tempfile.mkdtemp(dir=self.folder))
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
+        sender = ["--serve", str(self.inbox), "--sender", str(os.getpid())]
+        command = [sys.executable, *torchrun, __file__, *sys.argv[1:], *sender]
+        variables = {"TORCHINDUCTOR_CACHE_DIR": f"{self.folder}/inductor", "TRITON_CACHE_DIR": f"{self.folder}/triton"}
+        self.process = subprocess.Popen(
+            command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        self.sent = 0
+
+    def measure(self, job: Row) -> Row:
+        """The row of a job; if it takes too long, the processes end, and the next job starts new ones."""
+        if self.process is None:
+            self.start()
+        write(self.inbox / f"job_{self.sent}.json", job)
+        written = [self.inbox / f"row_{self.sent}.{rank}.json" for rank in range(self.gpus)]
+        self.sent += 1
+        deadline, failure = time.monotonic() + self.args.row_seconds, None
+        while not all(path.exists() for path in written) and failure is None:
+            time.sleep(0.05)
+            if self.process.poll() is not None:
+                failure = f"the processes ended with exit code {self.process.returncode}"
+            elif time.monotonic() > deadline:
+                failure = f"took longer than {self.args.row_seconds:.0f} s"
+            elif any("failure" in json.loads(path.read_text()) for path in written if path.exists()):
+                failure = "failed on one rank"  # the others may wait for it
+        ranks = [json.loads(path.read_text()) for path in written if path.exists()]
+        if failure is not None or any("failure" in row for row in ranks):
+            self.end()
+            failures = [row["failure"] for row in ranks if "failure" in row]
+            return {"model": self.args.model, "phase": "train", **job, "failure": (failures or [failure])[0]}
+        return joined(ranks)
+
+    def end(self) -> None:
+        """Kill the processes."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+def joined(ranks: list[Row]) -> Row:
+    """One row of those of the ranks: the times of the first rank, and what the profiles of all ranks show."""
+    row = dict(ranks[0])
+    row["images_per_second"] = row["batch_size"] * row["gpus"] / row["step_ms"] * 1000
+    for name in ("compute_ms", "all_reduce_ms", "exposed_all_reduce_ms"):
+        row[f"rank_{name}"] = [rank.get(name) for rank in ranks]
+    complete = None not in row["rank_compute_ms"]
+    row["gpu_busy"] = statistics.mean(row["rank_compute_ms"]) / row["step_ms"] if complete else None
+    for name in ("all_reduce_ms", "exposed_all_reduce_ms"):
+        row[name] = min(row[f"rank_{name}"]) if complete and row["gpus"] > 1 else None
+    return row
+
+
+def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    """Measure all jobs; start no further one when the time is used up."""
+    started = time.monotonic()
+    ranks = {gpus: Ranks(gpus, folder, args) for gpus in args.gpus}
+    try:
+        for job in jobs(args):
+            began = time.monotonic()
+            if args.budget_seconds is not None and began - started > args.budget_seconds:
+                say(f"not measured, the time is used up: {job}")
+                continue
+            row = ranks[job["gpus"]].measure(job)
+            yield row | {"row_seconds": time.monotonic() - began}
+    finally:
+        for group in ranks.values():
+            group.end()
+
+
+def compare(rows: list[Row]) -> None:
+    """Compare the throughput of each row with the same way on one GPU."""
+    one_gpu = {(r["batch_size"], r["way"]): r.get("images_per_second") for r in rows if r["gpus"] == 1}
+    for row in rows:
+        one = one_gpu.get((row["batch_size"], row["way"])) if row["gpus"] > 1 else None
+        row["speedup_over_one_gpu"] = row["images_per_second"] / one if one and row.get("images_per_second") else None
 
 
 def main() -> None:
     parser = parser_for(__doc__)
     add = parser.add_argument
     add("--gpus", type=int, nargs="+", default=[1, 2])
+    add("--batch-sizes", type=int, nargs="+", default=[256, 1024, 128, 512], help="of each process")
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    add("--options", nargs="*", choices=list(OPTIONS), default=list(OPTIONS))
     add("--model", default="resnet50")
     add("--mode", default="default")
-    add("--batch-size", type=int, default=256, help="of each process")
     add("--image-size", type=int, default=224)
-    add("--steps", type=int, default=80)
-    add("--block", type=int, default=10, help="steps that are timed together")
-    add("--world", type=int, help=argparse.SUPPRESS)
-    add("--rows", type=Path, help=argparse.SUPPRESS)
+    add("--steps", type=int, default=60, help="the second half of them is timed")
+    add("--block", type=int, default=5, help="steps that are timed together; divides --steps")
+    add("--row-seconds", type=float, default=120.0, help="a row that takes longer fails")
+    add("--budget-seconds", type=float, help="start no further row after that time")
+    add("--serve", type=Path, help=argparse.SUPPRESS)
+    add("--sender", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.world is not None:
-        run(args)
+    if args.serve is not None:
+        serve(args)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the processes too
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for world in args.gpus:
-            path = Path(folder, f"{world}.json")
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-            options = [*sys.argv[1:], "--world", str(world), "--rows", str(path)]
-            subprocess.run([sys.executable, *torchrun, __file__, *options], stdout=subprocess.DEVNULL, check=True)
-            measured = json.loads(path.read_text())
-            rows += measured["rows"]
-            for row in measured["rows"]:
-                way = "whole" if row["way"] == "split" else row["way"]
-                one = next((r for r in rows if (r["gpus"], r["way"]) == (1, way) and world > 1), None)
-                row["speedup_over_one_gpu"] = one and row["images_per_second"] / one["images_per_second"]
-            save(args.json, f"{args.model} under DDP, mode {args.mode}", rows, measured["environment"])
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for row in rows_of(args, Path(folder)):
+            found = row.pop("environment", None)
+            rows.append(row)
+            compare(rows)
+            say(str({name: value for name, value in row.items() if name != "block_ms"}))
+            save(args.json, f"{args.model} under DDP, mode {args.mode}", rows, found)
     print_columns(COLUMNS, rows)
 
 

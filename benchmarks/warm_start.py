@@ -1,7 +1,8 @@
-"""The warm start of a Trainer run with `cache_dir`, against torch's own cache folder by hand: ResNet-18 on the CPU.
+"""The warm start of a Trainer run with `cache_dir`, against torch's own cache folder by hand: ResNet-18 at 32x32.
 
-Each run is a new process. The figure is the wall time of the first training step that captures a graph, from
-`on_train_batch_start` to `on_train_batch_end`; the table has the medians of --pairs pairs.
+Each run is a new process, or with --ranks one for each rank. The figure is the wall time of the first training step
+that captures a graph, from `on_train_batch_start` to `on_train_batch_end`, of the slowest rank; the table has the
+medians. --warm-runs measures the warm start more than once in each pair, with alternating order.
 
 - library: `InductorCompile(targets=["net"], verify="off", baseline_steps=0, cache_dir=FOLDER)`, with an empty folder
   (cold), the folder of the cold run (warm), and the same folder at another path (moved);
@@ -10,6 +11,7 @@ Each run is a new process. The figure is the wall time of the first training ste
 - killed: with --kill, SIGKILL ends a process that compiles, and two more runs use its folder.
 
 python benchmarks/warm_start.py [--pairs 3] [--default-settings] [--ranks 2] [--kill] [--json FILE]
+python benchmarks/warm_start.py --device cuda --ranks 2 --pairs 1 --warm-runs 3 --no-moved
 """
 
 from __future__ import annotations
@@ -25,18 +27,23 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning.pytorch as pl
 from models import make
-from tables import parser_for, print_columns, save, say
+from tables import Row, parser_for, print_columns, save, say
 from torch._dynamo.utils import counters
-from trainer import Classifier, loader, make_trainer
+from trainer import Classifier, loader, make_trainer, synchronize
 
 from compile_callbacks import InductorCompile
+from compile_callbacks.report.file import environment
 
 LIBRARY, BY_HAND, DEFAULT = "library", "by hand", "default settings"
-COLUMNS = {"way": "{}", "seconds": "{:.2f}", "of_cold": "{:.0%}", "of_by_hand": "{:.2f}", "rank_seconds": "{}"}
+COLUMNS = {
+    "way": "{}", "seconds": "{:.2f}", "samples": "{}", "of_cold": "{:.2f}", "of_by_hand": "{:.2f}",
+    "rank_seconds": "{}",
+}  # fmt: skip
 KILL_SECONDS = 15.0  # after the start of the first step, unless the process writes a file before
 
 
@@ -53,14 +60,16 @@ class FirstCompiledStep(pl.Callback):
         self.graphs, self.started = counters["stats"]["unique_graphs"], time.perf_counter()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        synchronize()
         if self.seconds is None and counters["stats"]["unique_graphs"] > self.graphs:
             self.seconds = time.perf_counter() - self.started
 
 
-def train(way: str, folder: str, out: Path, ranks: int) -> None:
+def train(way: str, folder: str, out: Path, ranks: int, device: str) -> None:
     """One run in this process, which may be one of several ranks; writes the seconds to a file."""
     warnings.simplefilter("ignore")
-    net, images, labels = make("resnet18", 16, 32)
+    rank = os.environ.get("LOCAL_RANK", "0")
+    net, images, labels = make("resnet18", 16, 32, f"cuda:{rank}" if device == "cuda" else "cpu")
     module, clock = Classifier(net), FirstCompiledStep(out / "started")
     callbacks: list[pl.Callback] = [clock]
     if way == BY_HAND:
@@ -69,15 +78,16 @@ def train(way: str, folder: str, out: Path, ranks: int) -> None:
         settings = {} if way == DEFAULT else {"targets": ["net"], "verify": "off", "baseline_steps": 0}
         callbacks.append(InductorCompile(cache_dir=folder, **settings))
     strategy = "ddp" if ranks > 1 else "auto"
-    trainer = make_trainer("cpu", *callbacks, num_sanity_val_steps=0, devices=ranks, strategy=strategy)
+    trainer = make_trainer(device, *callbacks, num_sanity_val_steps=0, devices=ranks, strategy=strategy)
     trainer.fit(module, loader((images, labels), 20 if way == DEFAULT else 3))
     if clock.seconds is None:
         raise SystemExit("no step captured a graph")
-    (out / f"seconds_{trainer.global_rank}").write_text(str(clock.seconds))
+    (out / f"rank_{trainer.global_rank}").write_text(json.dumps([clock.seconds, environment()]))
 
 
-def run(way: str, folder: Path, ranks: int, *, kill: bool = False) -> list[float]:
+def run(way: str, folder: Path, args: argparse.Namespace, *, kill: bool = False) -> list[float]:
     """One run in new processes with ``folder`` as its cache; returns the seconds of each rank."""
+    ranks = args.ranks
     machine = folder.parent / "tmp"  # torch keeps precompiled C++ headers in the folder for temporary files
     machine.mkdir(exist_ok=True)
     environment = {k: v for k, v in os.environ.items() if k not in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
@@ -86,7 +96,8 @@ def run(way: str, folder: Path, ranks: int, *, kill: bool = False) -> list[float
         environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, *torchrun, __file__, "--child", way, str(folder), out, "--ranks", str(ranks)]
+        options = ["--child", way, str(folder), out, "--ranks", str(ranks), "--device", args.device]
+        command = [sys.executable, *torchrun, __file__, *options]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
         if kill:
             while not Path(out, "started").exists() and process.poll() is None:
@@ -98,29 +109,45 @@ def run(way: str, folder: Path, ranks: int, *, kill: bool = False) -> list[float
             os.killpg(process.pid, signal.SIGKILL)
         if process.wait() and not kill:
             raise SystemExit(f"this run failed: {command}")
-        return [json.loads(path.read_text()) for path in sorted(Path(out).glob("seconds_*"))]
+        results = [json.loads(path.read_text()) for path in sorted(Path(out).glob("rank_*"))]
+        args.environment = results[0][1] if results else None
+        return [seconds for seconds, _ in results]
 
 
-def measure_pair(number: int, args: argparse.Namespace) -> dict[str, list[float]]:
-    """The runs of one pair by name; the order of library and by hand changes from pair to pair."""
-    seconds = {}
-    states = {LIBRARY: ("cold", "warm", "moved"), BY_HAND: ("cold", "warm")}
-    states = dict(reversed(states.items())) if number % 2 else states
-    states |= {DEFAULT: ("cold", "warm")} if args.default_settings else {}
-    states |= {"killed": ("next run", "warm")} if args.kill else {}
-    for name, of_way in states.items():
-        way = LIBRARY if name == "killed" else name
+def measure(args: argparse.Namespace) -> Iterator[tuple[str, list[float]]]:
+    """The name of each run and the seconds of its ranks, pair by pair; library and by hand change their order."""
+    for number in range(args.pairs):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as top:
-            folder = Path(top, "cache")
-            folder.mkdir(mode=0o700)
-            if name == "killed":
-                run(way, folder, args.ranks, kill=True)
-            for state in of_way:
-                if state == "moved":
-                    folder = Path(shutil.move(folder, folder.with_name("moved")))
-                seconds[f"{name}, {state}"] = run(way, folder, args.ranks)
-                say(f"pair {number + 1}: {name}, {state}: {seconds[f'{name}, {state}']}")
-    return seconds
+            folders = {way: Path(top, way.replace(" ", "_"), "cache") for way in (LIBRARY, BY_HAND, DEFAULT, "killed")}
+            for folder in folders.values():
+                folder.mkdir(mode=0o700, parents=True)
+            ways = [BY_HAND, LIBRARY] if number % 2 else [LIBRARY, BY_HAND]
+            for state in ("cold", *["warm"] * args.warm_runs):
+                for way in ways:
+                    yield f"{way}, {state}", run(way, folders[way], args)
+                ways.reverse()
+            if args.moved:
+                moved = Path(shutil.move(folders[LIBRARY], folders[LIBRARY].with_name("moved")))
+                yield f"{LIBRARY}, moved", run(LIBRARY, moved, args)
+            for state in ("cold", "warm") if args.default_settings else ():
+                yield f"{DEFAULT}, {state}", run(DEFAULT, folders[DEFAULT], args)
+            if args.kill:
+                run(LIBRARY, folders["killed"], args, kill=True)
+                for state in ("next run", "warm"):
+                    yield f"killed, {state}", run(LIBRARY, folders["killed"], args)
+
+
+def rows_of(runs: dict[str, list[list[float]]]) -> list[Row]:
+    """The medians over the runs of each name, of the slowest rank."""
+    medians = {name: statistics.median(max(ranks) for ranks in of_name) for name, of_name in runs.items()}
+    rows = []
+    for name, median in medians.items():
+        cold = medians.get(f"{name.split(', ')[0]}, cold", medians[f"{LIBRARY}, cold"])
+        by_hand = medians.get(f"{BY_HAND}, {'cold' if name.endswith('cold') else 'warm'}")
+        row = {"way": name, "seconds": median, "samples": len(runs[name]), "of_cold": median / cold}
+        row |= {"of_by_hand": median / by_hand if by_hand else None}
+        rows.append(row | {"rank_seconds": [[round(s, 2) for s in ranks] for ranks in runs[name]]})
+    return rows
 
 
 def main() -> None:
@@ -129,22 +156,27 @@ def main() -> None:
     parser.add_argument("--default-settings", action="store_true")
     parser.add_argument("--ranks", type=int, default=1, help="processes of each run under DDP (gloo)")
     parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--warm-runs", type=int, default=1, help="of each way in each pair")
+    moved = "also with the folder at another path"
+    parser.add_argument("--moved", action=argparse.BooleanOptionalAction, default=True, help=moved)
+    parser.add_argument("--budget-seconds", type=float, help="start no further run after that time")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         way, folder, out = args.child
-        train(way, folder, Path(out), args.ranks)
+        train(way, folder, Path(out), args.ranks, args.device)
         return
-    pairs = [measure_pair(number, args) for number in range(args.pairs)]
-    medians = {name: statistics.median(max(pair[name]) for pair in pairs) for name in pairs[0]}
-    rows = []
-    for name, median in medians.items():
-        cold = medians.get(f"{name.split(', ')[0]}, cold", medians[f"{LIBRARY}, cold"])
-        by_hand = medians[f"{BY_HAND}, {'cold' if name.endswith('cold') else 'warm'}"]
-        row = {"way": name, "seconds": median, "of_cold": median / cold, "of_by_hand": median / by_hand}
-        rows.append(row | {"rank_seconds": [[round(s, 2) for s in pair[name]] for pair in pairs]})
-    print_columns(COLUMNS, rows)
-    save(args.json, f"First compiled step of ResNet-18 at 32x32, ranks: {args.ranks}, pairs: {args.pairs}", rows)
+    started, runs = time.monotonic(), {}
+    title = f"First compiled step of ResNet-18 at 32x32, ranks: {args.ranks}, pairs: {args.pairs}"
+    for name, seconds in measure(args):
+        runs.setdefault(name, []).append(seconds)
+        say(f"{name}: {seconds}")
+        if f"{LIBRARY}, cold" in runs:
+            save(args.json, title, rows_of(runs), args.environment)
+        if args.budget_seconds is not None and time.monotonic() - started > args.budget_seconds:
+            say("the time is used up")
+            break
+    print_columns(COLUMNS, rows_of(runs))
 
 
 if __name__ == "__main__":
