@@ -4,7 +4,7 @@
 - slow: the second rank compiles --delay seconds longer, and collectives time out after --timeout seconds. The run ends
   with eager's losses, or as a run that is compiled by hand ends.
 - sigterm: both ranks receive SIGTERM in the middle of their first compile. They end within --end-seconds, begin no
-  further compile, and leave no process behind.
+  further compile, and leave no process behind. The backward graph of the interrupted compile is a part of it.
 
 Each run is a torchrun of its own with an empty compiler cache, and is killed after --run-seconds. "loss_difference" is
 the largest difference of a rank's training losses from those of the eager run with the same seed, in float32, divided
@@ -47,6 +47,7 @@ EAGER, BY_HAND, OURS = "eager", "by hand", "ours"
 RUNS = [
     ("none", EAGER), ("failure", OURS), ("slow", BY_HAND), ("slow", OURS), ("sigterm", BY_HAND), ("sigterm", OURS),
 ]  # fmt: skip
+TARGETS = ["net", "head"]
 STEPS, HOLD_SECONDS, TOLERANCE = 6, 4.0, 1e-3
 MARK = "RANK_FAULTS_RUN"  # an environment variable by which the processes of a run are found
 COLUMNS = {
@@ -59,16 +60,17 @@ COLUMNS = {
 
 
 class Recorded(Classifier):
-    """A small convolutional net whose losses are written down."""
+    """A small convolutional net of two targets, whose losses are written down."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        super().__init__(nn.Sequential(*layers, nn.Linear(16, 10)))
+        super().__init__(nn.Sequential(*layers))
+        self.head = nn.Linear(16, 10)
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
+        loss = nn.functional.cross_entropy(self.head(self.net(batch[0])), batch[1])
         self.losses.append(loss.item())
         return loss
 
@@ -92,6 +94,8 @@ def child(args: argparse.Namespace) -> None:
     lower, compiles = torch._inductor.graph.GraphLowering.run, []
 
     def run(self: Any, *arguments: Any) -> Any:
+        if self.is_backward:
+            return lower(self, *arguments)
         compiles.append(time.time())
         (folder / f"compiles.{rank}.json").write_text(json.dumps(compiles))
         if case == "failure" and rank == 1:
@@ -106,9 +110,10 @@ def child(args: argparse.Namespace) -> None:
 
     module, callbacks = Recorded(), []
     if way == OURS:
-        callbacks = [InductorCompile(args.mode, None, targets=["net"], baseline_steps=0)]
+        callbacks = [InductorCompile(args.mode, None, targets=TARGETS, baseline_steps=0)]
     elif way == BY_HAND:
-        module.net = torch.compile(module.net, mode=args.mode)
+        for name in TARGETS:
+            setattr(module, name, torch.compile(getattr(module, name), mode=args.mode))
     patience = args.timeout if case == "slow" else 120.0
     strategy = DDPStrategy(timeout=dt.timedelta(seconds=patience))
     trainer = make_trainer(args.device, *callbacks, devices=2, strategy=strategy, precision="32-true")
@@ -216,7 +221,7 @@ def compare(rows: list[Row], args: argparse.Namespace) -> None:
         equal = row["exit_code"] == 0 and (row["loss_difference"] or 0.0) < TOLERANCE and bool(losses)
         if row["case"] == "sigterm":
             quick = row["signalled"] and row["exit_code"] is not None and row["seconds"] < args.end_seconds
-            row["passed"] = quick and row["processes_left"] == 0 and row["compiles_after_signal"] == 0
+            row["passed"] = bool(quick) and row["processes_left"] == 0 and row["compiles_after_signal"] == 0
         elif row["case"] == "slow":
             other = by_hand.get("slow", row)
             row["passed"] = equal or (row["exit_code"] is not None and row["exit_code"] == other["exit_code"])
@@ -229,6 +234,8 @@ def compare(rows: list[Row], args: argparse.Namespace) -> None:
 def main() -> None:
     parser = parser_for(__doc__)
     add = parser.add_argument
+    cases = list(dict.fromkeys(case for case, _ in RUNS))
+    add("--cases", nargs="+", choices=cases, default=cases, help="none is the eager run that the others equal")
     add("--mode", default="default")
     add("--delay", type=float, default=60.0, help="seconds that the second rank compiles longer")
     add("--timeout", type=float, default=30.0, help="seconds after which collectives time out")
@@ -244,7 +251,7 @@ def main() -> None:
     rows: list[Row] = []
     found = None
     with ThreadPoolExecutor(args.jobs) as pool:
-        for run in as_completed([pool.submit(measure, case, way, args) for case, way in RUNS]):
+        for run in as_completed([pool.submit(measure, case, way, args) for case, way in RUNS if case in args.cases]):
             row = run.result()
             found = row.pop("environment") or found
             rows = sorted([*rows, row], key=lambda row: RUNS.index((row["case"], row["way"])))

@@ -50,7 +50,7 @@ def command(part: str, args: Namespace) -> list[str]:
     """The command of a part."""
     here, budget = Path(__file__).parent, ["--budget-seconds", str(args.budget_seconds or BUDGETS[part])]
     if part == "ddp":
-        tiny = ["--model", "resnet18", "--image-size", "32", "--steps", "4", "--block", "1"]
+        tiny = ["--model", "blocks-1", "--steps", "4", "--block", "1"]
         sizes = args.batch_sizes or ([2] if args.tiny else None)
         options = [*budget, "--mode", args.mode, *(tiny if args.tiny else [])]
         options += ["--batch-sizes", *map(str, sizes)] if sizes else []
@@ -61,7 +61,7 @@ def command(part: str, args: Namespace) -> list[str]:
         pairs = ["--pairs", "1", "--warm-runs", "1" if args.tiny else "3", "--no-moved"]
         options = [*budget, "--ranks", "2", *pairs]
     else:
-        delays = ["--delay", "12", "--timeout", "5", "--run-seconds", "240"] if args.tiny else ["--run-seconds", "150"]
+        delays = ["--delay", "30", "--timeout", "5", "--run-seconds", "240"] if args.tiny else ["--run-seconds", "150"]
         options = ["--mode", args.mode, *delays]
     script = "rank_faults" if part == "faults" else part
     written = ["--json", str(args.output / f"{part}.json")]
