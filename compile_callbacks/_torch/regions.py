@@ -89,7 +89,7 @@ def with_constant_floats() -> Any:
 
 
 def cache_tag(graph_module: GraphModule) -> str:
-    """Return a tag for the keys of torch's caches, because code compiled without `expose_aliases` must not be loaded."""
+    """Return a tag for the keys of torch's caches, so that code compiled without `expose_aliases` is not loaded."""
     return "aliases_exposed" if _calls_in_all_parts(graph_module) else ""
 
 
