@@ -31,4 +31,4 @@ def test_the_notebook_runs_and_keeps_no_outputs(capsys, tmp_path, monkeypatch):
     assert (report.train.fallbacks, report.infer.fallbacks) == (0, 0)
     assert (report.train.verified, report.infer.verified) == ("equal 1", "equal 1")
     assert len(report.plot().axes) == 4
-    assert "speedup" in capsys.readouterr().out
+    assert "torch.compile report" in capsys.readouterr().out  # its rows depend on how busy the machine is

@@ -65,7 +65,10 @@ def test_a_step_that_skips_a_batch_without_memory_goes_on(where):
     ours = InductorCompile("reduce-overhead", None, targets=["net"], baseline_steps=1, verify="off")
     compiled = train(ours)
     assert compiled.skipped == eager.skipped == [FIRST_COMPILED]
-    assert compiled.graphs == [0] * FIRST_COMPILED + [1] * (8 - FIRST_COMPILED)
+    # torch counts the graphs of all tests of the process.
+    assert [count - compiled.graphs[0] for count in compiled.graphs] == [0] * FIRST_COMPILED + [1] * (
+        8 - FIRST_COMPILED
+    )
     torch.testing.assert_close(compiled.losses, eager.losses, rtol=1e-3, atol=1e-3)
     again = seeded(Classifier)
     trainer(ours, accelerator="cuda").fit(again, loader(8))  # and so does the next fit with this callback

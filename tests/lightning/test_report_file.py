@@ -145,7 +145,7 @@ def test_a_difference_from_eager_is_a_script(tmp_path):
     callback = InductorCompile(
         "default", None, passes=[WrongForward("train")], baseline_steps=0, trace_dir=tmp_path, verify="warn"
     )
-    with pytest.warns(CompileWarning, match=r"differs from eager.*repro_net_train_1\.py reproduces it"):
+    with pytest.warns(CompileWarning, match=r"differs from eager.*repro_net_train_1\.py reproduces the difference"):
         trainer(callback).fit(Classifier(), loader(2))
     script = tmp_path / "repro_net_train_1.py"
     assert "Target 'net' differs from eager in the train phase: output 0" in script.read_text()
