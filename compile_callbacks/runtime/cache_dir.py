@@ -7,6 +7,8 @@ import os
 import secrets
 import shutil
 import stat
+import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,9 @@ KEPT_SECONDS = 24 * 3600
 
 Linux updates the access time of a file at most once a day (``relatime``), so a shorter time would have no meaning.
 """
+
+WRITE_SECONDS = 10
+"""The time after its last change during which a library may be incomplete because a running process still writes it."""
 
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
@@ -77,7 +82,8 @@ class CompileCache:
         """Start using the folder.
 
         Args:
-            clean: Whether to delete old entries if the folder is too large. Only one rank of a run does this.
+            clean: Whether to delete incomplete libraries, and old entries if the folder is too large. Only one rank of
+                a run does this.
         """
         if self.active:
             return
@@ -86,6 +92,7 @@ class CompileCache:
             for name in _FOLDERS.values():
                 _make_private(self.folder / name, follow_links=False)
             if clean:
+                delete_incomplete_libraries(self.folder)
                 delete_old_entries(self.folder)
         except OSError as error:
             self._warn(f"cache_dir={str(self.folder)!r} is not used, and no code is cached there: {error}")
@@ -127,6 +134,37 @@ def _make_private(folder: Path, *, follow_links: bool = True) -> None:
         raise PermissionError(f"{folder} belongs to another user ({found.st_uid}), who could write code there")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"other users can write code to {folder}; `chmod go-w {folder}` prevents that")
+
+
+def delete_incomplete_libraries(folder: Path) -> None:
+    """Delete the kernel libraries and object files that a killed linker left incomplete.
+
+    torch builds a library only if the file does not exist. It would therefore fail to load such a file in each run.
+
+    Args:
+        folder: The folder that `CompileCache` uses.
+    """
+    if not sys.platform.startswith("linux"):  # the check below knows the file format of Linux only
+        return
+    for pattern in ("*/*.so", "*/*.o"):
+        for path in (folder / "inductor").glob(pattern):
+            with contextlib.suppress(OSError):  # another process may have deleted the path
+                if time.time() - path.stat().st_mtime > WRITE_SECONDS and not _is_complete_library(path):
+                    path.unlink()
+
+
+def _is_complete_library(path: Path) -> bool:
+    """Return whether an ELF file contains its section header table, which is the end of the file."""
+    header_bytes = 64
+    with path.open("rb") as file:
+        header = file.read(header_bytes)
+    if len(header) < header_bytes or not header.startswith(b"\x7fELF"):
+        return False
+    # The 64-bit header of the ELF specification: e_shoff at byte 40, e_shentsize and e_shnum at byte 58.
+    offset_bytes: int = struct.unpack_from("Q", header, 40)[0]
+    entry_bytes, count = struct.unpack_from("HH", header, 58)
+    end_bytes: int = offset_bytes + entry_bytes * count
+    return 0 < offset_bytes and end_bytes <= path.stat().st_size
 
 
 def delete_old_entries(folder: Path) -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from compile_callbacks.runtime import cache_dir
-from compile_callbacks.runtime.cache_dir import CompileCache, check_folder, delete_old_entries
+from compile_callbacks.runtime.cache_dir import (
+    CompileCache,
+    check_folder,
+    delete_incomplete_libraries,
+    delete_old_entries,
+)
 
 DAY = 24 * 3600
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -50,6 +57,24 @@ def test_least_recently_used_entries_are_deleted_whole(folder):
     assert files(folder) == sorted(str(path.relative_to(folder)) for path in kept)
     assert not any(path.parent.name == "OLD" and path.parent.exists() for path in old)
     assert not any(path.exists() for path in library)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the check knows the file format of Linux only")
+def test_libraries_that_a_killed_linker_left_incomplete_are_deleted(folder):
+    whole = Path(next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libc" in line))
+    library = whole.read_bytes()
+    for name, content in {
+        "cwhole.main.so": library,
+        "ccut.main.so": library[: len(library) // 2],
+        "cempty.main.o": b"",
+        "ctext.main.so": b"half of a library",
+    }.items():
+        path = write(folder / "inductor" / "ab" / name)
+        path.write_bytes(content)
+        os.utime(path, (time.time() - 60, time.time() - 60))
+    (folder / "inductor" / "ab" / "cyoung.main.so").write_bytes(b"still being written")
+    delete_incomplete_libraries(folder)
+    assert files(folder) == ["inductor/ab/cwhole.main.so", "inductor/ab/cyoung.main.so"]
 
 
 def test_entries_used_within_a_day_are_kept_although_the_folder_is_too_large(folder):
