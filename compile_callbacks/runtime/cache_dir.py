@@ -164,7 +164,7 @@ def _is_complete_library(path: Path) -> bool:
     offset_bytes: int = struct.unpack_from("Q", header, 40)[0]
     entry_bytes, count = struct.unpack_from("HH", header, 58)
     end_bytes: int = offset_bytes + entry_bytes * count
-    return 0 < offset_bytes and end_bytes <= path.stat().st_size
+    return offset_bytes > 0 and end_bytes <= path.stat().st_size
 
 
 def delete_old_entries(folder: Path) -> None:
