@@ -1,7 +1,7 @@
 """Train small models of other packages eagerly and with the callback, and write how the two runs compare.
 
     .venv-models/bin/python benchmarks/models_table.py build/models.json [--no-codegen] [NAME ...]
-    .venv-models/bin/python benchmarks/models_table.py build/models.json --table
+    .venv-models/bin/python benchmarks/models_table.py build/models.json --table [--before build/before.json]
 
 With ``--no-codegen``, Inductor calls torch's own kernels: graphs and recompiles are the same, and compiling takes a
 fraction of the time. Compile seconds and step times then mean little; the table marks them with ``*``.
@@ -41,6 +41,10 @@ PACKAGES = (
 COLUMNS = {
     "model": "{}", "phase": "{}", "graphs": "{}", "recompiles": "{}", "breaks": "{}", "frames": "{}", "traces": "{}",
     "compile s": "{}", "step ms": "{}", "run s": "{}", "result": "{}",
+}  # fmt: skip
+COMPARED = {
+    "model": "{}", "phase": "{}", "graphs": "{}", "recompiles": "{}", "breaks": "{}", "frames": "{}", "traces": "{}",
+    "compile s": "{}", "eager ms": "{}", "compiled ms": "{}", "result": "{}",
 }  # fmt: skip
 
 
@@ -134,6 +138,28 @@ def cells(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Two rows of the same trial and phase, as the table shows them."""
+    assert (before["model"], before["phase"]) == (after["model"], after["phase"])
+    fields = {
+        "graphs": "graphs", "recompiles": "recompiles", "breaks": "graph_breaks", "frames": "frames",
+        "traces": "traces_of_a_frame", "compile s": "compile_seconds", "eager ms": "eager_ms",
+        "compiled ms": "compiled_ms", "result": "result",
+    }  # fmt: skip
+    pairs = {column: (before[field], after[field]) for column, field in fields.items()}
+    changes = {column: old if old == new else f"{old} → {new}" for column, (old, new) in pairs.items()}
+    return {"model": after["model"], "phase": after["phase"], **changes}
+
+
+def print_rows(path: Path, before: Path | None = None) -> None:
+    """Print the table of a file, or the table of the changes from one file to another."""
+    rows = json.loads(path.read_text())["rows"]
+    if before is None:
+        print_columns(COLUMNS, map(cells, rows))
+    else:
+        print_columns(COMPARED, map(compared, json.loads(before.read_text())["rows"], rows))
+
+
 def write(path: Path, rows: list[dict[str, Any]], commands: list[str]) -> None:
     result = as_result(TITLE, rows, "\n".join(commands))
     result["device"] = f"{os.cpu_count()} CPU cores, {platform.machine()}"
@@ -148,9 +174,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="trials to run again: parts of their names")
     parser.add_argument("--no-codegen", action="store_true", help="compile in a fraction of the time, without kernels")
     parser.add_argument("--table", action="store_true", help="measure nothing, print the table of the file")
+    parser.add_argument("--before", type=Path, metavar="JSON", help="with --table: an earlier file to compare with")
     parser.add_argument("--limit", type=float, default=400, metavar="SECONDS", help="a trial that takes longer fails")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # so that names may follow an option
     if args.one:
         try:
             found = one(args.one, not args.no_codegen)
@@ -159,10 +186,10 @@ def main() -> None:
             found = {"failed": f"{type(error).__name__}: {error}"[:1500]}
         args.json.write_text(json.dumps(found))
         return
-    recorded = json.loads(args.json.read_text()) if args.json.exists() else {"rows": [], "command": ""}
     if args.table:
-        print_columns(COLUMNS, map(cells, recorded["rows"]))
+        print_rows(args.json, args.before)
         return
+    recorded = json.loads(args.json.read_text()) if args.json.exists() else {"rows": [], "command": ""}
     commands = [*filter(None, recorded["command"].split("\n")), shlex.join(["python", *sys.argv])]
     rows = {name: [row for row in recorded["rows"] if row["model"] == name] for name in trials()}
     with tempfile.TemporaryDirectory() as cache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import importlib
 import json
 import re
 from pathlib import Path
@@ -10,14 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-FIELDS = re.findall(r"`(\w+)`", (ROOT / "benchmarks" / "results" / "README.md").read_text())
+FOLDER = ROOT / "benchmarks" / "results"
+RESULTS = sorted(FOLDER.glob("*.json"))
+OF_MODELS = [path for path in RESULTS if path.stem.startswith("models_")]
+COPIED = [path for path in RESULTS if path not in OF_MODELS]
+FIELDS = re.findall(r"`(\w+)`", (FOLDER / "README.md").read_text())
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_result_file_has_the_documented_shape(path):
     result = json.loads(path.read_text())
-    assert list(result) == ["title", "date", "device", "versions", "command", "rows"]
+    packages = ["packages"] if path in OF_MODELS else []
+    assert list(result) == ["title", "date", "device", "versions", "command", *packages, "rows"]
     assert result["title"]
     assert result["date"] is None or dt.date.fromisoformat(result["date"])
     assert isinstance(result["device"], str | None)
@@ -34,7 +39,7 @@ def test_result_file_has_the_documented_shape(path):
                 assert value is None or value > 0
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", COPIED, ids=lambda path: path.stem)
 def test_result_file_has_only_numbers_of_the_docs(path):
     text = "".join(page.read_text() for page in (ROOT / "docs" / "project").glob("benchmarks_*.md"))
     published = {float(number.replace(",", "")) for number in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", text)}
@@ -47,4 +52,13 @@ def test_result_file_has_only_numbers_of_the_docs(path):
 def test_every_table_of_the_docs_has_a_result_file():
     text = "".join(page.read_text() for page in (ROOT / "docs" / "project").glob("benchmarks_*.md"))
     tables = re.findall(r"^\|(?: --- \|)+\n((?:\|.*\|\n)+)", text, re.MULTILINE)
-    assert len([rows for rows in tables if re.search(r"\d\.\d", rows)]) == len(RESULTS)
+    assert len([rows for rows in tables if re.search(r"\d\.\d", rows)]) == len(COPIED)
+
+
+@pytest.mark.parametrize("names", [["models_after", "models_before"], ["models_inductor"]], ids=lambda names: names[0])
+def test_tables_of_models_are_those_of_their_result_files(names, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    importlib.import_module("models_table").print_rows(*(FOLDER / f"{name}.json" for name in names))
+    table = capsys.readouterr().out.strip()
+    assert table.count("\n") > 10
+    assert table in (ROOT / "docs" / "project" / "models_tried.md").read_text()
