@@ -236,12 +236,14 @@ TRIALS = [
         make=lambda: _Mixed(mobilenet()),
         train=lambda: images(20, (32, 64)),
         validate=lambda: images(8, (32, 64), seed=1),
+        chaotic=True,
     ),
     Trial(
         name="segmentation_models_pytorch U-Net",
         make=lambda: _Images(unet()),
         train=lambda: images(16, masks=True),
         validate=lambda: images(8, (32, 48), masks=True, seed=1),
+        chaotic=True,
     ),
     Trial(
         name="monai U-Net, sliding windows",
@@ -259,10 +261,14 @@ TRIALS = [
         make=Detector,
         train=lambda: boxes(16),
         validate=lambda: boxes(6, seed=1),
+        arguments={
+            "train_mode": {"options": {"fallback_random": True}},  # it samples proposals at random
+            "infer_mode": {"dynamic": False},  # torch 2.15 fails on image sizes that are symbols
+        },
     ),
 ]
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 def test_images_equal_eager(trial):
-    check(figures(trial))
+    check(figures(trial, **trial.arguments), chaotic=trial.chaotic)
