@@ -142,9 +142,9 @@ class CompileRecorder:
         self.calling = _Calling()
         self.events: list[CompileEvent] = []
         self.step: int | None = None
-        """The number of the running step, for its events."""
+        """The number of the running step, which the recorder stores in events."""
         self.compiles_seen = 0
-        """Number of compiles in this process, including the user's own. A step that changes the number is not timed."""
+        """Number of compiles in this process, including the user's own. It grows if torch compiles in a step."""
         self.recompile_limits: dict[CompileKey, str] = {}
         """The targets that reached torch's recompile limit, with the reason of the last recompile."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
@@ -152,7 +152,9 @@ class CompileRecorder:
         self.weight_refreshes: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         """Number of times that graphs recomputed folded weights."""
         self.compile_seconds: dict[CompileKey, list[float]] = {}
-        """The compile seconds of each graph, failed attempts before it included; the last entry is after all graphs."""
+        """For each target, the compile seconds of each graph, including failed attempts before the graph.
+
+        The last entry contains the compile seconds since the last graph."""
         self.with_graph_breaks: set[CompileKey] = set()
         self.on_reset: Callable[[], None] = lambda: None
         """A function that the recorder calls when it listens again after ``torch.compiler.reset()``."""

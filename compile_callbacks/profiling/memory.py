@@ -58,7 +58,7 @@ class PeakMemory:
         """End the step.
 
         Args:
-            traced: Whether torch compiled during the step, CUDA graph recordings excluded.
+            traced: Whether torch compiled during the step. Recording a CUDA graph does not count.
         """
         running, self._running = self._running, None
         if running is None or traced:

@@ -14,7 +14,7 @@ _NOTCH = 2.5
 Box Plots, The American Statistician 32, 1978) use 1.57 for one comparison of two medians at the 95% level. `Tune`
 compares after each block of steps, so its interval is wider."""
 
-_MIN_NOTCH = 0.005  # a share of the median, because a few samples can be equal by accident
+_MIN_NOTCH = 0.005  # the minimum, as a share of the median, because a few samples can be equal by accident
 
 MIN_SAMPLES = 5
 """The minimum number of eager and of compiled samples for a comparison."""
@@ -58,7 +58,7 @@ class StepStats:
         return cls(len(samples_ms), median, twentieths[18], notch)
 
     def clearly_below(self, other: StepStats, factor: float = 1.0) -> bool:
-        """Return whether this median times ``factor`` is below the other median by more than noise explains."""
+        """Return whether the interval of this median, times ``factor``, is below the interval of the other median."""
         return (self.median_ms + self.notch_ms) * factor < other.median_ms - other.notch_ms
 
 

@@ -224,7 +224,7 @@ class StepTimer:
         return savings.saved_seconds if savings else 0.0
 
     def times(self, phase: Phase, candidate: str | None = None) -> StepTimes:
-        """Return the eager and compiled samples of the workload with the most compiled samples.
+        """Return the eager and compiled step times of the workload that has the most compiled samples.
 
         If several workloads have the same number, the latest is returned. If no eager step of this run had this
         workload, the eager samples are from an earlier run, or empty.

@@ -1,4 +1,4 @@
-"""The data of reports: a `CompileReport` has a `PhaseReport` for each phase, and an `ExportReport` is of a package."""
+"""The data of reports: a `CompileReport` has a `PhaseReport` for each phase. An `ExportReport` describes a package."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ class PhaseDiagnostics(_Data):
         trials: One mapping with the fields of `Trial` for each candidate of a `Tune`, eager first.
         series: Step times in order. See `StepTimer.series`.
         net_series: The net seconds saved over the steps: ``steps`` contains numbers of steps in the phase, and
-            ``seconds`` the seconds saved until then.
+            ``seconds`` contains the seconds saved until each of these steps.
         restored: Names of the figures that were loaded from the checkpoint of an earlier run.
-        events: The events that the counts count, in order. See `CompileEvent`.
+        events: The events of the phase in order, such as each graph break and each recompile with its reason. See
+            `CompileEvent`.
     """
 
     cache_misses: int = 0
@@ -108,7 +109,7 @@ class PhaseReport(_Data):
             - ``"no difference"``: noise explains the difference.
             - ``"too few samples"``: too few steps were timed.
             - ``"not compiled"``: steps ran, but no graph was compiled.
-            - ``None``: the phase is not to be compiled, or only its eager steps have run.
+            - ``None``: the settings leave the phase eager, or only its eager steps have run.
         compile_seconds: Seconds spent on compiling so far: forward, backward and CUDA graph recording. With a `Tune`,
             the sum over all candidates.
         graphs: Number of compiled graphs.
@@ -127,9 +128,8 @@ class PhaseReport(_Data):
             number of compiled samples.
         break_even_steps: Number of compiled steps after which `net_seconds_saved` is positive. Infinite if compiled
             steps are slower, and ``None`` without a speedup.
-        net_seconds_saved: The seconds that all steps so far saved, relative to the same number of eager steps with the
-            mean eager time of their stage. Steps that compile count with their whole time. ``None`` if there are fewer
-            than 5 eager samples.
+        net_seconds_saved: The seconds that all steps so far saved. Each step is compared with the mean eager step of
+            its stage. Steps that compile count with their whole time. ``None`` if there are fewer than 5 eager samples.
         diagnostics: The details.
     """
 
@@ -284,7 +284,7 @@ def _fits(value: object, annotation: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """The report of an export: the package, its comparison with eager, and call times. ``None``: not measured.
+    """The report of an export. A figure that was not measured is ``None``.
 
     Attributes:
         path: Path of the package, or ``None`` if the export failed.
