@@ -125,11 +125,11 @@ class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
             self._hook = None
 
     def invalidate_weights(self) -> None:
-        """Compute the folded tensors again at the next call, even if no change of the weights is visible."""
+        """Compute the folded tensors again at the next call, even if the weights look unchanged."""
         self._stale = True
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check the parameters after each optimizer step, as fused optimizers change weights without a new version."""
+        """Check the parameters after an optimizer step, because fused optimizers do not increment versions."""
         if not self._stale:
             stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
             self._stale = any(id(parameter) in self._ids for parameter in stepped)
@@ -179,7 +179,7 @@ class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
             self.join(folding)
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
-        """Do nothing, because each subgraph has its own bundle."""
+        """Do nothing, because each subgraph has its own bundle of Triton kernels."""
 
 
 def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:

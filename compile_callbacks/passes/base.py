@@ -33,11 +33,11 @@ DEFAULT_HOOK = "post_grad_post"
 
 GraphKind = Literal["module", "joint", "forward", "backward", "inference"]
 """The content of a graph: ``"module"``, the module's calls before autograd; ``"joint"``, forward and backward in one
-graph; ``"forward"`` or ``"backward"``; and ``"inference"``, a graph without autograd."""
+graph; ``"forward"`` or ``"backward"``; and ``"inference"``, a graph without a backward pass."""
 
 
 def graph_kind(hook: str, graph: Graph) -> GraphKind:
-    """Return the kind of a graph at a hook point. AOTAutograd's names of the graph's inputs tell the kind."""
+    """Return the kind of a graph at a hook point. AOTAutograd's names for the inputs show the kind."""
     if hook == "pre_grad":
         return "module"
     inputs = [str(node.target) for node in graph.find_nodes(op="placeholder")]
@@ -49,12 +49,12 @@ def graph_kind(hook: str, graph: Graph) -> GraphKind:
 
 
 def is_inference_graph(hook: str, graph: Graph) -> bool:
-    """Return whether a graph has no autograd graph behind it.
+    """Return whether a graph has no backward pass.
 
     - At ``post_grad_pre`` and ``post_grad_post``, this is the flag that torch passes to its own post-grad passes.
     - At ``joint_pre`` and ``joint_post``, a joint graph is for training, and any other graph is for inference.
-    - At ``pre_grad``, there is no autograd graph yet. The graph is for inference if grad is disabled or no input
-      requires grad. AOTAutograd also creates an inference graph if no output requires grad, but that is unknown here.
+    - At ``pre_grad``, autograd has not run yet. The graph is for inference if grad is disabled or no input requires
+      grad. AOTAutograd also creates an inference graph if no output requires grad, but that is unknown here.
     """
     if hook == "pre_grad":
         owner = graph.owning_module
@@ -86,12 +86,12 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     """A custom Inductor graph pass, as a class.
 
     Derive from this class, and change the graph in place in ``__call__(graph, is_inference)``. ``is_inference`` has the
-    same meaning as in torch: autograd does not record the graph. It is ``True`` for each graph of validation, test and
+    same meaning as in torch: the graph has no backward pass. It is ``True`` for each graph of validation, test and
     predict, and ``False`` for the forward and the backward graphs of training. If all parameters of a module are
     frozen, its graphs are inference graphs in training, too. ``self.phase`` is ``"train"`` or ``"infer"``.
 
-    Pass an object of the class to `InductorCompile` or `InductorConfig`. Without this library, pass it to
-    ``torch.compile(options={"post_grad_custom_post_pass": my_pass})`` as the option of its hook point.
+    Pass an object of the class to `InductorCompile` or `InductorConfig`. Without this library, set the Inductor option
+    of its hook point: ``torch.compile(options={"post_grad_custom_post_pass": my_pass})``.
 
     Attributes:
         hook: The point at which Inductor runs the pass:
@@ -103,8 +103,9 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
               own post-grad passes. In training the forward and the backward graph are separate.
 
     Note:
-        torch copies its options, but copying a pass returns the same object, so you can read what the pass recorded.
-        Do not store a Trainer, module or logger in a pass. A pass does not run if torch's cache has the compiled graph.
+        torch copies its options, but copying a pass returns the same object, so you can read the data that the pass
+        recorded. Do not store a Trainer, module or logger in a pass. A pass does not run if torch's cache has the
+        compiled graph.
 
     Example::
 
@@ -135,7 +136,7 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
 
         Args:
             graph: The graph. At ``"joint_pre"`` and later, ``meta["val"]`` of a node is its value as a fake tensor.
-            is_inference: Whether the graph has no autograd graph behind it.
+            is_inference: Whether the graph has no backward pass.
         """
 
     @property
@@ -151,9 +152,13 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     def uuid(self) -> str | None:
         """Return the identity of this pass for the key of torch's compile cache.
 
-        The identity covers the code of the class and of its base classes outside torch, the functions, classes and
-        values that this code refers to by a global name, the constructor's arguments, the hook point and this library's
-        version. The method can describe numbers, strings, dtypes, devices, enums, small tensors, functions, classes,
+        The identity covers
+
+        - the code of the class, and of its base classes outside torch;
+        - the functions, classes and values that this code refers to by a global name;
+        - the constructor's arguments, the hook point and this library's version.
+
+        The method can describe numbers, strings, dtypes, devices, enums, small tensors, functions, classes,
         passes, and lists and mappings of these. For any other value, it returns ``None``, and torch does not cache the
         graph.
 
@@ -268,7 +273,7 @@ def _from_data(value: object, argument: str) -> Any:
 
 
 def pass_name(graph_pass: Any) -> str:
-    """Return the name of a pass for messages and reports. The pass may be of torch's own classes."""
+    """Return the name of a pass for messages and reports. The pass may be an object of torch's own pass classes."""
     return graph_pass.name if isinstance(graph_pass, GraphPass) else type(graph_pass).__name__
 
 

@@ -20,7 +20,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.fingerprints import digest, installed_version
 
-_MAX_TENSOR_BYTES = 2**20  # hashing a larger tensor would take long
+_MAX_TENSOR_BYTES = 2**20  # hashing a larger tensor would take too long
 _TORCH_AND_PYTHON = {"torch", *sys.stdlib_module_names}
 
 
@@ -50,10 +50,14 @@ def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described
 def identity_of_call(made: object, details: Iterable[str], call: DescribedCall) -> str | None:
     """Return a hash of an object's code, of the call that created the object, and of further texts (``details``).
 
-    The hash is the same in every process. It covers the code of the object's class and its base classes outside torch
-    and Python, the functions among the arguments, and the functions, classes and values that this code refers to by a
-    global name. An installed package counts by its version, except for the package of the object's own class. The
-    function reads the code that Python has loaded, because the source file may have changed since.
+    The hash is the same in every process. It covers
+
+    - the code of the object's class, and of its base classes outside torch and Python;
+    - the functions among the arguments;
+    - the functions, classes and values that this code refers to by a global name.
+
+    An installed package counts by its version, except for the package of the object's own class. The function reads
+    the code that Python has loaded, because the source file may have changed since.
 
     The function returns ``None`` if it cannot describe a value.
     """

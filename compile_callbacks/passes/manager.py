@@ -44,7 +44,7 @@ class PassRun:
         name: The name of the pass.
         hook: The hook point.
         graph: The kind of the graph.
-        is_inference: Whether the graph has no autograd graph behind it.
+        is_inference: Whether the graph has no backward pass.
         seconds: The duration of the pass in seconds.
         nodes_before: The number of nodes before the pass.
         nodes_after: The number of nodes after the pass.

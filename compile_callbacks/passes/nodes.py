@@ -21,7 +21,7 @@ def find_nodes(graph: Graph, *targets: Any) -> list[Node]:
     """Return the nodes that call one of the operators, in the graph's order.
 
     Args:
-        graph: The graph.
+        graph: The graph to search.
         targets: Operators, such as ``torch.ops.aten.mul.Tensor``, or ``torch.ops.aten.mul`` for all its overloads.
 
     Raises:
@@ -48,14 +48,14 @@ def call_before(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Insert a call of an operator before a node, and return the new node.
 
     Args:
-        node: The node.
-        target: The operator.
-        args: The positional arguments, nodes and numbers.
-        kwargs: The keyword arguments.
+        node: The node before which the function inserts the call.
+        target: The operator to call, such as ``torch.ops.aten.mul.Tensor``.
+        args: The operator's positional arguments: nodes and numbers.
+        kwargs: The operator's keyword arguments.
 
     Raises:
-        ValueError: If an argument is a node without ``meta["val"]``, as at ``"pre_grad"``. Also if Inductor has no code
-            for the operator, because it decomposes the operator before the passes run.
+        ValueError: If an argument is a node without ``meta["val"]``, as at ``"pre_grad"``, or if Inductor has no code
+            for the operator. Inductor has no code for operators that it decomposes before the passes run.
     """
     if _torch.graphs.is_decomposed(target):
         text = f"Inductor has no code for {target} at this hook point, because it decomposes the operator earlier"
@@ -73,9 +73,9 @@ def replace_node(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
 
     Args:
         node: The node to replace. The function erases it.
-        target: The operator.
-        args: The positional arguments, nodes and numbers.
-        kwargs: The keyword arguments.
+        target: The operator to call instead, such as ``torch.ops.aten.mul.Tensor``.
+        args: The operator's positional arguments: nodes and numbers.
+        kwargs: The operator's keyword arguments.
 
     Raises:
         ValueError: If the new value has another shape, dtype or device, or for the reasons that `call_before` lists.

@@ -24,7 +24,7 @@ class PatternMatch:
     """A place in a graph that matches a pattern.
 
     Attributes:
-        is_inference: Whether the graph has no autograd graph behind it.
+        is_inference: Whether the graph has no backward pass.
         phase: The phase that is being compiled. ``None`` outside this library.
         output: The pattern's result as a fake tensor: ``output.dtype``, ``output.device``, ``output.shape``.
         inputs: The value of each of the pattern's arguments, as a fake tensor or a number.

@@ -14,9 +14,17 @@ from compile_callbacks.profiling.step_stats import StepStats
 from compile_callbacks.profiling.workload import Workload
 
 Verdict = Literal["undecided", "chosen", "beaten", "not faster", "not compared", "failed", "wrong", "not tried"]
-"""The result of a candidate, in the order of the values: not known yet; the candidate won; another candidate is faster;
-it is not faster than eager by ``min_speedup`` and by more than noise; too few steps can be compared; it did not
-compile; its results differ from eager; it was never compiled."""
+"""The result of a candidate.
+
+- ``"undecided"``: The result is not known yet.
+- ``"chosen"``: The candidate won.
+- ``"beaten"``: Another candidate is faster.
+- ``"not faster"``: The candidate is not faster than eager by ``min_speedup`` and by more than noise.
+- ``"not compared"``: Too few steps can be compared.
+- ``"failed"``: The candidate did not compile.
+- ``"wrong"``: The results of the candidate differ from eager.
+- ``"not tried"``: The candidate was never compiled.
+"""
 
 
 class Block(NamedTuple):
@@ -104,10 +112,11 @@ class Trial:
 
 
 def compared_workload(steps: Counter[Workload]) -> Workload | None:
-    """Return the workload to compare, or ``None`` if there are no steps. ``steps`` counts the eager steps of each.
+    """Return the workload to compare, or ``None`` if there are no steps.
 
-    If at least half of the eager steps have the same workload, that workload is returned. Otherwise, shapes vary: the
-    returned workload has the most frequent stage and kind, but no shapes, and steps of all shapes are compared.
+    ``steps`` contains the number of eager steps by workload. If at least half of the eager steps have the same
+    workload, that workload is returned. Otherwise, shapes vary: the returned workload has the most frequent stage and
+    kind, but no shapes, and steps of all shapes are compared.
     """
     if not steps.total():
         return None
@@ -123,8 +132,9 @@ def compared_workload(steps: Counter[Workload]) -> Workload | None:
 def compare(trials: Sequence[Trial]) -> None:
     """Set the ``stats`` of all trials from the step times that can be compared. The first trial is eager.
 
-    If shapes vary, the function scales step times to the usual batch size, by a line through the eager step times over
-    the batch sizes. Without the scale, the spread of the sizes would hide a speedup of two.
+    If shapes vary, the function fits a line to the eager step times as a function of the batch size. It then scales
+    each step time to the usual batch size with this line. Otherwise, the variation of the batch sizes would hide a
+    speedup of 2x.
     """
     eager = trials[0].times
     compared = compared_workload(Counter({workload: len(samples) for workload, samples in eager.items()}))
@@ -140,8 +150,12 @@ def compare(trials: Sequence[Trial]) -> None:
 
 
 def _line_through(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
-    """Return the Theil-Sen line (medians of slopes and intercepts, which ignore outliers), at least the lowest time."""
-    pairs = itertools.combinations(points[-100:], 2)  # limited, because all pairs would take seconds
+    """Return the Theil-Sen line through points: the expected time as a function of the size.
+
+    The slope is the median slope of all pairs of points, and the intercept is also a median, so a few slow steps have
+    little effect. The function never returns less than the lowest time of the points.
+    """
+    pairs = itertools.combinations(points[-100:], 2)  # the latest points, because all pairs would take seconds
     slope = statistics.median([(y - b) / (x - a) for (a, b), (x, y) in pairs if x != a] or [0.0])
     intercept = statistics.median([y - slope * x for x, y in points] or [1.0])
     lowest = min((y for _, y in points), default=1.0)

@@ -2,7 +2,7 @@
 
 Candidates run in interleaved blocks of steps, in alternating order (eager, a, b; b, a, eager). If the machine becomes
 slower or faster, this affects all candidates. After each block, the tuner compares the candidates with eager and with
-each other. It uses no clock and no random numbers, so all ranks decide equally.
+each other. It uses no clock and no random numbers, so all ranks make the same decision.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import AUTO, LEAST_SAMPLES, Tune
 from compile_callbacks.tuning.trial import Block, Trial, compare
 
-_MOST_ROUNDS = 2  # a factor on the necessary rounds, because some steps of a block may not be samples
+_MOST_ROUNDS = 2  # twice the rounds that would suffice if each timed step gave a sample
 _CLEAR_SAMPLES = 2 * LEAST_SAMPLES  # two blocks, because the machine may have been busy during one block
 
 # Rough values, which only prevent a compile that a short run cannot amortize.
@@ -181,7 +181,7 @@ class Tuner:
                 one.decide("beaten")
 
     def _choose_fastest(self, reason: str | None = None) -> None:
-        """Choose the fastest candidate that is faster than eager by more than noise, or eager if there is none."""
+        """Choose the fastest candidate that is faster than eager by more than noise. Otherwise, choose eager."""
         for one in self._in_play():
             if not one.blocks:
                 one.decide("not tried", reason)

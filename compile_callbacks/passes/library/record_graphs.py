@@ -21,7 +21,7 @@ class RecordedGraph:
     Attributes:
         title: The number, phase, kind and hook point, such as ``"000_infer_inference_post_grad_post"``.
         kind: The kind of the graph.
-        is_inference: Whether the graph has no autograd graph behind it.
+        is_inference: Whether the graph has no backward pass.
         text: The text, with one line for each node.
         ops: The number of calls of each operator, by operator name, such as ``"aten.mul.Tensor"``.
     """
