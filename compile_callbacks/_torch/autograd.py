@@ -102,7 +102,7 @@ class _UnpackedOnce:
 
 @contextlib.contextmanager
 def donated_buffers_kept(node: Any) -> Iterator[Any]:
-    """Allow ``retain_graph=True`` in the backward pass of a compiled graph. Yield the node for the backward call.
+    """Allow ``retain_graph=True`` in the backward pass of a compiled graph. Yield the node to call.
 
     Workaround (until AOTAutograd supports ``retain_graph=True`` with donated buffers): AOTAutograd lets the backward
     pass overwrite saved tensors, and raises an error if the graph is kept. This function restores the tensors

@@ -53,7 +53,7 @@ class Check:
 
     Attributes:
         status: ``"ok"``, ``"warning"`` if some features may not work, or ``"failed"`` if compiling does not work.
-        found: A description of what the check found on this machine.
+        found: A description of the result of the check on this machine.
         impact: The features that will not work. Empty if all will.
         fix: The fix. Empty if there is nothing to fix.
     """

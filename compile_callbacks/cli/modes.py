@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list_modes(device: torch.device) -> list[dict[str, Any]]:
-    """Return the modes and templates as JSON-ready data. ``"lacks"`` is what the device lacks, or ``None``."""
+    """Return the modes and templates as JSON-ready data. ``"lacks"`` names a missing requirement, or ``None``."""
     rows: list[tuple[Any, ...]] = []
     for name in _torch.inductor.mode_names():
         options = _torch.inductor.resolve_options(name, {}, None)

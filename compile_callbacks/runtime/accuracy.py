@@ -14,9 +14,9 @@ from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.profiling.compile_events import Result
 
 _TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
-_CLEAR_FACTOR = 10.0  # rounding does not cause an error of ten tolerances, except in a gradient whose terms cancel out
+_CLEAR_FACTOR = 10.0  # only in a gradient with terms that cancel out can rounding cause an error of ten tolerances
 _MAX_GRADIENT_TOLERANCE = 1 / 64  # values that cross a ReLU's zero moved float32 gradients of ResNets by up to 8e-3
-_DIRECTION_FACTOR = 8  # the factor by which gradients of equal norm may differ more before the float64 run is needed
+_DIRECTION_FACTOR = 8  # the error that a gradient's direction may have, as a multiple of the error of its norm
 _CHUNK = 2**22  # elements to compare at once, which bounds the memory of a comparison
 
 
@@ -120,7 +120,7 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
 
 
 def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = ()) -> float:
-    """Return the relative error that rounding may cause: the square root of the coarsest epsilon in use.
+    """Return the relative error that rounding may cause: the square root of the largest epsilon.
 
     The tolerance accepts an error in the second half of the digits: 3.5e-4 in float32, 0.03 in float16 and TF32, and
     0.09 in bfloat16. The last digits differ, because compiled code sums in another order and keeps more intermediate
@@ -146,7 +146,7 @@ def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = (
 def gradient_tolerance(allowed: float) -> float:
     """Return the relative error that rounding may cause in a gradient, a quarter of the digits and at most 1/64.
 
-    If the tolerance of other tensors is larger, it also applies to gradients.
+    If the `tolerance` of the outputs is larger, gradients have the same tolerance as outputs.
     """
     return max(allowed, min(math.sqrt(allowed), _MAX_GRADIENT_TOLERANCE))
 

@@ -17,7 +17,7 @@ from compile_callbacks.runtime.fsdp import innermost_fsdp_units
 from compile_callbacks.runtime.target import Target, call_targets, contains, only_if_named, overlap
 
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
-_BACKWARD = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}  # checkpoints call modules again here
+_BACKWARD = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}  # activation checkpoints recompute here
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 TRACES_WITHOUT_GRAPH = 5
-"""The maximum number of consecutive calls that torch traces without compiling a graph. Torch 2.15 traces a target that
-calls ``torch.autograd.grad`` again in each call, which takes 50 times as long as eager."""
+"""The maximum number of consecutive calls that torch traces without compiling a graph. torch 2.15 traces a target again
+in each call if the target calls ``torch.autograd.grad``. Such a call takes 50 times as long as eager."""
 
 
 class CompiledTarget:
@@ -325,7 +325,8 @@ class CompiledTarget:
     def _look_for_hooks(self) -> None:
         """Compile again after the first hooks were registered, because by default torch does not notice them.
 
-        Only modules with hooks get guards on hooks, because these make the guards of each call a sixth slower.
+        Only modules with hooks get guards on hooks, because guards on hooks make the checks of each call a sixth
+        slower.
         """
         self._hooks_seen = _torch.dynamo.hooks_registered()
         if not self._guards_hooks and any(member.has_hooks for member in self._members):

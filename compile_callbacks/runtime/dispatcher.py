@@ -111,10 +111,10 @@ class Dispatcher:
 class PhaseSwitch:
     """Makes the dispatchers of a session call the compiled code of the active phase.
 
-    There is no wrapper module: ``state_dict`` keys, ``isinstance``, hooks and optimizers see the original modules. The
-    switch creates a `CompiledTarget` when a target, a phase and a candidate are first selected. torch compiles at its
-    first call. If the config freezes, the switch creates another `CompiledTarget` with frozen weights for stages with
-    constant weights.
+    There is no wrapper module: the ``state_dict``, ``isinstance``, hooks and optimizers use the original modules. For
+    each target, phase and candidate, the switch creates a `CompiledTarget` when they are first selected. torch compiles
+    at the first call of the `CompiledTarget`. If the config freezes, the switch creates another `CompiledTarget` with
+    frozen weights for stages with constant weights.
 
     Args:
         targets: The targets.
@@ -185,9 +185,7 @@ class PhaseSwitch:
     def _compile_regions_separately(self, target: Compiled, phase: Phase) -> None:
         """In a phase, run the regions of a target compiled and the target itself eagerly from now on."""
         self._to_separate.append((target, phase))
-        if (
-            not _torch.autograd.saves_through_hooks()
-        ):  # not within an activation checkpoint, which must recompute with the same code
+        if not _torch.autograd.saves_through_hooks():  # an activation checkpoint must recompute with the same code
             self._separate_regions()
             self._select_again()
 
@@ -350,7 +348,7 @@ def compiled_target_names(module: nn.Module) -> list[str]:
     """Return the names of the submodules and methods that this library compiled in place.
 
     Args:
-        module: The module to search. ``"forward"`` is the name of its own call.
+        module: The module to search. ``"forward"`` stands for the call of the module itself.
     """
     return [
         (f"{path}.{slot}" if slot not in (_CALL_SLOT, "forward") else path).removeprefix(".") or "forward"

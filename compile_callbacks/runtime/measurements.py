@@ -48,8 +48,8 @@ class Step:
         marker: The recorder's marker at the start of the step.
         timed: Whether the timer measures the step.
         compiled: Whether the step runs compiled.
-        disturbed: Whether torch compiled during the step. Known at its end.
-        traced: Whether torch compiled during the step, CUDA graph recordings excluded. Known at its end.
+        disturbed: Whether torch compiled during the step. Known at the end of the step.
+        traced: Like ``disturbed``, but recording a CUDA graph does not count. Known at the end of the step.
     """
 
     first: bool = False
@@ -84,11 +84,12 @@ class Baseline:
         self._planned_for = remaining_steps + self._steps
         half = math.inf if math.isinf(remaining_steps) else self._planned_for // 2
         self._wanted = int(min(self._wanted, half - WARMUP_STEPS))
-        # Twice the number of samples, because a ragged batch or a compile of the user's own is not a sample.
+        # Twice the number of samples, because a step with a smaller batch, or a compile of the user's code, gives no
+        # sample.
         self._max_steps = min(2 * self._wanted + WARMUP_STEPS, half) if self._wanted > 0 else 0
 
     def skip(self) -> None:
-        """Run no eager steps, because an earlier run has measured the baseline."""
+        """Skip the eager steps, because an earlier run has measured the baseline."""
         self._planned_for = self._max_steps = 0
 
     @property
@@ -137,7 +138,7 @@ class Measurements:
         return phase not in self._shared
 
     def baseline(self, phase: Phase) -> Baseline:
-        """Return the baseline of a phase. All sessions of a run share it, because its steps are eager for all."""
+        """Return the baseline of a phase. All sessions of a run share it, because all run its steps eagerly."""
         return self._shared.get(phase) or self._baselines[phase]
 
     def timer_for_report(self, phase: Phase) -> StepTimer:

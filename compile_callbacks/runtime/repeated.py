@@ -156,7 +156,7 @@ class _RegionMark:
 
     @staticmethod
     def fits(block: nn.Module) -> bool:
-        """Return whether a block can be marked, which needs the call and the ``forward`` that its class defines."""
+        """Return whether a block can be marked: its ``forward`` must be the Python function of its class."""
         own = "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule)
         return not own and isinstance(type(block).forward, types.FunctionType)
 

@@ -45,7 +45,7 @@ class Target:
 
     @property
     def own_function(self) -> Callable[..., Any] | None:
-        """The function that an attribute of the module sets instead of the method of its class, or ``None``."""
+        """The function in an attribute of the module that overrides the method of its class, or ``None``."""
         own: Callable[..., Any] | None = vars(self)["_own"]
         return own
 

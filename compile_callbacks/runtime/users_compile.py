@@ -66,7 +66,7 @@ def match_orig_mod_keys(module: nn.Module) -> RemovableHandle:
 
 
 class _MatchKeys:
-    """The hook. A pickle of the module contains a function that does nothing instead, so it needs no library."""
+    """Renames keys. A pickle of the module contains a no-op instead, so loading it does not need this library."""
 
     def __call__(self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
         """Rename the keys of a state_dict before it is loaded into a module."""
