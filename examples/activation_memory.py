@@ -1,9 +1,9 @@
 """Twice the batch in the same memory: `activation_memory_budget` recomputes activations in the backward pass.
 
-Three short fits of a deep network: a batch of 256, a batch of 512, and a batch of 512 with a budget. The report has the
-MiB that each graph saves for its backward pass, which torch counts on a CPU as well. On a GPU the example also prints
-the peak memory of the training steps. Look at the peak before you choose a budget: a smaller budget can have a higher
-peak.
+The example trains a deep network three times: with a batch of 256, with a batch of 512, and with a batch of 512 and a
+budget. The report contains the memory in MiB that each graph saves for its backward pass, also on a CPU. On a GPU, the
+example also prints the peak memory of the training steps. Compare the peaks before you choose a budget, because a
+smaller budget can have a higher peak.
 
     python examples/activation_memory.py --budget 0.3
 """
@@ -52,10 +52,10 @@ class DeepClassifier(pl.LightningModule):
 
 
 def fit(batch_size: int, budget: float | None) -> tuple[list[float], PhaseReport]:
-    """Train for two epochs; return the losses and the report of the train phase."""
+    """Train for two epochs. Return the losses and the report of the train phase."""
     pl.seed_everything(0, verbose=False)
     module, mode = DeepClassifier(), InductorConfig(activation_memory_budget=budget)
-    with tempfile.TemporaryDirectory() as cache:  # empty, because torch does not count a graph from its cache
+    with tempfile.TemporaryDirectory() as cache:  # empty, because graphs from the cache do not count
         callback = InductorCompile(mode, None, targets=["net"], baseline_steps=0, cache_dir=cache)
         make_trainer(callback, max_epochs=2).fit(module, DataLoader(digits()[0], batch_size, drop_last=True))
     return module.losses, callback.report.train

@@ -1,8 +1,8 @@
-"""Write, test and use a graph pass: inference uses GELU's tanh approximation, training the exact function.
+"""Write, test and use a graph pass that replaces GELU by its tanh approximation in inference, but not in training.
 
-`pattern_pass` makes a pass from two functions, a pattern and its replacement. Its argument `where` limits the pass to
-inference graphs. `check_pass` shows the operators before and after and compares values. The report has an entry for
-each graph.
+`pattern_pass` creates a pass from two functions, a pattern and its replacement. Its argument `where` limits the pass to
+inference graphs. `check_pass` returns the operators before and after the pass, and compares the results with eager. The
+report has an entry for each graph.
 
     python examples/custom_pass.py
 """
@@ -44,7 +44,7 @@ class Net(pl.LightningModule):
 
 
 def main():
-    # The test: inference is changed, and close to eager; training is not changed.
+    # The pass must change the inference graph with a result close to eager. It must not change training graphs.
     result = check_pass(fast_gelu, Net().net, torch.randn(8, 16))
     assert (result.ops_before["aten.erf.default"], result.ops_after["aten.erf.default"]) == (1, 0)
     result.assert_close(rtol=0, atol=1e-3)

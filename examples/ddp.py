@@ -1,7 +1,7 @@
-"""Several processes (DDP): the same line, with two processes on CPUs or several on GPUs.
+"""Train in several processes with DDP, on CPUs or GPUs. The callback needs no other setting.
 
-The callback compiles in each process, in place inside DDP's wrapper. The processes end with equal weights. The
-checkpoint has the keys of the original model and loads in one process.
+In each process, the callback compiles the module inside DDP's wrapper, in place. All processes end with equal weights.
+The checkpoint has the keys of the original model, and one process without DDP can load it.
 
     python examples/ddp.py --devices 2 --accelerator cpu
     python examples/ddp.py --devices 8 --accelerator gpu
@@ -41,7 +41,7 @@ def main():
     everyones = trainer.strategy.all_gather(weights).reshape(trainer.world_size, -1)
     accuracy = float(trainer.callback_metrics["accuracy"])
     checkpoint = Path(tempfile.gettempdir(), "compile_callbacks_ddp.ckpt")
-    trainer.save_checkpoint(checkpoint)  # called in every process, written by the first
+    trainer.save_checkpoint(checkpoint)  # every process calls this, and the first process writes the file
     if not trainer.is_global_zero:
         return
     state = torch.load(checkpoint, weights_only=True)["state_dict"]

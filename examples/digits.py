@@ -1,4 +1,4 @@
-"""Shared by the short examples: scikit-learn's handwritten digits, a small classifier, and a Trainer."""
+"""The data, model and Trainer of the short examples: scikit-learn's handwritten digits and a small classifier."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-# The data are tensors in memory: a worker process would only cost time.
+# The data are tensors in memory, so worker processes would make the example slower.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
 class DigitClassifier(pl.LightningModule):
-    """A body that is trained, and a linear head."""
+    """A small network with a backbone and a linear head."""
 
     def __init__(self, lr: float = 3e-3) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class DigitClassifier(pl.LightningModule):
         self.head = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (N, 10) of images (N, 64)."""
+        """Return the logits (N, 10) of images (N, 64)."""
         return self.head(self.backbone(images))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -39,7 +39,7 @@ class DigitClassifier(pl.LightningModule):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """The digits, 1,536 to train with and 256 to validate with, the same in every run."""
+    """Return 1,536 digits for training and 256 digits for validation, the same in every run."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x, y = torch.tensor(images / 16).float()[order], torch.tensor(labels)[order]
@@ -47,13 +47,13 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def loaders(batch_size: int = 64) -> tuple[DataLoader, DataLoader]:
-    """Whole batches alone, so that there is one shape to compile for."""
+    """Return the data loaders. All batches have the same size, so torch compiles for one shape."""
     train, val = digits()
     return DataLoader(train, batch_size, shuffle=True), DataLoader(val, batch_size)
 
 
 def make_trainer(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
-    """A Trainer that writes nothing unless it is told to."""
+    """Create a Trainer that writes no files and shows no progress bar, unless the settings enable them."""
     quiet = {
         "logger": False,
         "enable_checkpointing": False,

@@ -1,8 +1,8 @@
 """EMA: validate with averaged weights. Needs Lightning 2.6 or newer.
 
-Lightning's `EMAWeightAveraging` copies the module and swaps its weights before and after validation. The copy is not
-compiled, and the swap needs no recompile. Folded and frozen weights follow the swap: validation uses the averaged
-weights, also with `infer_mode="freezing"`.
+Lightning's `EMAWeightAveraging` copies the module and swaps its weights before and after validation. The callback does
+not compile the copy, and torch does not recompile after the swap. Validation uses the averaged weights, also with
+folded weights or `infer_mode="freezing"`.
 
     python examples/ema.py
 """
@@ -29,7 +29,7 @@ def main():
     trainer = make_trainer(compiler, EMAWeightAveraging(decay=0.9), max_epochs=4)
     trainer.fit(model, train_loader, val_loader)
 
-    # When the fit is done, the module has the averaged weights.
+    # After the fit, the module has the averaged weights.
     validated, eager = float(trainer.callback_metrics["accuracy"]), validate_eagerly(model, val_loader)
     print(f"accuracy of averaged weights  {validated:.4f} in the run's last validation, {eager:.4f} eagerly after it")
     check(abs(validated - eager) < 1e-6, "validation ran with the averaged weights of that moment")

@@ -1,7 +1,8 @@
 """Fine-tuning: train a new head on a frozen backbone, then unfreeze the backbone. Both are compiled.
 
-When a parameter freezes or unfreezes, torch recompiles the targets that use it, once. The report counts a recompile and
-gives the reason. You need not do anything. The weights of the frozen backbone do not change.
+When the example unfreezes the backbone, torch recompiles each target that uses its parameters once. The report counts
+the recompile and shows the reason. You do not need to change anything for this. While the backbone is frozen, its
+weights do not change.
 
     python examples/finetune.py
 """
@@ -17,7 +18,7 @@ THAW_AT_EPOCH = 2
 
 
 class Watch(pl.Callback):
-    """Looks whether the body moves, epoch by epoch."""
+    """Records for each epoch whether the weights of the backbone changed."""
 
     def __init__(self):
         self.moved = []
@@ -31,7 +32,7 @@ class Watch(pl.Callback):
 
 def main():
     pl.seed_everything(0)
-    model = DigitClassifier()  # a real run would load a trained body here
+    model = DigitClassifier()  # a real run would load a trained backbone here
     compiler, watch = InductorCompile(), Watch()
     finetuning = BackboneFinetuning(THAW_AT_EPOCH, lambda epoch: 1.0, backbone_initial_lr=3e-3, train_bn=False)
     trainer = make_trainer(compiler, finetuning, watch, max_epochs=5)

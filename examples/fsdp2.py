@@ -1,7 +1,8 @@
-"""Sharded weights (FSDP2): a small transformer; `fully_shard` shards its blocks over several processes.
+"""Train a small transformer with sharded weights (FSDP2): `fully_shard` shards its blocks over several processes.
 
-The callback needs no other setting. It compiles each sharded block between FSDP's hooks, and all blocks share one
-graph. Each process holds its shard of the weights. The checkpoint loads into the model without FSDP.
+The callback needs no other setting. It compiles the `forward` of each sharded block, which runs between FSDP's hooks.
+All blocks share one graph. Each process has its own shard of the weights. The model without FSDP can load the
+checkpoint.
 
     python examples/fsdp2.py --devices 2 --accelerator cpu
     python examples/fsdp2.py --devices 8 --accelerator gpu
@@ -24,7 +25,7 @@ ROWS, WIDTH, DEPTH = 8, 64, 4
 
 
 class RowReader(DigitClassifier):
-    """Reads an image as eight tokens, its rows."""
+    """A transformer that reads the eight rows of an image as tokens."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +41,7 @@ class RowReader(DigitClassifier):
 
 
 class Sharded(RowReader):
-    """The classifier, sharded when the Trainer knows its devices: each block, then the rest of the model."""
+    """The classifier. `configure_model` shards each block, and then the rest of the model."""
 
     def configure_model(self):
         for block in self.backbone.layers:
@@ -71,7 +72,7 @@ def main():
     held = sum(parameter.to_local().numel() for parameter in model.backbone.parameters())
     accuracy = float(trainer.callback_metrics["accuracy"])
     checkpoint = Path(tempfile.gettempdir(), "compile_callbacks_fsdp2.ckpt")
-    trainer.save_checkpoint(checkpoint)  # called in every process, written by the first
+    trainer.save_checkpoint(checkpoint)  # every process calls this, and the first process writes the file
     if not trainer.is_global_zero:
         return
     alone = RowReader()

@@ -1,4 +1,4 @@
-"""A loop without a Trainer: `compile_phases` compiles a module for training and for inference.
+"""Use a loop without a Trainer: `compile_phases` compiles a module for training and for inference.
 
 One call compiles the module in place. The grad mode of each later call decides its phase, so evaluation needs only
 `torch.no_grad()` or `torch.inference_mode()`. `report_of` returns the report, and `restore` removes the compiled code.

@@ -1,7 +1,7 @@
 """Train a ResNet-18 on scikit-learn's handwritten digits, with separate compiled code for training and inference.
 
-The data (1,797 images of 8x8 pixels) come with scikit-learn, so nothing is downloaded, and two CPU cores need
-about a minute. `InductorCompile` in the Trainer's callbacks is the only addition to ordinary Lightning.
+scikit-learn contains the data (1,797 images of 8x8 pixels), so the example downloads nothing. It takes about a minute
+on two CPU cores. `InductorCompile` in the Trainer's callbacks is the only addition to a normal Lightning script.
 
     python examples/resnet_digits.py --train-mode default --infer-mode default
 """
@@ -29,7 +29,7 @@ from torchvision.transforms.v2 import RandomCrop, Transform
 
 from compile_callbacks import AOTInductorExport, InductorCompile
 
-HELD_OUT = 256  # images each for validation and for test: whole batches, so that all batches have the same shape
+HELD_OUT = 256  # images for validation, and for test: a multiple of the batch size, so that all batches have one shape
 
 
 class DigitClassifier(LightningModule):
@@ -39,13 +39,13 @@ class DigitClassifier(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.net = resnet18(num_classes=10)
-        # The usual stem (stride 2, then a pooling of stride 2) would leave 2x2 of 8x8 pixels.
+        # The usual stem (a convolution and a pooling of stride 2) would reduce 8x8 pixels to 2x2.
         self.net.conv1 = nn.Conv2d(1, 64, kernel_size=3, padding=1, bias=False)
         self.net.maxpool = nn.Identity()
         self.to(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (N, 10) of images (N, 1, 8, 8)."""
+        """Return the logits (N, 10) of images (N, 1, 8, 8)."""
         return self.net(images)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -95,7 +95,7 @@ class Digits(Dataset[tuple[Tensor, int]]):
 
 
 def make_splits() -> tuple[Digits, Digits, Digits]:
-    """The digits as train (1,285), validation (256) and test (256) sets, the same in every run."""
+    """Split the digits into train (1,285), validation (256) and test (256) sets, the same in every run."""
     x, y = load_digits(return_X_y=True)
     x, x_test, y, y_test = train_test_split(x, y, test_size=HELD_OUT, stratify=y, random_state=0)
     x, x_val, y, y_val = train_test_split(x, y, test_size=HELD_OUT, stratify=y, random_state=0)
@@ -130,11 +130,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     seed_everything(args.seed)
-    # The data are tensors in memory: a worker process would only cost time.
+    # The data are tensors in memory, so worker processes would make the example slower.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
     train, val, test = make_splits()
-    # drop_last: a shorter last batch would be a second shape to compile for.
+    # drop_last, because torch would compile a second time for a smaller last batch.
     train_loader = DataLoader(train, args.batch_size, shuffle=True, drop_last=True)
     val_loader = DataLoader(val, args.batch_size)
     test_loader = DataLoader(test, args.batch_size)
@@ -153,9 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         enable_progress_bar=sys.stdout.isatty(),
     )
     model = DigitClassifier()
-    trainer.fit(model, train_loader, val_loader)  # prints the report table at its end
+    trainer.fit(model, train_loader, val_loader)  # prints the report at the end
     [metrics] = trainer.test(model, test_loader, ckpt_path="best", verbose=False)
-    few = Subset(test, range(min(args.batch_size, len(test))))  # one batch, of the shape already compiled
+    few = Subset(test, range(min(args.batch_size, len(test))))  # one batch of a compiled shape
     [predicted] = trainer.predict(model, DataLoader(few, args.batch_size))
 
     print(f"predicted      {predicted[:16].tolist()}")

@@ -4,8 +4,8 @@ DATA contains `train/CLASS/*.jpg` and `val/CLASS/*.jpg`, as `torchvision.dataset
 
     python examples/resnet_imagefolder.py DATA --max-epochs 90 --batch-size 256
 
-Without a data set, random images show the cost and the gain of compiling on this machine (the second line is small
-enough for a machine without a GPU):
+To measure the cost and the gain of compiling without a data set, use random images. The second command is small enough
+for a machine without a GPU:
 
     python examples/resnet_imagefolder.py --fake-data
     python examples/resnet_imagefolder.py --fake-data --arch resnet18 --image-size 64
@@ -45,7 +45,7 @@ class ImageClassifier(LightningModule):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (N, num_classes) of images (N, 3, H, W)."""
+        """Return the logits (N, num_classes) of images (N, 3, H, W)."""
         return self.net(images.contiguous(memory_format=torch.channels_last))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -70,7 +70,7 @@ class ImageClassifier(LightningModule):
 
 
 def make_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset, int]:
-    """The train set, the validation set and the number of classes."""
+    """Return the train set, the validation set and the number of classes."""
     size = args.image_size
     to_tensor = [
         v2.ToImage(),
@@ -94,7 +94,7 @@ def make_loader(dataset: Dataset, args: argparse.Namespace, *, train: bool) -> D
         dataset,
         args.batch_size,
         shuffle=train,
-        drop_last=train,  # a shorter last batch would be a second shape to compile for
+        drop_last=train,  # because torch would compile a second time for a smaller last batch
         num_workers=args.workers,
         persistent_workers=args.workers > 0,
         pin_memory=CUDA,
@@ -102,7 +102,7 @@ def make_loader(dataset: Dataset, args: argparse.Namespace, *, train: bool) -> D
 
 
 def batch_limit(text: str) -> int | float:
-    """Lightning's convention: an integer is a number of batches, a fraction is a share of them."""
+    """Parse a limit as Lightning does: an integer is a number of batches, and a fraction is a share of the batches."""
     return float(text) if "." in text else int(text)
 
 

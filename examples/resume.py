@@ -1,4 +1,4 @@
-"""Resume: a run continues from its checkpoint, compiled, and ends with the weights of an uninterrupted run.
+"""Resume a compiled run from its checkpoint. It ends with the weights of an uninterrupted run.
 
 Checkpoints have the keys of the original model. They contain the callback's report, so that the resumed run does not
 measure the baseline again. With `cache_dir`, the resumed run also loads the compiled code.
@@ -18,14 +18,15 @@ from compile_callbacks import InductorCompile
 
 
 def fit(epochs, cache_dir, resume_from=None):
-    """Train up to an epoch; returns the trainer, the module and the report."""
+    """Train until the given epoch. Return the trainer, the module and the report."""
     pl.seed_everything(0)
     model = DigitClassifier()
-    # With a named target, the resumed run is compiled from its first step. Otherwise that step is eager and rounds
-    # differently, and Adam makes whole steps of rounding errors in the bias before the batch norm.
+    # With a named target, the resumed run is compiled from its first step. Otherwise, this step is eager and has other
+    # rounding errors. The gradient of the bias before the batch norm consists only of rounding errors, and Adam scales
+    # them to steps of normal size.
     compiler = InductorCompile(cache_dir=cache_dir, targets=["forward"])
     trainer = make_trainer(compiler, max_epochs=epochs)
-    # In the same order in each run, so that weights can be compared.
+    # The order of batches is the same in each run, so that the weights can be compared.
     trainer.fit(model, DataLoader(digits()[0], 64), ckpt_path=resume_from)
     return trainer, model, compiler.report.train
 

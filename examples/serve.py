@@ -1,8 +1,8 @@
-"""Deploy: serve a trained module as a `.pt2` package with a small HTTP server, and call it with a client.
+"""Serve a trained module as a `.pt2` package with a small HTTP server, and call the server with a client.
 
 `export` writes a package with compiled code and weights. `load_exported` returns a callable that checks its inputs. The
-server needs neither Lightning nor the module's source. The example trains, exports, serves, sends a request and ends.
-With `--package` it keeps the package for a separate server and client:
+server needs neither Lightning nor the module's source. The example trains and exports a module, starts the server,
+sends a request and ends. With `--package`, it keeps the package for a separate server and client:
 
     python examples/serve.py --package digits.pt2
     python examples/serve.py --serve digits.pt2 --port 8080  # until interrupted; run the next line in another terminal
@@ -24,7 +24,7 @@ from compile_callbacks import export, load_exported
 
 
 def make_server(package: Path, port: int) -> ThreadingHTTPServer:
-    """A server that answers POSTs of ``{"images": [[64 numbers], ...]}`` with ``{"digits": [...]}``."""
+    """Create a server that answers POSTs of ``{"images": [[64 numbers], ...]}`` with ``{"digits": [...]}``."""
     model = load_exported(package)
 
     class Handler(BaseHTTPRequestHandler):
@@ -33,7 +33,7 @@ def make_server(package: Path, port: int) -> ThreadingHTTPServer:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
                 images = torch.tensor(body["images"], dtype=torch.float32)
                 answer, status = {"digits": model(images).argmax(dim=1).tolist()}, 200
-            except (ValueError, KeyError, TypeError) as error:  # among them: an input of another shape than exported
+            except (ValueError, KeyError, TypeError) as error:  # for example, an input has a wrong shape
                 answer, status = {"error": str(error)}, 400
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -47,7 +47,7 @@ def make_server(package: Path, port: int) -> ThreadingHTTPServer:
 
 
 def ask(address: str, images: list) -> dict:
-    """The server's answer to a client."""
+    """Send images to the server, and return its answer."""
     request = urllib.request.Request(address, json.dumps({"images": images}).encode())
     try:
         with urllib.request.urlopen(request) as response:
@@ -57,7 +57,7 @@ def ask(address: str, images: list) -> dict:
 
 
 def train_and_export(path: Path):
-    """Leave a package of a trained module; the module and the digits that it was not trained with."""
+    """Train a module and export it to a package. Return the module and the validation digits."""
     from digits import DigitClassifier, digits, loaders, make_trainer
 
     model = DigitClassifier()
@@ -81,7 +81,7 @@ def main():
         package = args.package or Path(folder, "digits.pt2")
         model, (images, labels) = train_and_export(package)
         print(f"{package.name}  {package.stat().st_size / 1e6:.1f} MB")
-        server = make_server(package, port=0)  # any port that is free
+        server = make_server(package, port=0)  # 0 selects a free port
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         served = torch.tensor(ask(address, images.tolist())["digits"])

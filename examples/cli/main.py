@@ -1,4 +1,4 @@
-"""LightningCLI builds `InductorCompile` from a YAML file.
+"""Create `InductorCompile` from a YAML file with LightningCLI.
 
 In YAML, a config is a mode or a mapping of `InductorConfig`'s fields, and a pass is its import path.
 
@@ -22,7 +22,7 @@ from compile_callbacks import graph_pass
 
 @graph_pass
 def count_nodes(graph, is_inference):
-    """The smallest graph pass there is; `config.yaml` names it by its import path."""
+    """A minimal graph pass, which `config.yaml` names by its import path."""
     print(f"compiling {'an inference' if is_inference else 'a training'} graph of {len(graph.nodes)} nodes")
 
 
@@ -30,7 +30,7 @@ class Digits(pl.LightningDataModule):
     """Scikit-learn's handwritten digits: 1,797 images of 8x8 pixels.
 
     Args:
-        batch_size: Images in a batch.
+        batch_size: The number of images in a batch.
     """
 
     def __init__(self, batch_size: int = 64):
@@ -54,7 +54,7 @@ class Classifier(pl.LightningModule):
     """Two linear layers.
 
     Args:
-        width: Features between them.
+        width: The number of features between the layers.
         lr: Learning rate of Adam.
     """
 
