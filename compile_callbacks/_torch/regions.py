@@ -120,7 +120,7 @@ def expose_aliases(graph_module: GraphModule) -> None:
 
     Workaround (until Inductor's ``InvokeSubgraph`` knows which outputs are aliases): Inductor assumes that each output
     of a region has its own memory. A training graph saves views of the inputs and outputs of a region for the backward
-    pass, and Inductor overwrites the memory of these views, so gradients are wrong (2.11 to 2.15)::
+    pass. Inductor overwrites the memory of these views, so gradients are wrong (2.11 to 2.15)::
 
         before:  y, saved = region(x)          # saved is permute(x, [1, 0]), computed in the region
                  z = mm(y, w)                  # Inductor writes z to the memory of x

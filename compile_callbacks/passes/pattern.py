@@ -100,7 +100,7 @@ def pattern_pass(
     """Create a pass that replaces the operators of one function by the operators of another function.
 
     The pass uses torch's pattern matcher, which traces both functions to ATen operators. A part of a graph matches if
-    it has the same operators, with any shapes, and if no other node reads a value between the pattern's inputs and its
+    it has the same operators, with any shapes. No other node may read a value between the pattern's inputs and its
     output.
 
     Args:

@@ -77,9 +77,9 @@ class StepTimer:
     """Times steps and keeps the samples.
 
     On a GPU, the timer uses CUDA events, and reads them after the GPU has passed them, so that it does not synchronize
-    training. The time of a step is not a sample if torch compiles during the step, in the next `WARMUP_STEPS`, after a
-    change between eager and compiled, and in the first step with new shapes. Samples are only compared with samples of
-    equal workload.
+    training. The time of a step is not a sample if torch compiles during the step, or if the step is the first with new
+    shapes. The `WARMUP_STEPS` steps after a compile, and after a change between eager and compiled, give no sample
+    either. Samples are only compared with samples of equal workload.
 
     Args:
         clock: A function that returns seconds, for steps on a CPU.

@@ -36,7 +36,7 @@ class PhaseTuning:
     """Runs blocks of steps of one phase with each candidate in turn, until a candidate is chosen.
 
     In training, all ranks decide together at the end of each block. In the infer phase, ranks may have different
-    numbers of batches, so each rank decides for itself, and at the end of the stage all ranks use rank zero's winner.
+    numbers of batches, so each rank decides for itself. At the end of the stage, all ranks use rank zero's winner.
 
     Args:
         phase: The phase.

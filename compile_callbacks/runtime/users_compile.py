@@ -22,8 +22,8 @@ _STEPS: dict[Phase, tuple[str, ...]] = {
 def unwrap_compiled(root: nn.Module, left_alone: frozenset[Phase] = frozenset()) -> list[str]:
     """Replace the wrappers of ``torch.compile(module)`` in a module by the wrapped modules.
 
-    The function compiles each original module in place with the settings of its wrapper, so that a phase that is left
-    alone runs the module as the user compiled it. For ``torch.compile(lightning_module)``, Lightning sets compiled
+    The function compiles each original module in place with the settings of its wrapper. In a phase that is left alone,
+    the module therefore runs as the user compiled it. For ``torch.compile(lightning_module)``, Lightning sets compiled
     methods on the module. The function deletes the methods of phases that are not left alone.
 
     Args:

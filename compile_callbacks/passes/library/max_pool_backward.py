@@ -38,7 +38,7 @@ class TritonMaxPoolBackward(GraphPass):
     The pass replaces two-dimensional poolings in channels last, without dilation. It does not change inference graphs.
 
     Attributes:
-        devices: Device types on which the pass acts. Tests add ``"cpu"``, where the operator runs its reference.
+        devices: Device types on which the pass acts. Tests add ``"cpu"``. On a CPU, the operator runs its reference.
 
     Example::
 

@@ -39,7 +39,7 @@ class TritonSqueezeExcitation(GraphPass):
     The pass replaces blocks of up to `MAX_HIDDEN` hidden channels. It does not change training graphs.
 
     Attributes:
-        devices: Device types on which the pass acts. Tests add ``"cpu"``, where the operator runs its reference.
+        devices: Device types on which the pass acts. Tests add ``"cpu"``. On a CPU, the operator runs its reference.
 
     Example::
 
