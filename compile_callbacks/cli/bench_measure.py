@@ -198,7 +198,7 @@ def summarize(block_ms: Sequence[float]) -> dict[str, Any]:
 def as_result(
     title: str, rows: Sequence[Mapping[str, Any]], command: str, found: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return rows as JSON-ready data. ``found`` is the `environment`, if another process ran the steps."""
+    """Return rows as JSON-ready data. ``found`` is the `environment` of the process that ran the steps."""
     found = found or environment()
     versions = {name: found.get(name) for name in ("python", "torch", "triton", "lightning")}
     head = {"title": title, "date": dt.datetime.now(dt.UTC).date().isoformat(), "device": found["device"]}

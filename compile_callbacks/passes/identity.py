@@ -39,7 +39,7 @@ class DescribedCall:
 
 
 def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DescribedCall | None:
-    """Describe the arguments of a call before they can change, or return ``None`` if an argument is undescribable."""
+    """Describe the arguments of a call before they can change, or return ``None`` if one cannot be described."""
     describer = _Describer()
     try:
         return DescribedCall(describer.text([args, dict(kwargs)]), tuple(describer.code))

@@ -70,7 +70,7 @@ class _MatchKeys:
 
     def __call__(self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
         """Rename the keys of a state_dict before it is loaded into a module."""
-        if prefix:  # the module is a part of a loaded module, so the state_dict also has keys of other parts
+        if prefix:  # a parent module is loaded, so the state_dict also has keys of its other submodules
             return
         own_keys = {key.replace(_PREFIX, ""): key for key in module.state_dict(keep_vars=True)}
         for key in list(state_dict):
