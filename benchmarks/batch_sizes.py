@@ -10,13 +10,13 @@ python benchmarks/batch_sizes.py [--batch-sizes 1 4 16 64 256] [--model resnet18
 
 from __future__ import annotations
 
-from conduct import Way, Work
+from conduct import Variant, Workload
 from tables import add_pacing, ms, parser_for, print_table, rows_of, times
 
 WAYS = {
-    "eager": Way("eager", "fit"),
-    "whole": Way("whole", "fit", "callback", "default"),
-    "whole-cudagraphs": Way("whole-cudagraphs", "fit", "callback", "reduce-overhead"),
+    "eager": Variant("eager", "fit"),
+    "whole": Variant("whole", "fit", "callback", "default"),
+    "whole-cudagraphs": Variant("whole-cudagraphs", "fit", "callback", "reduce-overhead"),
 }
 RUN_STEPS = 10_000
 
@@ -30,7 +30,7 @@ def main() -> None:
     add("--image-size", type=int, default=224)
     add("--ways", nargs="+", choices=list(WAYS), default=["eager", "whole"])
     args = parser.parse_args()
-    works = [Work(args.model, "train", size, args.image_size, args.device, RUN_STEPS) for size in args.batch_sizes]
+    works = [Workload(args.model, "train", size, args.image_size, args.device, RUN_STEPS) for size in args.batch_sizes]
     groups = [(work, [WAYS[name] for name in args.ways]) for work in works]
     lines = []
     for row in rows_of(args, "Training against the batch size", [groups], own_caches=True):

@@ -25,7 +25,7 @@ from compile_callbacks.cli.bench_measure import alternate, summarize
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """A workload. ``run_steps`` is the length of the run that the Trainer announces, for "auto" to weigh its trials."""
 
     model: str  # a name that `models.make` takes
@@ -37,7 +37,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """A way to run a workload: in a Trainer, in a loop without one, or in a loop of `InductorBackend.infer`."""
 
     name: str
@@ -48,13 +48,13 @@ class Way:
     passes: tuple[str, ...] = ()  # names of graph passes for the callback
 
 
-Group = tuple[Work, Sequence[Way]]
+Group = tuple[Workload, Sequence[Variant]]
 
 
 class Process:
     """The process of one way, seen from outside."""
 
-    def __init__(self, work: Work, way: Way, lock: Path, prepare_steps: int, cache: str | None) -> None:
+    def __init__(self, work: Workload, way: Variant, lock: Path, prepare_steps: int, cache: str | None) -> None:
         self.work, self.way = work, way
         self.label = f"{work.model}, {work.phase}, batch {work.batch_size}: {way.name}"
         self.info: dict[str, Any] | None = None

@@ -158,7 +158,7 @@ def write(path: Path, content: Any) -> None:
 # ------------------------------------------------------------------------------------------ seen from outside
 
 
-class Ranks:
+class RankProcesses:
     """The processes for one number of GPUs, which measure one job after the other."""
 
     def __init__(self, gpus: int, folder: Path, args: argparse.Namespace) -> None:
@@ -225,7 +225,7 @@ def joined(ranks: list[Row]) -> Row:
 def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     """Measure all jobs; start no further one when the time is used up."""
     started = time.monotonic()
-    ranks = {gpus: Ranks(gpus, folder, args) for gpus in args.gpus}
+    ranks = {gpus: RankProcesses(gpus, folder, args) for gpus in args.gpus}
     try:
         for job in jobs(args):
             began = time.monotonic()

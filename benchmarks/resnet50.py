@@ -2,8 +2,8 @@
 
 Each way is a process. All ways of a phase and batch size prepare together; then they are timed in alternating blocks of
 steps with nothing else running. A cell is the median of the blocks in milliseconds a step. A "bare loop" runs in one
-context of `no_grad` and autocast. "auto" is told that the run has --train-run-steps or --infer-run-steps steps, and
-timed after it has chosen. On a GPU everything runs in bf16 autocast.
+context of `no_grad` and autocast. "auto" chooses for a run of --train-run-steps or --infer-run-steps steps, and is timed
+after its choice. On a GPU everything runs in bf16 autocast.
 
 python benchmarks/resnet50.py [--phase both] [--batch-sizes 1 16 128] [--modes default reduce-overhead] [--json FILE]
 python benchmarks/resnet50.py --from-json FILE ...
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from conduct import Group, Way, Work
+from conduct import Group, Variant, Workload
 from tables import Row, add_pacing, find, in_order, ms, parser_for, print_table, rows_of, times
 
 FROZEN = {"mode": "reduce-overhead", "freezing": True}
@@ -22,33 +22,33 @@ FROZEN_OPTIONS = {"triton.cudagraphs": True, "freezing": True}  # the same for t
 AUTO = 'InductorCompile("auto")'
 
 
-def train_ways(modes: list[str]) -> Iterator[Way]:
-    yield Way(AUTO, "fit", "callback", "auto")  # first, because it takes the longest to prepare
-    yield Way("eager", "fit")
-    yield from (Way(f"child compiled by hand, {mode}", "fit", "child", mode) for mode in modes)
-    yield Way("Lightning's torch.compile(module)", "fit", "module")
-    yield from (Way(f'InductorCompile("{mode}")', "fit", "callback", mode) for mode in modes)
+def train_ways(modes: list[str]) -> Iterator[Variant]:
+    yield Variant(AUTO, "fit", "callback", "auto")  # first, because it takes the longest to prepare
+    yield Variant("eager", "fit")
+    yield from (Variant(f"child compiled by hand, {mode}", "fit", "child", mode) for mode in modes)
+    yield Variant("Lightning's torch.compile(module)", "fit", "module")
+    yield from (Variant(f'InductorCompile("{mode}")', "fit", "callback", mode) for mode in modes)
     kernel = "TritonMaxPoolBackward"
-    yield Way(f'InductorCompile("{modes[-1]}"), {kernel}', "fit", "callback", modes[-1], passes=(kernel,))
+    yield Variant(f'InductorCompile("{modes[-1]}"), {kernel}', "fit", "callback", modes[-1], passes=(kernel,))
 
 
-def infer_ways(modes: list[str]) -> Iterator[Way]:
-    yield Way(f"predict, {AUTO}", "predict", "callback", "auto")
-    yield Way("eager", "bare")
-    yield Way("predict, eager", "predict")
-    yield from (Way(f"bare loop, torch.compile, {mode}", "bare", "child", mode) for mode in modes)
-    yield Way("bare loop, reduce-overhead, frozen by hand", "bare", "child", FROZEN_OPTIONS)
-    yield Way("InductorBackend, reduce-overhead, frozen", "backend", "callback", FROZEN)
-    yield Way("predict, InductorCompile, reduce-overhead, frozen", "predict", "callback", FROZEN)
+def infer_ways(modes: list[str]) -> Iterator[Variant]:
+    yield Variant(f"predict, {AUTO}", "predict", "callback", "auto")
+    yield Variant("eager", "bare")
+    yield Variant("predict, eager", "predict")
+    yield from (Variant(f"bare loop, torch.compile, {mode}", "bare", "child", mode) for mode in modes)
+    yield Variant("bare loop, reduce-overhead, frozen by hand", "bare", "child", FROZEN_OPTIONS)
+    yield Variant("InductorBackend, reduce-overhead, frozen", "backend", "callback", FROZEN)
+    yield Variant("predict, InductorCompile, reduce-overhead, frozen", "predict", "callback", FROZEN)
 
 
 def groups(args: argparse.Namespace) -> Iterator[list[Group]]:
     for phase in ["train", "infer"] if args.phase == "both" else [args.phase]:
-        told = args.train_run_steps if phase == "train" else args.infer_run_steps
+        run_steps_of = args.train_run_steps if phase == "train" else args.infer_run_steps
         batch: list[Group] = []
         for number, batch_size in enumerate(args.batch_sizes):
-            run_steps = told[min(number, len(told) - 1)]
-            work = Work(args.model, phase, batch_size, args.image_size, args.device, run_steps)
+            run_steps = run_steps_of[min(number, len(run_steps_of) - 1)]
+            work = Workload(args.model, phase, batch_size, args.image_size, args.device, run_steps)
             ways = train_ways(args.modes) if phase == "train" else infer_ways(args.modes)
             batch.append((work, [way for way in ways if not args.ways or any(part in way.name for part in args.ways)]))
         for start in range(0, len(batch), args.together):

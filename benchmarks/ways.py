@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch._inductor.config
-from conduct import Way, Work
+from conduct import Variant, Workload
 from models import make
 from torch import Tensor
 from trainer import Classifier, loader, make_trainer
@@ -110,7 +110,7 @@ def use_few_cores() -> None:
             os.sched_setaffinity(int(thread.name), cores)
 
 
-def run(work: Work, way: Way, connection: Connection, lock: Path, steps: int, cache: str | None) -> None:
+def run(work: Workload, way: Variant, connection: Connection, lock: Path, steps: int, cache: str | None) -> None:
     """Prepare with at least ``steps`` steps, and run blocks until told to stop.
 
     ``lock`` is the file of the turns, and ``cache`` the folder for compiled code; ``None`` for torch's default.
@@ -131,7 +131,7 @@ def run(work: Work, way: Way, connection: Connection, lock: Path, steps: int, ca
             connection.send(("failed", traceback.format_exc()))
 
 
-def in_trainer(work: Work, way: Way, connection: Connection, turn: Turn, steps: int) -> None:
+def in_trainer(work: Workload, way: Variant, connection: Connection, turn: Turn, steps: int) -> None:
     turn.take()
     net, inputs, labels = make(work.model, work.batch_size, work.image_size, work.device)
     turn.give()
@@ -165,7 +165,7 @@ def in_trainer(work: Work, way: Way, connection: Connection, turn: Turn, steps: 
         trainer.predict(module, batches, return_predictions=False)
 
 
-def in_bare_loop(work: Work, way: Way, connection: Connection, turn: Turn, steps: int) -> None:
+def in_bare_loop(work: Workload, way: Variant, connection: Connection, turn: Turn, steps: int) -> None:
     turn.take()
     net, images, _ = make(work.model, work.batch_size, work.image_size, work.device)
     net.eval()
@@ -195,5 +195,5 @@ def in_bare_loop(work: Work, way: Way, connection: Connection, turn: Turn, steps
             call(images)
 
 
-def autocast(work: Work) -> torch.autocast:
+def autocast(work: Workload) -> torch.autocast:
     return torch.autocast(work.device, torch.bfloat16, enabled=work.device == "cuda")

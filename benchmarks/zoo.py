@@ -2,8 +2,8 @@
 
 Training steps are those of `Trainer.fit` with fused SGD, inference is `Trainer.predict`; both run in bf16 autocast on a
 GPU. "torch.compile" is the net compiled by hand in the same loop, default mode. Each way is a process; blocks of steps
-alternate with nothing else running, and a cell is the median of its blocks in milliseconds a step. "auto" is told that
-the run has --train-run-steps or --infer-run-steps steps, and timed after it has chosen.
+alternate with nothing else running, and a cell is the median of its blocks in milliseconds a step. "auto" chooses for
+a run of --train-run-steps or --infer-run-steps steps, and is timed after its choice.
 
 python benchmarks/zoo.py [--phase both] [--models resnet18 timm/mixer_b16_224 ...] [--batch-size 16] [--together 4]
 python benchmarks/zoo.py --from-json FILE ...
@@ -15,7 +15,7 @@ import argparse
 import statistics
 from collections.abc import Iterator
 
-from conduct import Group, Way, Work
+from conduct import Group, Variant, Workload
 from tables import Row, add_pacing, find, in_order, ms, parser_for, print_table, rows_of, times
 
 MODELS = [
@@ -30,13 +30,13 @@ def groups(args: argparse.Namespace) -> Iterator[list[Group]]:
     for phase in ["train", "infer"] if args.phase == "both" else [args.phase]:
         loop = "fit" if phase == "train" else "predict"
         ways = [
-            Way("auto", loop, "callback", "auto"),
-            Way("torch.compile", loop, "child", "default"),
-            Way("eager", loop),
+            Variant("auto", loop, "callback", "auto"),
+            Variant("torch.compile", loop, "child", "default"),
+            Variant("eager", loop),
         ]
         run_steps = args.train_run_steps if phase == "train" else args.infer_run_steps
         batch += [
-            (Work(model, phase, args.batch_size, args.image_size, args.device, run_steps), ways)
+            (Workload(model, phase, args.batch_size, args.image_size, args.device, run_steps), ways)
             for model in args.models
         ]
     for start in range(0, len(batch), args.together):
