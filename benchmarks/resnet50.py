@@ -2,8 +2,8 @@
 
 Each way is a process. All ways of a phase and batch size prepare together; then they are timed in alternating blocks of
 steps with nothing else running. A cell is the median of the blocks in milliseconds a step. A "bare loop" runs in one
-context of `no_grad` and autocast. "auto" chooses for a run of --train-run-steps or --infer-run-steps steps, and is timed
-after its choice. On a GPU everything runs in bf16 autocast.
+context of `no_grad` and autocast. "auto" chooses for a run of --train-run-steps or --infer-run-steps steps, and is
+timed after its choice. On a GPU everything runs in bf16 autocast.
 
 python benchmarks/resnet50.py [--phase both] [--batch-sizes 1 16 128] [--modes default reduce-overhead] [--json FILE]
 python benchmarks/resnet50.py --from-json FILE ...
