@@ -1,4 +1,4 @@
-"""What a run of two ranks does if one rank cannot compile, compiles too long, or gets SIGTERM while it compiles.
+"""Run two ranks of which one cannot compile, compiles too long, or gets SIGTERM while it compiles.
 
 - failure: on the second rank, Inductor raises. Its target runs eagerly; the run ends with the losses of an eager run.
 - slow: the second rank compiles --delay seconds longer, and collectives time out after --timeout seconds. The run ends
