@@ -203,8 +203,11 @@ class InductorCompile(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.session and (trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization):
-            self.session.after_backward()
+        session = self._calls.session
+        if session is None or not session.gpu.active:
+            return
+        if trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization:
+            session.after_backward()
 
     @override
     def on_train_batch_end(
@@ -214,8 +217,8 @@ class InductorCompile(Callback):
         if self._step_is_timed:
             optimizer_steps = trainer.global_step - self._global_step_before
             part = f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated"
-        if self.session:
-            self.session.step_ends("train", batch, part)
+        if (session := self._calls.session) is not None:
+            session.step_ends("train", batch, part)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
         if every and (batch_idx + 1) % every == 0:
             trainer_report.log_scalars(trainer, self, details=False)
@@ -251,8 +254,9 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self.session:
-            self.session.step_ends(f"{trainer.state.stage} {dataloader_idx}", batch)
+        if (session := self._calls.session) is not None:
+            loader = f"{trainer.state.stage} {dataloader_idx}" if self._step_is_timed else ""
+            session.step_ends(loader, batch)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
@@ -275,8 +279,8 @@ class InductorCompile(Callback):
             session.plan(remaining_steps(trainer))
 
     def _begin_step(self, batch_idx: int) -> None:
-        if self.session:
-            self._step_is_timed = self.session.step_begins(first=batch_idx == 0)
+        if (session := self._calls.session) is not None:
+            self._step_is_timed = session.step_begins(first=batch_idx == 0)
 
     def _end_stage(self, phase: Phase) -> None:
         if self.session and not self._calls.nested:

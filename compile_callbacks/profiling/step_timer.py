@@ -5,6 +5,7 @@ A *sample* is the time of a step that may be compared with other samples.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter, defaultdict, deque
@@ -32,8 +33,8 @@ _MAX_WORKLOADS = 500  # the maximum number of workloads with samples; the latest
 _MAX_SHAPES = 100_000  # the maximum number of hashes of shapes that have occurred
 
 STEADY_STEPS = 100
-"""The number of steps of one kind without a compile after which only one step in `TIMED_ONE_OF` is timed. Two CUDA
-events take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs, which delays a CPU-bound step."""
+"""The number of steps of one kind without a compile after which on average one step in `TIMED_ONE_OF` is timed. Two
+CUDA events take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs, which delays a CPU-bound step."""
 
 TIMED_ONE_OF = 8
 
@@ -88,6 +89,10 @@ class StepTimer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.last_step: Span | None = None
         """The time of the last step, or ``None`` if torch compiled during the step, or if it was a warm-up step."""
+        self.untimed_left = 0
+        """The number of the next steps that need no timing."""
+        self.passed = 0
+        """The number of steps since the last call of `stop`. They were neither timed nor counted yet."""
         self._clock = clock
         self._numbers: Counter[Phase] = Counter()
         self._steps: Counter[_Variant] = Counter()
@@ -120,11 +125,17 @@ class StepTimer:
             Whether the step is timed.
         """
         self._running = True
-        if not wanted and self._steady_steps >= STEADY_STEPS and self._random.random() * TIMED_ONE_OF >= 1:
-            self._span, self._started = None, self._clock()  # needed if torch compiles during the step
+        if self.untimed_left and not wanted:
+            self.start_untimed()
             return False
         self._span = Span(device, self._clock)
         return True
+
+    def start_untimed(self) -> None:
+        """Start a step that is not timed. If the last step was of the same kind, its end may only increase `passed`."""
+        self.untimed_left -= 1
+        self._running, self._span = True, None
+        self._started = self._clock()  # needed if torch compiles during the step
 
     def restart_warmup(self, phase: Phase, *, compiled: bool, candidate: str | None = None) -> None:
         """Make the next step of a variant a warm-up step, because another variant ran before it."""
@@ -150,14 +161,19 @@ class StepTimer:
         if not self._running:
             return False
         self._running = False
+        self._count_passed()
         variant = phase, compiled, candidate
         self._numbers[phase] += 1
         self._steps[variant] += 1
         self._steady_steps = 0 if disturbed or variant != self._last_variant else self._steady_steps + 1
         self._last_variant = variant
+        if self._steady_steps < STEADY_STEPS:
+            self.untimed_left = 0
         if self._span is None and not disturbed:
             self._untimed[variant] += 1
             return False
+        if self._steady_steps >= STEADY_STEPS:  # the gaps are random, so that each step is equally likely to be timed
+            self.untimed_left = int(math.log(1 - self._random.random()) / math.log(1 - 1 / TIMED_ONE_OF))
         span = self._span or Span(None, self._clock, self._started)
         span.stop()
         sample = self._is_sample(variant, workload, disturbed=disturbed)
@@ -205,10 +221,12 @@ class StepTimer:
 
     def next_step(self, phase: Phase) -> int:
         """Return the number of the next step in the phase, from 1."""
+        self._count_passed()
         return self._numbers[phase] + 1
 
     def compiled_steps(self, phase: Phase, candidate: str | None = None) -> int:
         """Return the number of compiled steps, including steps without a sample."""
+        self._count_passed()
         return self._steps[phase, True, candidate]
 
     def samples(
@@ -248,6 +266,7 @@ class StepTimer:
             phase: The phase.
             other_seconds: Seconds spent on compiling outside the timed steps.
         """
+        self._count_passed()
         for variant in list(self._untimed):
             self._add_untimed(variant)
         of_stage: defaultdict[str, list[float]] = defaultdict(list)
@@ -276,6 +295,15 @@ class StepTimer:
     def restore(self, phase: Phase, baseline: Mapping[Workload, Sequence[float]]) -> None:
         """Add the eager samples that `baseline` returned in an earlier run."""
         self._restored[phase] = {workload: tuple(samples) for workload, samples in baseline.items() if samples}
+
+    def _count_passed(self) -> None:
+        """Count the steps of `passed`, which are of the same kind as the last step."""
+        if self.passed and self._last_variant is not None:
+            self._numbers[self._last_variant[0]] += self.passed
+            self._steps[self._last_variant] += self.passed
+            self._untimed[self._last_variant] += self.passed
+            self._steady_steps += self.passed
+            self.passed = 0
 
     def _add_untimed(self, variant: _Variant) -> None:
         """Count each untimed step of a variant with the variant's average time."""

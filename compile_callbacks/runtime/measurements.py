@@ -46,6 +46,7 @@ class Step:
         first: Whether the step is the first step of its stage.
         measured: Whether the time of the step may be used in the report.
         marker: The recorder's marker at the start of the step.
+        number: The number of the step in its phase. The session only sets it for steps that it does not measure.
         timed: Whether the timer measures the step.
         compiled: Whether the step runs compiled.
         disturbed: Whether torch compiled during the step. Known at the end of the step.
@@ -55,6 +56,7 @@ class Step:
     first: bool = False
     measured: bool = False
     marker: tuple[int, int] = (0, 0)
+    number: int = 0
     timed: bool = False
     compiled: bool = False
     disturbed: bool = False
@@ -189,6 +191,18 @@ class Measurements:
         if not step.compiled and self.owns(phase) and self._baselines[phase].running:
             self._baselines[phase].step(sample=is_sample)
         return workload
+
+    def idle_step(self, step: Step, phase: Phase, marker: tuple[int, int]) -> Step | None:
+        """Return a step that stands for the next untimed steps, or ``None`` if they need more than a count.
+
+        Args:
+            step: The last step.
+            phase: Its phase.
+            marker: The recorder's marker.
+        """
+        if not self.timer.untimed_left or step.disturbed or not step.measured or self.baseline(phase).running:
+            return None
+        return Step(False, True, marker, self.timer.next_step(phase) - 1, compiled=step.compiled)
 
     def _conditions(self, step: Step, stage: Stage, *, tuned: bool) -> dict[str, object]:
         known: dict[str, object] = {"precision": self._precision}

@@ -111,10 +111,11 @@ class Session:
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
         )
         self._trace = _torch.events.StructuredTrace(arguments.trace_dir) if arguments.trace_dir else None
-        self._gpu = StepsOnGpu(module)
+        self.gpu = StepsOnGpu(module)
         self.running = False
         """Whether a Trainer run is in progress."""
         self._stage, self._step = Stage(), Step()
+        self._idle: Step | None = None  # stands for the next steps, if the session only counts them
         self._compiled = False  # whether the selected config compiles
         self._before: CompileReport | None = None  # the report of the run that this run resumes
 
@@ -139,7 +140,7 @@ class Session:
         self.running = True
         self._limits.stopping = stopping
         device = device_of(self.module)
-        self._gpu.begin(device)
+        self.gpu.begin(device)
         self._processes.join(together=together and self._arguments.compiles, decides=bool(self._tunings))
         self._measurements.begin(device, precision, self._processes.size, shared or {})
         for phase, active in self._active.items() if self._processes.is_global_zero else ():
@@ -167,7 +168,7 @@ class Session:
         cache = self._cache if self._cache is not None and self._cache.active else None
         parts = (
             self._called.stop,
-            self._gpu.end,
+            self.gpu.end,
             self._processes.leave,
             self._recorder.stop,
             self._measurements.timer.discard_step,
@@ -182,7 +183,7 @@ class Session:
     def interrupt(self) -> Stage:
         """Pause this run for a nested Trainer call. Pass the returned stage to `stage_begins` to continue the run."""
         self._measurements.timer.discard_step()
-        self._step = Step()  # not measured
+        self._step, self._idle = Step(), None  # not measured
         return self._stage
 
     def free_compiled(self) -> None:
@@ -207,7 +208,7 @@ class Session:
 
     def stage_begins(self, stage: Stage) -> None:
         """Begin or continue a stage. It runs compiled until a step runs eagerly."""
-        self._stage = stage
+        self._stage, self._idle = stage, None
         self._select(compiled=True)
 
     def step_begins(self, *, first: bool = False) -> bool:
@@ -219,6 +220,14 @@ class Session:
         Returns:
             Whether the step is timed.
         """
+        idle, timer = self._idle, self._measurements.timer
+        # The compiles are compared here, too, because the user may compile between two steps.
+        if idle is not None and timer.untimed_left and not first and self._recorder.compiles_seen == idle.marker[0]:
+            idle.number += 1
+            self._step, self._recorder.step = idle, idle.number
+            timer.start_untimed()
+            return False
+        self._idle = None
         if first:
             self._switch.invalidate_weights()
         recorder, measurements, stage, phase = self._recorder, self._measurements, self._stage, self._stage.phase
@@ -231,15 +240,14 @@ class Session:
         if (tuning := self._tunings.get(phase)) is not None:
             self._active[phase] = active = tuning.step_begins(measured=measured)
             if measured and tuning.begins_block:
-                compiled = active.config is not None
-                measurements.timer.restart_warmup(phase, compiled=compiled, candidate=active.candidate)
+                timer.restart_warmup(phase, compiled=active.config is not None, candidate=active.candidate)
         in_baseline = not (stage.sanity or stage.nested) and measurements.baseline(phase).running
         if tuning is not None or stage.sanity or finds_targets or in_baseline:
             self._select(compiled=not (stage.sanity or finds_targets or in_baseline))
         step.compiled = self._compiled
-        self._gpu.step_begins(trains_compiled=step.compiled and phase == "train")
+        self.gpu.step_begins(trains_compiled=step.compiled and phase == "train")
         if is_sample:
-            recorder.step = measurements.timer.next_step(phase)
+            recorder.step = timer.next_step(phase)
             tries = tuning is not None and tuning.winner is None
             step.timed = measurements.step_begins(step, phase, self._active[phase], tries=tries)
         if finds_targets:
@@ -249,8 +257,8 @@ class Session:
     def after_backward(self) -> None:
         """Copy the gradients out of the memory of CUDA graphs, because they outlive the step."""
         config = self._active["train"].config
-        if self._gpu.active and self._compiled and config is not None and config.uses_cudagraphs:
-            self._gpu.keep_gradients()
+        if self.gpu.active and self._compiled and config is not None and config.uses_cudagraphs:
+            self.gpu.keep_gradients()
 
     def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
         """End a step: record its time, and count it for the baseline or the candidate.
@@ -261,6 +269,10 @@ class Session:
             part: A description of other properties that change the workload of the step.
         """
         stage, step = self._stage, self._step
+        if step is self._idle and self._recorder.compiles_seen == step.marker[0]:
+            self._measurements.timer.passed += 1
+            self._recorder.step = None
+            return
         if called := self._called.stop():
             self._switch.add(self._new_targets(called))
         step.disturbed, step.traced = self._recorder.compiled_since(step.marker)
@@ -269,7 +281,7 @@ class Session:
             gc.collect()
         self._recorder.step = None
         tuning = self._tunings.get(stage.phase)
-        self._gpu.step_ends()
+        self.gpu.step_ends()
         workload = workload_of(loader, batch, part) if step.timed else None
         workload = self._measurements.step_ends(step, stage, self._active[stage.phase], workload, tuned=bool(tuning))
         if tuning is not None:
@@ -281,6 +293,8 @@ class Session:
             self._active[tuning.phase] = tuning.active
         if called or tuning is not None or not step.compiled:  # otherwise, the phase is already selected
             self._select(compiled=True)
+        if tuning is None and not self.gpu.active and step.compiled == self._compiled:
+            self._idle = self._measurements.idle_step(step, stage.phase, self._recorder.marker)
 
     def stage_ends(self, phase: Phase) -> None:
         """End a stage: synchronize the winner of a `Tune` with other ranks, and issue warnings."""
@@ -349,22 +363,19 @@ class Session:
         The method ignores a state of another version, and parts that are missing, unknown or of a wrong type.
         """
         data = state if isinstance(state, Mapping) and state.get("version") == STATE_VERSION else {}
-        parts = map(data.get, ("report", "baselines"))
-        report, baselines = (part if isinstance(part, Mapping) else {} for part in parts)
+        report, baselines = (one if isinstance(one, Mapping) else {} for one in map(data.get, ("report", "baselines")))
         if report:
             self._before = CompileReport.from_dict({**report, "before": None})
         self._shapes.restore(data.get("shapes"))
         device = data.get("device")
-        if not all(self._processes.gather(isinstance(device, str) and device == self._measurements.device_name())):
-            return
-        self._measurements.resume(baselines)
+        if all(self._processes.gather(isinstance(device, str) and device == self._measurements.device_name())):
+            self._measurements.resume(baselines)
 
     # ------------------------------------------------------------------------------------------ parts of the above
 
     def _select(self, *, compiled: bool) -> None:
         """Run the targets with the active config of the phase, or eagerly."""
-        stage = self._stage
-        active = self._active[stage.phase] if compiled else EAGERLY
+        stage, active = self._stage, self._active[self._stage.phase] if compiled else EAGERLY
         self._compiled = active.config is not None
         observes = not self._compiled and self._arguments.configs[stage.phase] is not None
         self._switch.select(stage.phase, active, frozen=stage.weights_frozen, observes=observes)
@@ -378,8 +389,7 @@ class Session:
     def _reported_targets(self, phase: Phase) -> Sequence[Compiled]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
         called = self._switch.called_targets(phase)
-        targets = self._switch.targets_of(phase)
-        return [target for target in targets if not self._finds_targets or target.name in called]
+        return [one for one in self._switch.targets_of(phase) if not self._finds_targets or one.name in called]
 
     def _save_record(self) -> None:
         """Write the observed shapes and the compile times to the model's file."""

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
 from tests.support.models import Classifier, loader, trainer
@@ -80,3 +81,17 @@ def test_a_stopwatch_from_outside_agrees(accelerator, tolerance):
         if all(found[part] <= allowed[part] for part in allowed):
             return
     pytest.fail(f"the clocks differ by {found}, of which {allowed} are allowed")
+
+
+@pytest.mark.all_versions
+def test_untimed_steps_are_counted_and_a_compile_in_one_of_them_is_recorded():
+    callback = InductorCompile(targets=["net"], baseline_steps=0, verify="off")
+    batches = DataLoader([*loader(400), *loader(1, batch_size=6), *loader(20)], batch_size=None)
+    trainer(callback).predict(Classifier(), batches)
+    series = {of_kind["kind"]: of_kind["steps"] for of_kind in callback.report.infer.diagnostics.series}
+    recompiles = [event for event in callback.report.infer.diagnostics.events if event["kind"] == "recompile"]
+    assert [event["step"] for event in recompiles] == [401]
+    assert series["compiling"] == [1, 401]
+    assert set(range(402, 422)) <= set(series["compiled"])  # each step near a compile is timed
+    assert 100 < sum(step <= 400 for step in series["compiled"]) < 250
+    assert callback.session._measurements.timer.compiled_steps("infer") == 421
