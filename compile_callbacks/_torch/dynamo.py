@@ -239,10 +239,9 @@ _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # torch 2.
 
 
 def mark_dimensions(tensor: torch.Tensor, dimensions: Sequence[int]) -> Callable[[], None]:
-    """Mark dimensions of a tensor as dynamic for the next compile. Torch specializes a dimension if the code needs it.
+    """Mark dimensions as dynamic for the next compile. Return a function that removes the marks.
 
-    Returns:
-        A function that removes the marks. If a mark remained, torch would recompile for the same tensor.
+    If a mark remained, torch would recompile for the same tensor. Torch specializes a dimension if the code needs it.
     """
     marked = [part for part in (tensor, *_inner_tensors(tensor)) if not any(hasattr(part, name) for name in _MARKS)]
     maybe_mark_dynamic(tensor, list(dimensions))

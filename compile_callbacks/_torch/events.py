@@ -34,10 +34,6 @@ class TraceSettings:
     notice a new ``requires_grad``, a new dtype set through ``.data``, and a buffer that is an input and changes in the
     call. With ``use_recursive_dict_tags_for_guards``, torch does not notice the first parameter of a module.
     docs/reference/limits.md has the cost of all guards.
-
-    Args:
-        ours: A function that returns whether the compile that begins belongs to this library.
-        frozen: A function that returns whether this compile freezes the weights.
     """
 
     def __init__(self, *, ours: Callable[[], bool], frozen: Callable[[], bool]) -> None:
@@ -148,11 +144,7 @@ def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
 
 
 class StructuredTrace:
-    """Writes torch's structured trace to a folder, one file for each process. ``tlparse`` reads it.
-
-    Args:
-        folder: The folder. torch creates it.
-    """
+    """Writes torch's structured trace to a folder, one file for each process. ``tlparse`` reads it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -226,9 +226,6 @@ def end_failed_warmup(device_index: int) -> bool:
     2.15 keep the failed run as the current node of the device's tree, without its outputs. All later calls then fail
     with an empty ``AssertionError`` (2.11), or skip the first run of that graph. The only public fix is
     ``torch.compiler.reset()``, which deletes the compiled code of the whole process.
-
-    Returns:
-        Whether the current node was a failed run.
     """
     from torch._inductor.cudagraph_trees import CUDAWarmupNode, get_manager
 

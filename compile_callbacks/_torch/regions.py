@@ -126,9 +126,6 @@ def expose_aliases(graph_module: GraphModule) -> None:
                  z = mm(y, w)                  # Inductor writes z to the memory of x
         after:   y = region(x)
                  saved = permute(x, [1, 0])
-
-    Args:
-        graph_module: A graph of ATen operators, which this function changes.
     """
     calls_of: dict[str, list[Any]] = {}
     for node in _calls(graph_module):

@@ -32,11 +32,7 @@ def callbacks_of(trainer: Trainer, own: InductorCompile) -> Sequence[InductorCom
 
 
 def why_not_together(callbacks: Sequence[InductorCompile], module: nn.Module) -> str | None:
-    """Return the reason why the callbacks of a trainer cannot run together, or ``None`` if they can.
-
-    Raises:
-        ValueError: If a name in ``targets`` matches nothing.
-    """
+    """Return the reason why the callbacks of a trainer cannot run together, or ``None`` if they can."""
     for one, other in itertools.combinations([callback.arguments for callback in callbacks], 2):
         if one.cache_dir and other.cache_dir and one.cache_dir != other.cache_dir:
             return (

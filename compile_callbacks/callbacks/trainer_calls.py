@@ -75,9 +75,6 @@ class TrainerCalls:
     A call inside another call, such as ``trainer.validate(module)`` in a hook of a fit, uses the session of the outer
     call if both run the same module. Otherwise, the inner call gets its own session.
 
-    Args:
-        last: The holder of the last report, which copies of the callback share.
-
     Attributes:
         session: The session of the current or last call.
         last: The holder of the last report.
@@ -99,14 +96,7 @@ class TrainerCalls:
         return bool(self._calls) and self.session is not None and self._calls[-1].outer is self.session
 
     def begin(self, trainer: Trainer, pl_module: LightningModule, own: InductorCompile, *, fits: bool) -> None:
-        """Begin a call.
-
-        Args:
-            trainer: The trainer.
-            pl_module: The module.
-            own: The callback.
-            fits: Whether the call is a fit.
-        """
+        """Begin a call."""
         if refused := unsupported_strategy_reason(trainer.strategy):
             raise MisconfigurationException(with_code("CC801", refused))
         with contextlib.suppress(ValueError):  # an unknown name may be of a module that configure_model creates later

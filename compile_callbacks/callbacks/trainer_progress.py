@@ -14,13 +14,7 @@ from compile_callbacks.runtime.measurements import Stage
 
 
 def stage_of(trainer: Trainer, phase: Phase, *, nested: bool) -> Stage:
-    """Return the stage that a Trainer is in.
-
-    Args:
-        trainer: The trainer.
-        phase: The phase of the stage.
-        nested: Whether a nested Trainer call runs the stage.
-    """
+    """Return the stage that a Trainer is in."""
     return Stage(
         phase=phase,
         name="validate" if trainer.sanity_checking else str(trainer.state.stage.value),  # type: ignore[union-attr]

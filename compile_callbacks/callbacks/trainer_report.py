@@ -32,14 +32,7 @@ def log_scalars(trainer: Trainer, own: InductorCompile, *, details: bool = True)
 
 
 def write_at_end(trainer: Trainer, own: InductorCompile, call: TrainerCall, exception: BaseException | None) -> None:
-    """Write the report when a Trainer call ends, and issue the warnings about the whole run.
-
-    Args:
-        trainer: The trainer.
-        own: The callback.
-        call: The Trainer call.
-        exception: The exception that ended the call, if any.
-    """
+    """Write the report when a Trainer call ends, and issue the warnings about the whole run."""
     report = own._calls.last.report = current_report(own)
     name = several.name_in_logs(several.callbacks_of(trainer, own), own)
     loggers.log_scalars(trainer.loggers, report.scalars(name), trainer.global_step)

@@ -130,10 +130,6 @@ class CompileRecorder:
 
     The recorder records a compile if it starts within a call of a target (``key``). It also records later work for the
     same compile, such as the recording of a CUDA graph in the backward pass. It ignores compiles of other user code.
-
-    Args:
-        clock: A function that returns seconds.
-        progress: Prints lines about compiles and events.
     """
 
     def __init__(
@@ -314,14 +310,7 @@ class CompileRecorder:
     # ------------------------------------------------------------------------------------------ recording
 
     def record(self, kind: EventKind, key: CompileKey, *, show: bool = True, **attributes: Any) -> CompileEvent:
-        """Record an event of a target.
-
-        Args:
-            kind: The kind of event.
-            key: The target and its phase.
-            show: Whether to print the event.
-            attributes: Further attributes of the `CompileEvent`.
-        """
+        """Record an event of a target."""
         event = CompileEvent(
             kind=kind, target=key.target, phase=key.phase, candidate=key.candidate, step=self.step, **attributes
         )

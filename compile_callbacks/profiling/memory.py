@@ -43,23 +43,13 @@ class PeakMemory:
         self._running: tuple[_Variant, int] | None = None
 
     def start(self, phase: Phase, *, compiled: bool, candidate: str | None = None) -> None:
-        """Start a step on a GPU.
-
-        Args:
-            phase: The phase of the step.
-            compiled: Whether the step runs compiled.
-            candidate: The candidate, if the phase has a `Tune`.
-        """
+        """Start a step on a GPU."""
         variant = phase, compiled, candidate
         measured = self._measured[variant] < _MEASURED_STEPS
         self._running = (variant, torch.cuda.max_memory_allocated()) if measured else None
 
     def stop(self, *, traced: bool) -> None:
-        """End the step.
-
-        Args:
-            traced: Whether torch compiled during the step. Recording a CUDA graph does not count.
-        """
+        """End the step."""
         running, self._running = self._running, None
         if running is None or traced:
             return

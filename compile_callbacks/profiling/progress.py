@@ -39,12 +39,7 @@ _PLURALS = {
 
 
 class CompileProgress:
-    """Prints the target, phase and duration of each compile, and the reasons for recompiles and fallbacks.
-
-    Args:
-        print_line: A function that prints a line of text.
-        clock: A function that returns seconds.
-    """
+    """Prints the target, phase and duration of each compile, and the reasons for recompiles and fallbacks."""
 
     def __init__(
         self, print_line: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.perf_counter

@@ -74,9 +74,6 @@ _RULES: tuple[tuple[str, Callable[[re.Match[str], str], str], str | None], ...] 
 def explain_recompile(torchs_reason: str) -> Recompile:
     """Translate a failed guard into a plain sentence.
 
-    Args:
-        torchs_reason: The reason from torch's compilation metrics.
-
     Example::
 
         >>> explain_recompile("0/0: tensor 'args[0]' size mismatch at index 0. expected 32, actual 8").reason

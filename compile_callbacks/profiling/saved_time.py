@@ -16,9 +16,6 @@ class StepSeries:
     """Step times in order. In a long run, the series keeps random steps, distributed evenly over the run.
 
     The steps are random, because every second or fourth step may differ from the others, as with gradient accumulation.
-
-    Args:
-        limit: The maximum number of steps, an even number.
     """
 
     def __init__(self, limit: int = KEPT_STEPS) -> None:
@@ -28,12 +25,7 @@ class StepSeries:
         self._one_of = 1
 
     def add(self, step: int, ms: float) -> None:
-        """Add a step.
-
-        Args:
-            step: The number of the step in the phase.
-            ms: The time of the step.
-        """
+        """Add a step."""
         if self._random.random() * self._one_of >= 1:
             return
         if len(self._points) == self._limit:
@@ -97,15 +89,7 @@ class SavedTime:
         self._total = _Bin()
 
     def add(self, step: int, ms: float, *, stage: str, candidate: str | None = None, compiling: bool = False) -> None:
-        """Add a step.
-
-        Args:
-            step: The number of the step in the phase.
-            ms: The time of the step.
-            stage: The stage of the step. Steps are compared with eager steps of the same stage.
-            candidate: The candidate that the step ran with, if the phase has a `Tune`.
-            compiling: Whether torch compiled during the step.
-        """
+        """Add a step."""
         if not self._bins or self._bins[-1].size >= self._steps_per_bin:
             self._bins.append(_Bin())
         self._bins[-1].last_step = step
@@ -121,12 +105,7 @@ class SavedTime:
             self._add(key, steps, steps * self._total.ms[key] / timed)
 
     def savings(self, eager_ms: Mapping[str, float], other_seconds: float = 0.0) -> Savings | None:
-        """Compare the steps with eager steps. Return ``None`` if no stage has eager steps.
-
-        Args:
-            eager_ms: The mean time of an eager step, by stage.
-            other_seconds: Seconds spent on compiling outside these steps.
-        """
+        """Compare the steps with eager steps. Return ``None`` if no stage has eager steps."""
         if not any(key.stage in eager_ms for key in self._total.steps):
             return None
         net_ms, curve = -other_seconds * 1000, []

@@ -10,13 +10,7 @@ import torch
 
 
 class Span:
-    """The time between two points of a step. An accelerator measures the time by events, without a synchronization.
-
-    Args:
-        device: The accelerator. With ``None`` or a CPU, the clock measures the time.
-        clock: A function that returns seconds.
-        start: The clock's time at which the span began, if it began earlier.
-    """
+    """The time between two points of a step. An accelerator measures the time by events, without a synchronization."""
 
     def __init__(
         self,
@@ -57,18 +51,7 @@ class Span:
 def call_times_ms(
     call: Callable[[], object], *, device: torch.device, samples: int = 50, warmup: int = 2, seconds: float = 10
 ) -> tuple[float, ...]:
-    """Time calls one by one, with a synchronization after each.
-
-    Args:
-        call: The function to call.
-        device: The device that the function runs on.
-        samples: Number of timed calls.
-        warmup: Number of warm-up calls before the timed calls.
-        seconds: The time after which the function times no further call. It always times one call.
-
-    Returns:
-        The milliseconds of each call.
-    """
+    """Time calls one by one, with a synchronization after each."""
     found: list[float] = []
     deadline = time.perf_counter() + seconds
     synchronize = getattr(getattr(torch, device.type, None), "synchronize", lambda: None)

@@ -81,9 +81,6 @@ class StepTimer:
     training. The time of a step is not a sample if torch compiles during the step, or if the step is the first with new
     shapes. The `WARMUP_STEPS` steps after a compile, and after a change between eager and compiled, give no sample
     either. Samples are only compared with samples of equal workload.
-
-    Args:
-        clock: A function that returns seconds, for steps on a CPU.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -115,15 +112,7 @@ class StepTimer:
     # ------------------------------------------------------------------------------------------ a step
 
     def start(self, device: torch.device | None = None, *, wanted: bool = True) -> bool:
-        """Start a step.
-
-        Args:
-            device: The device that the step runs on.
-            wanted: Whether the step must be timed.
-
-        Returns:
-            Whether the step is timed.
-        """
+        """Start a step."""
         self._running = True
         if self.untimed_left and not wanted:
             self.start_untimed()
@@ -145,18 +134,7 @@ class StepTimer:
     def stop(
         self, phase: Phase, *, compiled: bool, workload: Workload | None, disturbed: bool, candidate: str | None = None
     ) -> bool:
-        """End the step.
-
-        Args:
-            phase: The phase of the step.
-            compiled: Whether the step ran with the compiled targets.
-            workload: The workload of the step, or ``None`` if the step was not timed.
-            disturbed: Whether torch compiled during the step.
-            candidate: The candidate that the step ran with, if the phase has a `Tune`.
-
-        Returns:
-            Whether the time of the step is a sample.
-        """
+        """End the step."""
         self.last_step = None
         if not self._running:
             return False
@@ -260,12 +238,7 @@ class StepTimer:
         return StepTimes()
 
     def savings(self, phase: Phase, other_seconds: float = 0.0) -> Savings | None:
-        """Return the time that compiled steps saved, or ``None`` if there are too few eager samples.
-
-        Args:
-            phase: The phase.
-            other_seconds: Seconds spent on compiling outside the timed steps.
-        """
+        """Return the time that compiled steps saved, or ``None`` if there are too few eager samples."""
         self._count_passed()
         for variant in list(self._untimed):
             self._add_untimed(variant)

@@ -29,12 +29,7 @@ class Workload(NamedTuple):
 
     @classmethod
     def from_data(cls, data: Sequence[Any]) -> Workload:
-        """Create a workload from a list of its fields.
-
-        Raises:
-            TypeError: If a field has a wrong type.
-            ValueError: If the number of fields is wrong.
-        """
+        """Create a workload from a list of its fields."""
         stage, kind, sizes = data
         shapes = tuple(tuple(shape) for shape in sizes)
         if not (isinstance(stage, str) and isinstance(kind, str)):
@@ -45,13 +40,7 @@ class Workload(NamedTuple):
 
 
 def workload_of(stage: str, batch: Any, part: str = "") -> Workload:
-    """Return the workload of a step.
-
-    Args:
-        stage: The stage and the number of its dataloader.
-        batch: The batch.
-        part: Other conditions, such as accumulation.
-    """
+    """Return the workload of a step."""
     return _workload_of_signature(stage, part, signature(batch))
 
 

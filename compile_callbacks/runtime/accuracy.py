@@ -60,12 +60,6 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
     A difference beyond the tolerance counts only if the compiled result is also further from a float64 run than the
     eager result. torch's own accuracy checks use the same rule. The rule is necessary for sums that cancel out, such as
     the gradient of a bias before a batch norm, where both runs compute only rounding errors.
-
-    Args:
-        expected: The results of the eager run.
-        actual: The results of the compiled run.
-        allowed: The `tolerance`.
-        rerun: A function that runs the graph again, which is necessary only if there is a difference.
     """
     for name, tensor in expected.tensors.items():
         other = actual.tensors.get(name)
@@ -125,10 +119,6 @@ def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = (
     The tolerance accepts an error in the second half of the digits: 3.5e-4 in float32, 0.03 in float16 and TF32, and
     0.09 in bfloat16. The last digits differ, because compiled code sums in another order and keeps more intermediate
     results in float32.
-
-    Args:
-        tensors: Inputs and weights.
-        dtypes: Other dtypes in use, in addition to the dtype of the active autocast.
     """
     tensors = list(tensors)
     found = {tensor.dtype for tensor in tensors} | set(dtypes)

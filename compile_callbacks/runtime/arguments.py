@@ -64,12 +64,7 @@ class CompileArguments:
         trace_dir: str | os.PathLike[str] | None = None,
         **target_settings: Any,
     ) -> CompileArguments:
-        """Check the arguments that a user gave.
-
-        Raises:
-            ValueError: If a value is not one of the choices.
-            TypeError: If a value has the wrong type.
-        """
+        """Check the arguments that a user gave."""
         modes: dict[Phase, object] = {"train": train_mode, "infer": infer_mode}
         configs = {phase: as_settings(mode, f"{phase}_mode") for phase, mode in modes.items()}
         checked_passes = as_passes(passes, "passes")
@@ -107,11 +102,7 @@ class CompileArguments:
         return self.target_settings.trace_dir
 
     def without_effect(self, **others: object) -> list[str]:
-        """Return a message for each argument that has no effect.
-
-        Args:
-            others: Further arguments that have an effect only if a phase is compiled.
-        """
+        """Return a message for each argument that has no effect."""
         train = self.configs["train"]
         messages = []
         if train is not None and train.freezes:

@@ -34,16 +34,7 @@ _environment_before: dict[str, str | None] = {}
 
 
 def check_folder(argument: str, folder: object) -> Path | None:
-    """Check the path of a folder, which need not exist, and return it as an absolute path.
-
-    Args:
-        argument: The argument's name, for messages.
-        folder: The path, or ``None`` for no folder.
-
-    Raises:
-        TypeError: If ``folder`` is not a path.
-        ValueError: If the path is empty or names a file.
-    """
+    """Check the path of a folder, which need not exist, and return it as an absolute path."""
     if folder is None:
         return None
     if not isinstance(folder, (str, os.PathLike)) or isinstance(name := os.fspath(folder), bytes):
@@ -63,10 +54,6 @@ class CompileCache:
 
     torch loads and runs the compiled code in the folder. The folder must therefore belong to this user, and no other
     user may have write access. If the folder cannot be used, the run continues without it.
-
-    Args:
-        folder: The folder. `begin` creates it, readable by its owner only.
-        warn: A function that gets a message if the folder cannot be used.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], object]) -> None:
@@ -79,12 +66,7 @@ class CompileCache:
         return self in _active
 
     def begin(self, *, clean: bool = True) -> None:
-        """Start using the folder.
-
-        Args:
-            clean: Whether to delete incomplete libraries, and old entries if the folder is too large. Only one rank of
-                a run does this.
-        """
+        """Start using the folder. Only one rank of a run cleans it."""
         if self.active:
             return
         try:
@@ -119,11 +101,7 @@ def _set_environment() -> None:
 
 
 def _make_private(folder: Path, *, follow_links: bool = True) -> None:
-    """Create a folder if it is missing, and refuse a folder that another user could write compiled code to.
-
-    Raises:
-        OSError: If the folder cannot be created, or is refused.
-    """
+    """Create a folder if it is missing, and refuse a folder that another user could write compiled code to."""
     if not hasattr(os, "geteuid"):
         raise PermissionError("this platform does not report the owner of a file, so cached code is not safe to run")
     folder.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
@@ -140,9 +118,6 @@ def delete_incomplete_libraries(folder: Path) -> None:
     """Delete the kernel libraries and object files that a killed linker left incomplete.
 
     torch builds a library only if the file does not exist. It would therefore fail to load such a file in each run.
-
-    Args:
-        folder: The folder that `CompileCache` uses.
     """
     if not sys.platform.startswith("linux"):  # the check below knows the file format of Linux only
         return
@@ -173,9 +148,6 @@ def delete_old_entries(folder: Path) -> None:
     An entry is a set of files that torch can use only together, so the function deletes entries as a whole. It always
     deletes entries with files of another user, because torch would run them. It keeps entries that were used within
     `KEPT_SECONDS`. It does not follow links, and does not change files outside the two caches.
-
-    Args:
-        folder: The folder that `CompileCache` uses.
     """
     entries = []
     for paths in _entries(folder):

@@ -49,10 +49,6 @@ class CalledTargets:
     The class records a method if the method calls a module or returns a tensor. If a method calls its own module, as
     ``generate`` does, the class records the module instead.
 
-    Args:
-        root: The root module.
-        others: Targets of other callbacks. The class records neither these targets nor modules that contain them.
-
     Attributes:
         stages: The names of the stages whose first step has begun.
     """

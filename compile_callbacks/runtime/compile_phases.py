@@ -151,12 +151,7 @@ class GradModeSession(Session):
     """A session without a Trainer. The grad mode of each call selects the phase."""
 
     def begin_by_grad_mode(self, *, weights_frozen: bool = False, found_from_module: bool = True) -> None:
-        """Compile the module in place.
-
-        Args:
-            weights_frozen: Whether the weights are constant, so that the compiled code may contain them.
-            found_from_module: Whether `report_of` and `restore` can find this session from the module.
-        """
+        """Compile the module in place."""
         self.begin()
         if found_from_module:
             self._switch.set_session(self)

@@ -44,22 +44,6 @@ class CompiledTarget:
     Repeated blocks form one target: the compiled function takes the block as an argument, and torch's guards decide
     which blocks need separate graphs. Regions are repeated blocks within a target's graph, which torch compiles once.
 
-    Args:
-        target: The target.
-        phase: The phase.
-        config: The config.
-        passes: Graph passes that run before the passes of ``config``.
-        recorder: Records the compile events.
-        warn: Issues each warning once.
-        settings: The settings other than the config.
-        frozen: Whether to freeze the weights. If the weights change, this object freezes them again. See `WeightWatch`
-            and `invalidate_weights`.
-        candidate: The name of the config, if a `Tune` tries several configs.
-        limits: Limits the time spent on recompiles.
-        observed: The dimensions of the inputs that vary.
-        compile_regions_separately: A function that this object calls if torch cannot compile the regions in the
-            target's graph, or if the result differs from eager. `PhaseSwitch` then calls the regions instead.
-
     Attributes:
         key: The target, the phase, and the candidate.
         called: Whether the target was called in the phase.

@@ -97,11 +97,7 @@ class StepsOnGpu:
         self._several_devices = len({weight.device for weight in self._module.parameters()}) > 1
 
     def step_begins(self, *, trains_compiled: bool) -> None:
-        """Begin a step.
-
-        Args:
-            trains_compiled: Whether the step is a training step that runs compiled.
-        """
+        """Begin a step."""
         if self.active:
             torch.compiler.cudagraph_mark_step_begin()
             if trains_compiled and not self._several_devices:

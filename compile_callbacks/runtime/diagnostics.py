@@ -28,15 +28,7 @@ _NAME_OTHERS = (
 
 
 class SessionWarnings:
-    """Issues each warning of a session once for each target and phase. `Session` decides when to check.
-
-    Args:
-        warn: Issues the warnings.
-        switch: Contains the targets and the compiled targets.
-        recorder: Contains the compile events, and records events for settings without effect.
-        timer: Contains the step times.
-        finds_targets: Whether the first steps determine the targets, because the user named none.
-    """
+    """Issues each warning of a session once for each target and phase. `Session` decides when to check."""
 
     def __init__(
         self,
@@ -108,12 +100,7 @@ class SessionWarnings:
                 self._warn.warn("CC102", message, about=target.name)
 
     def check_step_times(self, phase: Phase, candidate: str | None = None) -> None:
-        """Warn if the latest compiled steps are slower than eager steps of the same workload, beyond the spread.
-
-        Args:
-            phase: The phase.
-            candidate: The candidate that the steps run with, if the phase has a `Tune`.
-        """
+        """Warn if the latest compiled steps are slower than eager steps of the same workload, beyond the spread."""
         slower: list[tuple[float, str]] = []
         all_eager = self._timer.baseline(phase)
         all_compiled = self._timer.samples(phase, compiled=True, candidate=candidate)

@@ -115,16 +115,6 @@ class PhaseSwitch:
     each target, phase and candidate, the switch creates a `CompiledTarget` when they are first selected. torch compiles
     at the first call of the `CompiledTarget`. If the config freezes, the switch creates another `CompiledTarget` with
     frozen weights for stages with constant weights.
-
-    Args:
-        targets: The targets.
-        left_alone: Phases in which a target that the user compiled in place runs as the user compiled it.
-        passes: Graph passes for both phases, which run before the passes of each config.
-        recorder: Records the compile events.
-        settings: The settings of the targets other than the config.
-        warn: Issues each warning once.
-        shapes: The dimensions of the targets' inputs that vary.
-        limits: Limits the time spent on recompiles.
     """
 
     def __init__(
@@ -236,11 +226,8 @@ class PhaseSwitch:
     def select(self, phase: Phase, active: ActiveConfig, *, frozen: bool = False, observes: bool = False) -> None:
         """Run the targets with the config of a phase from now on.
 
-        Args:
-            phase: The phase.
-            active: The config.
-            frozen: Whether the weights are constant, so that the code may contain them if the config freezes.
-            observes: Whether eager calls record the shapes of their inputs, because the phase will be compiled.
+        If the weights are ``frozen``, the code may contain them. If the phase will be compiled, eager calls
+        ``observe`` the shapes of their inputs.
         """
         if self._to_separate:
             self._separate_regions()
@@ -257,12 +244,7 @@ class PhaseSwitch:
         self._selected = selected
 
     def select_by_grad_mode(self, active: Mapping[Phase, ActiveConfig], *, frozen: bool = False) -> None:
-        """Let the grad mode of each call select the phase: train if grad is enabled, else infer.
-
-        Args:
-            active: The config of each phase.
-            frozen: Whether calls without grad may use frozen weights, if the config freezes.
-        """
+        """Let the grad mode of each call select the phase: train if grad is enabled, else infer."""
         self._selected = None
         self._select_again = functools.partial(self.select_by_grad_mode, active, frozen=frozen)
         for target, dispatchers in self._dispatchers.items():
@@ -345,11 +327,7 @@ class PhaseSwitch:
 
 
 def compiled_target_names(module: nn.Module) -> list[str]:
-    """Return the names of the submodules and methods that this library compiled in place.
-
-    Args:
-        module: The module to search. ``"forward"`` stands for the call of the module itself.
-    """
+    """Return the names of the submodules and methods that this library compiled in place."""
     return [
         (f"{path}.{slot}" if slot not in (_CALL_SLOT, "forward") else path).removeprefix(".") or "forward"
         for path, part in module.named_modules()

@@ -37,13 +37,7 @@ class ProcessGroupSync:
         self._timeouts: list[tuple[Any, timedelta]] = []
 
     def join(self, *, together: bool, decides: bool) -> None:
-        """Begin a run.
-
-        Args:
-            together: Whether all ranks of the default process group begin this run here.
-            decides: Whether the ranks will make decisions together, which needs a process group. Pass the same value on
-                all ranks.
-        """
+        """Begin a run, on all ranks ``together`` or alone. Ranks that make decisions together need a process group."""
         self.leave()
         if not (together and distributed.is_available() and distributed.is_initialized()):
             self.size, self.is_global_zero = 1, True
@@ -66,11 +60,7 @@ class ProcessGroupSync:
                 distributed.destroy_process_group(group)
 
     def gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, by rank. All ranks must call this method in the same order.
-
-        Args:
-            value: A value that can be pickled.
-        """
+        """Return the values of all ranks, by rank. All ranks must call this method in the same order."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size

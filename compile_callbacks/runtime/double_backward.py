@@ -188,14 +188,9 @@ class _BackwardPasses:
 
 
 def _compiled_node(output: Any, earlier: Collection[Any] = ()) -> tuple[Any, int, bool] | None:
-    """Return autograd's node of the compiled graph that computed an output.
+    """Return autograd's node of the compiled graph that computed an output, unless an ``earlier`` node computed it.
 
-    Args:
-        output: The output.
-        earlier: The nodes that computed the inputs. The graph did not compute outputs of these nodes.
-
-    Returns:
-        The node, the index of the node's output, and whether ``output`` is a view of the node's output.
+    The result also contains the index of the node's output, and whether ``output`` is a view of the node's output.
     """
     if not isinstance(output, torch.Tensor):
         return None

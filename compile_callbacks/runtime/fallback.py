@@ -15,13 +15,6 @@ from compile_callbacks.runtime.target_settings import TargetSettings
 class EagerFallback:
     """The failures of one compiled target.
 
-    Args:
-        key: The target and its phase.
-        recorder: Records each failure.
-        settings: The reaction to a failure.
-        warn: Warns once for each target and phase.
-        has_regions: Whether the target has regions, which can be compiled separately after a failure.
-
     Attributes:
         active: Whether the target runs eagerly from now on.
         has_regions: Whether the target has regions.
@@ -49,12 +42,7 @@ class EagerFallback:
         self.pending: list[tuple[str, str, Hashable]] = []
 
     def compiler_failed(self, error: BaseException, *, what: str = "the compiler failed") -> None:
-        """Record that a part of the target runs eagerly, and warn after the call.
-
-        Args:
-            error: The error.
-            what: A clause that describes the failure, for the warning.
-        """
+        """Record that a part of the target runs eagerly, and warn after the call."""
         reason, (target, phase) = describe(error), self._key[:2]
         self._recorder.record("fallback", self._key, reason=reason)
         message = (
@@ -64,12 +52,7 @@ class EagerFallback:
         self.warn_after_call("CC301", message)
 
     def run_eagerly(self, code: str, reason: str) -> None:
-        """Run the target eagerly from now on, for a reason other than a failure. Record this and warn immediately.
-
-        Args:
-            code: The code of the warning.
-            reason: A clause with the reason, for the warning.
-        """
+        """Run the target eagerly from now on, for a reason other than a failure. Record this and warn immediately."""
         self.active = True
         self._recorder.record("fallback", self._key, reason=reason, code=code)
         if not self.settings.on_trial:
@@ -87,13 +70,7 @@ class EagerFallback:
         self._warn.warn(code, message, about=self._key[:2])
 
     def warn_after_call(self, code: str, message: str, *, about: Hashable = None) -> None:
-        """Warn when the call has ended, because Dynamo would treat a warning that raises as a failure of the backend.
-
-        Args:
-            code: The code of the warning.
-            message: The text of the warning.
-            about: The key for which only the first warning is issued. By default, the target and the phase.
-        """
+        """Warn after the call, because Dynamo would treat a warning that raises as a failure of the backend."""
         self.pending.append((code, message, about or self._key[:2]))
 
     def issue_warnings(self) -> None:

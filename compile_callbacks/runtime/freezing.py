@@ -15,11 +15,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightWatch:
-    """Tells whether a module's weights changed, or moved to another address, since the last call.
-
-    Args:
-        module: The module whose parameters and buffers are watched.
-    """
+    """Tells whether a module's weights changed, or moved to another address, since the last call."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -33,10 +29,8 @@ class WeightWatch:
     def changed(self, *, thorough: bool) -> bool:
         """Return whether a weight changed since the last call. The first call returns ``True``.
 
-        Args:
-            thorough: Whether to compare hashes of the contents. Otherwise, the method compares addresses and version
-                counters. This takes 0.1 µs per tensor, but does not notice edits through ``.data`` and parameters
-                that were replaced by new objects.
+        With ``thorough``, compare hashes of the contents. Otherwise, compare addresses and version counters, which
+        takes 0.1 µs per tensor, but does not notice edits through ``.data`` and parameters that were replaced.
         """
         if self._hashes is None or thorough or self._some_lazy:
             weights = list(_weights(self._module))

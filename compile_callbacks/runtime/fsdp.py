@@ -23,11 +23,7 @@ WEIGHTS_ARE_SHARDED = "the weights are sharded: FSDP gathers them for each call,
 
 
 def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules for which FSDP gathers weights, without modules that contain another such module.
-
-    Returns:
-        For each module, its dotted name in ``root``, which is ``""`` for ``root`` itself, and the module.
-    """
+    """Return the modules for which FSDP gathers weights, without modules that contain another such module."""
     units = {
         name: part
         for name, part in root.named_modules()
@@ -54,10 +50,6 @@ def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | N
     """Return why sharded weights do not support the configs, or ``None`` if they do.
 
     The function does not check a `Tune`, which skips unsupported candidates.
-
-    Args:
-        root: The module.
-        configs: The config of each phase.
     """
     if not is_sharded(root) or not any(configs.values()):
         return None
@@ -90,11 +82,7 @@ def unsupported_strategy_reason(strategy: object) -> str | None:
 
 
 def check_not_sharded(module: nn.Module) -> None:
-    """Check that this process has all weights of a module.
-
-    Raises:
-        ValueError: If the weights are sharded.
-    """
+    """Check that this process has all weights of a module."""
     if is_sharded(module):
         message = (
             "FSDP shards the weights of module, but this function needs all weights in one process: load a checkpoint "

@@ -34,14 +34,7 @@ class GraphBackend:
     If Inductor fails on a graph, the graph runs eagerly. If a graph pass fails, the backend compiles the graph without
     the pass.
 
-    Args:
-        target: The target.
-        key: The name of the target, and its phase.
-        config: The config of the phase.
-        passes: Graph passes that run before the passes of ``config``.
-        recorder: Records the compile events.
-        fallback: Handles failures according to its settings.
-        may_compile: A function that returns whether a compile may begin. If not, the graph runs eagerly.
+    If ``may_compile`` returns ``False``, a graph runs eagerly.
 
     Attributes:
         graphs: The number of compiled graphs.

@@ -68,9 +68,6 @@ class Baseline:
 
     If one stage has too few steps, the eager steps continue in later stages. They take at most half of the steps of the
     run. If the run is too short for a baseline, it runs compiled from its first step.
-
-    Args:
-        steps: The number of eager steps to time, or 0 for no baseline.
     """
 
     def __init__(self, steps: int) -> None:
@@ -106,12 +103,7 @@ class Baseline:
 
 
 class Measurements:
-    """Measures the steps of one session.
-
-    Args:
-        module: The root module.
-        baseline_steps: The number of eager steps to time in each phase.
-    """
+    """Measures the steps of one session."""
 
     def __init__(self, module: nn.Module, baseline_steps: Mapping[Phase, int]) -> None:
         self.timer = StepTimer()
@@ -125,14 +117,7 @@ class Measurements:
         self._trained: int | None = None  # a hash of each weight's requires_grad
 
     def begin(self, device: torch.device, precision: str, processes: int, shared: Mapping[Phase, Baseline]) -> None:
-        """Begin a Trainer run.
-
-        Args:
-            device: The device that the steps run on.
-            precision: The trainer's precision.
-            processes: The number of processes.
-            shared: The baselines, by phase, of other sessions of the run that measure the phase instead.
-        """
+        """Begin a Trainer run."""
         self._device, self._precision, self._processes, self._shared = device, precision, processes, shared
 
     def owns(self, phase: Phase) -> bool:
@@ -148,17 +133,7 @@ class Measurements:
         return self.timer if self.owns(phase) else StepTimer()
 
     def step_begins(self, step: Step, phase: Phase, active: ActiveConfig, *, tries: bool) -> bool:
-        """Begin to measure a step.
-
-        Args:
-            step: The step.
-            phase: Its phase.
-            active: The active config of the phase.
-            tries: Whether a `Tune` tries candidates, which needs the time of each step.
-
-        Returns:
-            Whether the step is timed.
-        """
+        """Begin to measure a step."""
         if self._device.type == "cuda":
             self.memory.start(phase, compiled=step.compiled, candidate=active.candidate)
         return self.timer.start(self._device, wanted=tries or self._baselines[phase].running)
@@ -166,18 +141,7 @@ class Measurements:
     def step_ends(
         self, step: Step, stage: Stage, active: ActiveConfig, workload: Workload | None, *, tuned: bool
     ) -> Workload | None:
-        """End the measurement of a step.
-
-        Args:
-            step: The step.
-            stage: Its stage.
-            active: The active config of the phase.
-            workload: The workload of the step, or ``None`` if the step is not timed.
-            tuned: Whether the phase has a `Tune`.
-
-        Returns:
-            The workload, with the conditions of this session added.
-        """
+        """End the measurement of a step."""
         phase = stage.phase
         if workload is not None:
             workload = workload.with_conditions(**self._conditions(step, stage, tuned=tuned))
@@ -193,13 +157,7 @@ class Measurements:
         return workload
 
     def idle_step(self, step: Step, phase: Phase, marker: tuple[int, int]) -> Step | None:
-        """Return a step that stands for the next untimed steps, or ``None`` if they need more than a count.
-
-        Args:
-            step: The last step.
-            phase: Its phase.
-            marker: The recorder's marker.
-        """
+        """Return a step that stands for the next untimed steps, or ``None`` if they need more than a count."""
         if not self.timer.untimed_left or step.disturbed or not step.measured or self.baseline(phase).running:
             return None
         return Step(False, True, marker, self.timer.next_step(phase) - 1, compiled=step.compiled)

@@ -35,11 +35,6 @@ class ModelRecord:
 
     If the file is missing, damaged or of another version, the record starts empty. If the file cannot be written, the
     record is lost and the run continues. Each write replaces the whole file, which only its owner can read.
-
-    Args:
-        cache_dir: The folder. The first write creates it.
-        fingerprint: The fingerprint of the model, which is a part of the file's name.
-        read_only: Whether to write nothing. Of several ranks, only rank zero writes.
     """
 
     def __init__(self, cache_dir: Path, fingerprint: str, *, read_only: bool = False) -> None:
@@ -60,8 +55,7 @@ class ModelRecord:
     def update(self, section: str, key: str, value: Any) -> str | None:
         """Write one value if it is new, and delete the oldest values of the section if there are too many.
 
-        Returns:
-            The reason why the value could not be written, or ``None``.
+        Return the reason why the value could not be written, or ``None``.
         """
         if self.read_only:
             return None
@@ -87,16 +81,7 @@ def model_fingerprint(module: nn.Module) -> str:
 def conditions(
     *, model: str, targets: Sequence[str], passes: Sequence[Any], precision: str, device: torch.device, ranks: int = 1
 ) -> dict[str, str]:
-    """Return the conditions of a run that may change which config is the fastest.
-
-    Args:
-        model: Fingerprint of the model.
-        targets: Names of the targets.
-        passes: Graph passes.
-        precision: The Trainer's precision.
-        device: The device of the module.
-        ranks: Number of ranks.
-    """
+    """Return the conditions of a run that may change which config is the fastest."""
     return {
         "compile-callbacks": installed_version("compile-callbacks") or "none",
         "device": device_name(device),

@@ -38,13 +38,6 @@ class RecompileBudget:
     """Counts the seconds that a compiled target spends on recompiles and on graphs after graph breaks.
 
     The first graph does not count. `allowed_seconds` is the budget for all other graphs.
-
-    Args:
-        key: The target and its phase.
-        recorder: Contains the seconds of each compile.
-        limits: Contains the time that compiled steps have saved.
-        warn: Issues each warning once.
-        bounded: Whether there is a budget.
     """
 
     def __init__(

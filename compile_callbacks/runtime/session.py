@@ -48,15 +48,6 @@ class Session:
     """Compiles the targets of one module, and measures both phases over any number of Trainer runs.
 
     The session owns the active config of each phase, and one `Step` at a time.
-
-    Args:
-        module: The root module.
-        targets: The targets in the module.
-        arguments: The arguments of the callback or of `compile_phases`.
-        finds_targets: Whether the modules and methods that the first steps call also become targets.
-        taken: Targets of other callbacks, which cannot become targets of this session.
-        print_line: A function that prints a line of text. The session calls it while torch compiles, and when a `Tune`
-            has chosen a candidate.
     """
 
     def __init__(
@@ -131,11 +122,8 @@ class Session:
     ) -> None:
         """Begin a Trainer run, and install the targets.
 
-        Args:
-            precision: The trainer's precision.
-            together: Whether all processes of the default process group begin the same run here.
-            shared: The baselines, by phase, of other sessions of the run that measure the phase instead.
-            stopping: A function that returns whether the run was asked to stop. It must not refer to the module.
+        All processes of the default process group begin the run ``together``, or only this process. Sessions of other
+        callbacks measure the ``shared`` baselines. ``stopping`` must not refer to the module.
         """
         self.running = True
         self._limits.stopping = stopping
@@ -193,11 +181,7 @@ class Session:
     # ------------------------------------------------------------------------------------------ stages and steps
 
     def plan(self, steps: Mapping[Phase, float]) -> None:
-        """Plan the baselines and the tuning for the rest of the run.
-
-        Args:
-            steps: The number of remaining steps by phase, ``math.inf`` if unknown.
-        """
+        """Plan the baselines and the tuning for the remaining steps, which are ``math.inf`` if unknown."""
         of_ranks = self._processes.gather(dict(steps))
         for phase in steps:
             least = min(of_rank[phase] for of_rank in of_ranks)
@@ -212,13 +196,9 @@ class Session:
         self._select(compiled=True)
 
     def step_begins(self, *, first: bool = False) -> bool:
-        """Begin a step: decide whether it is eager and whether it is timed, and select its config.
+        """Begin a step: decide whether it is eager, and select its config. Return whether it is timed.
 
-        Args:
-            first: Whether the step is the first step of its stage. A callback may have swapped the weights before it.
-
-        Returns:
-            Whether the step is timed.
+        A callback may have swapped the weights before the ``first`` step of a stage.
         """
         idle, timer = self._idle, self._measurements.timer
         # The compiles are compared here, too, because the user may compile between two steps.
@@ -261,13 +241,7 @@ class Session:
             self.gpu.keep_gradients()
 
     def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
-        """End a step: record its time, and count it for the baseline or the candidate.
-
-        Args:
-            loader: The name of the stage, with the number of the loader if the stage has several.
-            batch: The batch.
-            part: A description of other properties that change the workload of the step.
-        """
+        """End a step: record its time, and count it for the baseline or the candidate."""
         stage, step = self._stage, self._step
         if step is self._idle and self._recorder.compiles_seen == step.marker[0]:
             self._measurements.timer.passed += 1
@@ -324,9 +298,8 @@ class Session:
     def report(self, *, details: bool = True) -> CompileReport:
         """Return the report of this process so far.
 
-        Args:
-            details: Whether to synchronize the GPU, and include the verdict, the series and the events. Otherwise, the
-                report only contains the figures that `CompileReport.scalars` needs during a stage.
+        ``details`` synchronizes the GPU, and adds the verdict, the series and the events. Without them, the report
+        contains only the figures that `CompileReport.scalars` needs during a stage.
         """
         self._recorder.collect()
         if details:

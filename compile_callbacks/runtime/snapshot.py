@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 class RandomState:
-    """The current states of the random number generators of Python, NumPy and torch.
-
-    Args:
-        values: Tensors. The object also saves the generators of their devices, in addition to the CPU and the current
-            GPU.
-    """
+    """The current states of the random number generators of Python, NumPy and torch."""
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
         devices = {value.device for value in values if isinstance(value, torch.Tensor)}
@@ -54,11 +49,7 @@ class RandomState:
 
 
 class Snapshot:
-    """The current buffers of a module and its submodules, and the current states of the random number generators.
-
-    Args:
-        module: The module.
-    """
+    """The current buffers of a module and its submodules, and the current states of the random number generators."""
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]

@@ -40,9 +40,6 @@ class TargetSettings:
             eagerly, and the `Tune` excludes it, with any of the other settings. If it is chosen, its warnings are
             issued.
         trace_dir: The folder for scripts that reproduce a difference from eager.
-
-    Raises:
-        ValueError: If a value is not one of the choices.
     """
 
     on_error: OnError = "eager"
@@ -65,11 +62,7 @@ class TargetSettings:
 
 
 class ShapePolicy:
-    """Decides whether a call may compile. The decision depends on the shapes of earlier calls.
-
-    Args:
-        new_shapes: The reaction if an input has a new shape.
-    """
+    """Decides whether a call may compile. The decision depends on the shapes of earlier calls."""
 
     def __init__(self, new_shapes: NewShapes) -> None:
         self._new_shapes = new_shapes

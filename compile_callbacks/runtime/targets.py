@@ -25,15 +25,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # steps call their members, becaus
 
 
 def check_target_names(targets: object) -> tuple[str, ...] | Repeated | None:
-    """Check the ``targets`` argument.
-
-    Returns:
-        The names, or ``None`` or ``"repeated"`` unchanged.
-
-    Raises:
-        TypeError: If the value is not a name or a list of names.
-        ValueError: If a list or a name is empty.
-    """
+    """Check the ``targets`` argument."""
     if targets is None or targets == REPEATED:
         return targets
     names = (targets,) if isinstance(targets, str) else targets
@@ -57,21 +49,13 @@ def resolve_targets(
 ) -> Sequence[Compiled]:
     """Return the targets for a checked ``targets`` argument.
 
+    Names are dotted names of submodules or methods, or globs of submodule names. ``"forward"`` is the call of the root
+    itself. ``None`` selects the ``forward`` of the root if its class overrides the ``forward`` of ``base``, and each
+    direct child with parameters. Members replace a list or dict of modules. ``"repeated"`` selects the same targets,
+    with repeated blocks as regions. If FSDP shards a module in parts, its innermost parts replace the module.
+
     Blocks of the same structure that globs match share a compiled function. Sharded targets also share a compiled
     function, because they already do not support the settings that sharing excludes.
-
-    Args:
-        root: The module to search, such as a LightningModule.
-        names: Dotted names of submodules or methods, or globs of submodule names. ``"forward"`` is the call of the root
-            itself. ``None`` selects the ``forward`` of the root if its class overrides the ``forward`` of ``base``, and
-            each direct child with parameters, except for metrics and TorchScript modules. Members replace a list or
-            dict of modules. ``"repeated"`` selects the same targets, with repeated blocks as regions. See
-            `group_repeated`. If FSDP shards a module in parts, its innermost parts replace the module.
-        base: The class whose ``forward`` is not a target.
-        others: Targets of other callbacks. ``None`` excludes targets that overlap with them.
-
-    Raises:
-        ValueError: If a name matches nothing, or the module has no repeated blocks.
     """
     if names is not None and names != REPEATED:
         of_globs = {id(target.module) for name in names if _is_glob(name) for target in _matching(root, name)}
@@ -89,11 +73,7 @@ def resolve_targets(
 
 
 def named_targets(root: nn.Module, names: Sequence[str] | None) -> list[Target]:
-    """Return the targets with these names, or no targets for ``None`` and ``"repeated"``. See `resolve_targets`.
-
-    Raises:
-        ValueError: If a name matches nothing.
-    """
+    """Return the targets with these names, or no targets for ``None`` and ``"repeated"``. See `resolve_targets`."""
     return [target for name in (names if names != REPEATED else None) or () for target in _matching(root, name)]
 
 

@@ -25,13 +25,6 @@ def unwrap_compiled(root: nn.Module, left_alone: frozenset[Phase] = frozenset())
     The function compiles each original module in place with the settings of its wrapper. In a phase that is left alone,
     the module therefore runs as the user compiled it. For ``torch.compile(lightning_module)``, Lightning sets compiled
     methods on the module. The function deletes the methods of phases that are not left alone.
-
-    Args:
-        root: The module.
-        left_alone: The phases that run as the user compiled them. If both phases do, the function changes nothing.
-
-    Returns:
-        The names of the replaced modules.
     """
     if left_alone == frozenset(PHASES):
         return []
@@ -57,9 +50,6 @@ def match_orig_mod_keys(module: nn.Module) -> RemovableHandle:
 
     The hook adds ``_orig_mod.`` to a key or removes it from a key to match a key of the module. A callback's
     ``on_load_checkpoint`` would be too late, because Lightning has already loaded the weights.
-
-    Returns:
-        The handle, which removes the hook.
     """
     handle: RemovableHandle = module.register_load_state_dict_pre_hook(_MatchKeys())
     return handle

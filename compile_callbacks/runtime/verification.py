@@ -35,14 +35,7 @@ from compile_callbacks.runtime.target import Target
 
 
 class Verification:
-    """Compares the graphs of one target with eager, and handles differences.
-
-    Args:
-        key: The target and its phase.
-        members: The modules that run the graphs.
-        recorder: Records an event for each graph.
-        fallback: Runs the target eagerly. Its settings decide the reaction to a difference.
-    """
+    """Compares the graphs of one target with eager, and handles differences."""
 
     def __init__(
         self, key: CompileKey, members: Iterable[Target], *, recorder: CompileRecorder, fallback: EagerFallback
@@ -64,14 +57,9 @@ class Verification:
     ) -> Callable[..., Any]:
         """Wrap a compiled graph so that its first call compares it with the captured graph.
 
-        Args:
-            compiled: The compiled graph.
-            eager: The captured graph.
-            options: The Inductor options of the compiled graph.
-            has_collective: Whether the graph communicates with other processes. Such a graph is not compared, because
-                processes compile at different times, and an additional collective would wait forever.
-            uses_cudagraphs: Whether the compiled graph records CUDA graphs. Gradients of such a graph are not compared,
-                because torch records CUDA graphs in the order of calls and frees their memory after a backward pass.
+        A graph with a collective is not compared, because processes compile at different times, and an additional
+        collective would wait forever. Gradients of a graph that records CUDA graphs are not compared, because torch
+        records CUDA graphs in the order of calls and frees their memory after a backward pass.
         """
         if self._fallback.settings.verify == "off":
             return compiled
@@ -196,11 +184,7 @@ class _FirstCall:
         self._undo: list[Callable[[], None]] = []
 
     def compare(self, inputs: Sequence[Any], names: Sequence[str]) -> Comparison:
-        """Compare the eager run with the compiled run.
-
-        Raises:
-            _CompiledGraphFailedError: If the compiled graph raises an error, and the eager graph does not.
-        """
+        """Compare the eager run with the compiled run."""
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         random_state = RandomState(inputs)
@@ -266,14 +250,7 @@ class _FirstCall:
 
 
 class _Runs:
-    """Runs a graph several times on the same inputs.
-
-    Args:
-        inputs: The user's inputs.
-        names: The names of the inputs.
-        written: The positions of inputs that the graph writes, and of inputs that share memory with them.
-        with_gradients: Whether to compute gradients, from random gradients of the outputs.
-    """
+    """Runs a graph several times on the same inputs."""
 
     def __init__(
         self, inputs: Sequence[Any], names: Sequence[str], written: Collection[int], *, with_gradients: bool
@@ -292,14 +269,7 @@ class _Runs:
         keep: Collection[str] = (),
         double: bool = False,
     ) -> Results:
-        """Run a function on aliases of the inputs.
-
-        Args:
-            function: The function.
-            like: The results of the first run, which have the dtypes of the outputs.
-            keep: The names of gradients to keep, instead of sketches of all gradients.
-            double: Whether to compute in float64.
-        """
+        """Run a function on aliases of the inputs."""
         arguments, leaves = self._arguments(double)
         with torch.set_grad_enabled(self._with_gradients), _torch.graphs.computing_in_double(double):
             results = self.results(function(*arguments), arguments)
