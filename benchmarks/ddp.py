@@ -7,8 +7,10 @@ The ways, each with one and with several GPUs:
   while the remaining backward graphs run;
 - ours: `InductorCompile(MODE)` keeps graphs whole; DDP reduces the gradients after the backward pass.
 
-The largest number of GPUs runs the first batch size also with each of `OPTIONS`. Processes stay alive from row to row,
-and share one compiler cache. Every process has the same batch on its device in each step. Times are medians of blocks
+The largest number of GPUs runs the first batch size also with each of `OPTIONS`. One of them leaves out Lightning's
+broadcast before each step, which tells all ranks of a SIGTERM and makes the CPU wait until the GPU has finished the
+previous step. Processes stay alive from row to row, and share one compiler cache, which --cache keeps for the next run.
+Every process has the same batch on its device in each step. Times are medians of blocks
 of steps, synchronized at both ends, in the second half of the timed steps. "speedup_over_one_gpu" is the ratio of
 images per second to the same way on one GPU.
 
@@ -39,9 +41,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo.config
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
 from models import make
 from tables import Row, parser_for, print_columns, save, say
@@ -59,14 +63,17 @@ PROFILED_STEPS = 4
 
 @dataclass(frozen=True)
 class Options:
-    """What a row changes: settings of `torch._dynamo.config`, and arguments of `DDPStrategy`."""
+    """What a row changes: settings of `torch._dynamo.config`, arguments of `DDPStrategy`, Lightning's broadcast."""
 
     way: str = OURS
     dynamo: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
+    sigterm_broadcast: bool = True
 
 
 OPTIONS = {
+    "no SIGTERM broadcast": Options(sigterm_broadcast=False),
+    "eager, no SIGTERM broadcast": Options(way=EAGER, sigterm_broadcast=False),
     "bf16_compress_hook": Options(ddp={"ddp_comm_hook": default_hooks.bf16_compress_hook}),
     "optimize_ddp=ddp_optimizer": Options(dynamo={"optimize_ddp": "ddp_optimizer"}),
     "static_graph": Options(ddp={"static_graph": True}),
@@ -112,7 +119,10 @@ def train(job: Row, args: argparse.Namespace) -> Row:
     ddp = {"gradient_as_bucket_view": True, **options.ddp}
     strategy = DDPStrategy(**ddp) if job["gpus"] > 1 else "auto"
     trainer = make_trainer(args.device, *callbacks, devices=job["gpus"], strategy=strategy)
-    with torch._dynamo.config.patch(options.dynamo):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(torch._dynamo.config.patch(options.dynamo))
+        if not options.sigterm_broadcast:
+            patches.enter_context(mock.patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor"))
         trainer.fit(module, loader((images, labels), args.steps + PROFILED_STEPS))
     timed = clock.block_ms[: args.steps // args.block]
     row = {"model": args.model, "phase": "train", **job, **summarize(timed[len(timed) // 2 :])}
@@ -171,7 +181,8 @@ class RankProcesses:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
         sender = ["--serve", str(self.inbox), "--sender", str(os.getpid())]
         command = [sys.executable, *torchrun, __file__, *sys.argv[1:], *sender]
-        variables = {"TORCHINDUCTOR_CACHE_DIR": f"{self.folder}/inductor", "TRITON_CACHE_DIR": f"{self.folder}/triton"}
+        cache = self.args.cache or self.folder
+        variables = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
         self.process = subprocess.Popen(
             command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, start_new_session=True
         )
@@ -260,6 +271,7 @@ def main() -> None:
     add("--steps", type=int, default=60, help="the second half of them is timed")
     add("--block", type=int, default=5, help="steps that are timed together; divides --steps")
     add("--row-seconds", type=float, default=120.0, help="a row that takes longer fails")
+    add("--cache", type=Path, metavar="FOLDER", help="the folder of the compiler cache; by default a temporary one")
     add("--budget-seconds", type=float, help="start no further row after that time")
     add("--serve", type=Path, help=argparse.SUPPRESS)
     add("--sender", type=int, help=argparse.SUPPRESS)
