@@ -123,6 +123,8 @@ class CompiledTarget:
                 result = self._call_under(stance, compiled, member, args, kwargs)
         except Exception as error:
             if not _torch.dynamo.raised_while_compiling(error):
+                if self._backend.must_compile_again:
+                    self.free_compiled()
                 raise
             failure = error
         finally:
@@ -151,8 +153,7 @@ class CompiledTarget:
             self._traces_without_graph = 0
             return
         self._traces_without_graph += 1
-        compiled_before = self._backend.graphs or self._fallback.active
-        if self._traces_without_graph == TRACES_WITHOUT_GRAPH and not compiled_before:
+        if self._traces_without_graph == TRACES_WITHOUT_GRAPH and not (self._backend.graphs or self._fallback.active):
             reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls one after another and compiled no graph"
             self._fallback.run_eagerly("CC101", reason)
 
@@ -375,9 +376,8 @@ class CompiledTarget:
 
 
 def _calling(function: Callable[..., Any]) -> Any:
-    # This function is in our file, because Dynamo skips frames of torch.nn (2.11 and 2.13) and would not compile
-    # torch's _call_impl. The module is an argument, so that its weights are inputs of the graph and modules with the
-    # same structure share the graph.
+    # This function is in our file, because Dynamo skips frames of torch.nn, such as _call_impl (2.11 and 2.13). The
+    # module is an argument, so that its weights are inputs of the graph and equal modules share the graph.
     def compiled_target(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return function(module, *args, **kwargs)
 

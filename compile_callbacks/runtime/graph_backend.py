@@ -39,6 +39,7 @@ class GraphBackend:
     Attributes:
         graphs: The number of compiled graphs.
         shares_regions: Whether several regions of a graph shared their code.
+        must_compile_again: Whether a compile and the eager run of its graph both ran out of memory.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class GraphBackend:
     ) -> None:
         self.graphs = 0
         self.shares_regions = False
+        self.must_compile_again = False
         self._may_compile = may_compile
         # torch never frees a backend, so a backend must not keep the module alive.
         self._first = weakref.ref(target.members[0])
@@ -82,8 +84,8 @@ class GraphBackend:
             raise RuntimeError("torch would run graph passes at the hook points of joint graphs twice on each region")
         self.shares_regions |= _torch.regions.shares_code(graph_module)
         compiled = self._compile_with_passes(graph_module, example_inputs, options)
-        if compiled is None:
-            return eager.forward
+        if isinstance(compiled, Exception):
+            return self._run_eagerly(eager, compiled)
         self.graphs += 1
         self._recorder.count_graph()  # after the compile, because Dynamo may restart its analysis and call this again
         compiled = self._verification.wrap(
@@ -94,6 +96,32 @@ class GraphBackend:
         if uses_cudagraphs:
             compiled = with_cloned_outputs(with_warmup_repair(compiled, device, self._key, self._fallback))
         return compiled
+
+    def _run_eagerly(self, eager: torch.fx.GraphModule, error: Exception) -> Callable[..., Any]:
+        """Return a function that runs a graph eagerly, and record that the compiler failed.
+
+        If the compiler ran out of memory, record this only after the eager run. If the eager run is out of memory too,
+        it raises the user's own error, and the user may skip the batch. The next call then compiles again.
+        """
+        shortage = next((e for e in _torch.dynamo.causes(error) if isinstance(e, torch.OutOfMemoryError)), None)
+        if shortage is None:
+            self._fallback.compiler_failed(error)
+            return eager.forward
+        pending: Exception | None = type(shortage)(str(shortage))  # a copy, because the traceback keeps tensors alive
+
+        def call(*inputs: Any) -> Any:
+            nonlocal pending
+            try:
+                outputs = eager.forward(*inputs)
+            except torch.OutOfMemoryError:
+                self.must_compile_again = pending is not None
+                raise
+            if pending is not None:
+                self._fallback.compiler_failed(pending)
+                pending = None
+            return outputs
+
+        return call
 
     @property
     def _member(self) -> Target:
@@ -115,8 +143,8 @@ class GraphBackend:
 
     def _compile_with_passes(
         self, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
-    ) -> Callable[..., Any] | None:
-        """Compile a graph. If a pass fails, compile again without it. Return ``None`` if the graph must run eagerly."""
+    ) -> Callable[..., Any] | Exception:
+        """Compile a graph. If a pass fails, compile again without it. Return the error if the compiler fails."""
         skipped: list[Any] = []
         while True:
             again = _torch.graphs.copy_of_graph(graph) if self._passes else graph
@@ -133,8 +161,7 @@ class GraphBackend:
                 if failure is None and self._fallback.has_regions:
                     raise  # because the compiled target then compiles the regions separately
                 if failure is None or self._is_candidates_own(failure.failed):
-                    self._fallback.compiler_failed(error)
-                    return None
+                    return error
                 self._report_failed_pass(failure)
                 skipped.append(failure.failed)
                 graph = again
@@ -242,6 +269,7 @@ class GraphBackend:
 
     def free(self) -> None:
         """Free the compiled code, with its folded and frozen weights."""
+        self.must_compile_again = False
         self.free_folded()
         self._folded.clear()
         _torch.dynamo.forget_compiled(self.compile)

@@ -84,6 +84,9 @@ class Verification:
         try:
             comparison = first.compare(inputs, self._names(inputs))
             accepted = self._accepts(comparison, first.options, self._write_repro(comparison, first, inputs))
+        except torch.OutOfMemoryError as error:  # from the user's own call
+            self._accepts(_not_compared(error), first.options)
+            raise
         except _CompiledGraphFailedError as failure:
             if self._fallback.has_regions:
                 self._fallback.region_failure = f"the compiled code raised {describe(failure.error)}"
