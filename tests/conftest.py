@@ -60,10 +60,11 @@ ENTRIES = read_entries()
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        if item.path.parent.name == "distributed":  # several processes, each of which compiles
+        distributed = item.path.parent.name == "distributed"  # two processes, each of which compiles
+        if distributed:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("gpu") and torch.cuda.device_count() < 1 + distributed:
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs" if distributed else "needs a GPU"))
 
 
 @pytest.fixture(autouse=True)

@@ -102,22 +102,22 @@ def test_a_step_without_memory_after_compiled_steps_raises_its_own_error(net, me
 def test_a_graph_whose_compile_alone_lacks_memory_runs_eagerly(net, memory):
     compile_net(net)
     memory.append("compile")
-    with pytest.warns(CompileWarning, match="the compiler failed: OutOfMemoryError: .* 1 TiB to compile") as caught:
+    with pytest.warns(CompileWarning, match=r"the compiler failed: OutOfMemoryError: .* 1 TiB to compile"):
         step(net)
-        step(net)
+    step(net)
     memory[:] = ["run"]
     with pytest.raises(torch.OutOfMemoryError, match="1 TiB to run"):
         step(net)
     memory.clear()
     step(net)
     report = report_of(net).train
-    assert (report.graphs, report.fallbacks, len(caught)) == (0, 1, 1)
+    assert (report.graphs, report.fallbacks) == (0, 1)
 
 
 def test_raise_names_the_target_if_the_compile_alone_lacks_memory(net, memory):
     compile_net(net, on_error="raise")
     memory.append("compile")
-    with pytest.raises(CompileError, match="failed: OutOfMemoryError: .* 1 TiB to compile"):
+    with pytest.raises(CompileError, match=r"failed: OutOfMemoryError: .* 1 TiB to compile"):
         step(net)
 
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases, report_of, restore
 from tests.support.models import trainer
-from tests.support.pairs import join
+from tests.support.pairs import ACCELERATOR, BACKEND, DEVICE, join
 from tests.support.sharded_models import (
     Block,
     Blocks,
@@ -68,9 +68,9 @@ def compiler(train="default", infer=None, **settings):
 
 
 def weights(module):
-    """A copy of all weights, gathered on each rank."""
+    """A copy of all weights, gathered on each rank, on the CPU."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=False)
-    return {name: value.clone() for name, value in get_model_state_dict(module, options=options).items()}
+    return {name: value.clone().cpu() for name, value in get_model_state_dict(module, options=options).items()}
 
 
 def apart(one, other):
@@ -187,7 +187,7 @@ def one_rank_fails():
 
 def steps(net):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    x, y = (tensor[torch.distributed.get_rank() :: 2] for tensor in data().tensors)
+    x, y = (tensor[torch.distributed.get_rank() :: 2].to(DEVICE) for tensor in data().tensors)
     losses = []
     for _ in range(4):
         loss = nn.functional.cross_entropy(net(x), y)
@@ -202,7 +202,7 @@ def steps(net):
 
 def built(shard):
     torch.manual_seed(1)
-    return shard(Blocks())
+    return shard(Blocks().to(DEVICE))
 
 
 def by_hand(shard):
@@ -216,14 +216,16 @@ def by_hand(shard):
 
 @case
 def without_a_trainer():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE.type, (2,))
     return by_hand(lambda net: shard_blocks(net, mesh=mesh))
 
 
-class OnCPU(FSDPStrategy):
+class OnAnyDevice(FSDPStrategy):
     """Lightning's strategy needs a GPU."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
+        if ACCELERATOR == "gpu":
+            return super()._setup_model(model)
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
 
@@ -233,8 +235,9 @@ def fsdp1_in_a_trainer():
     ours, losses = compiler(), []
     for callbacks in ((ours,), ()):
         module = WholeForward()
-        strategy = OnCPU(auto_wrap_policy={Block}, process_group_backend="gloo")
-        trainer(*callbacks, devices=2, strategy=strategy, num_sanity_val_steps=0).fit(module, loader(2), loader(2))
+        settings = {"accelerator": ACCELERATOR, "devices": 2, "num_sanity_val_steps": 0}
+        strategy = OnAnyDevice(auto_wrap_policy={Block}, process_group_backend=BACKEND)
+        trainer(*callbacks, strategy=strategy, **settings).fit(module, loader(2), loader(2))
         losses.append(module.losses)
     return {"losses": losses[0], "eager": losses[1], "report": phases(ours)}
 
@@ -249,6 +252,7 @@ def main():
             seen[name] = {"error": traceback.format_exc()}
             break  # the other rank is somewhere else by now
     (FOLDER / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

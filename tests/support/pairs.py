@@ -8,12 +8,20 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from filelock import FileLock
 
 from tests.support.processes import start_new_process
 
 _SUPPORT = Path(__file__).parent
+
+ACCELERATOR = os.environ.get("RANK_ACCELERATOR", "cpu")
+"""The accelerator of this rank: ``"cpu"`` with gloo, or ``"gpu"`` with NCCL and a GPU for each rank."""
+
+BACKEND = {"cpu": "gloo", "gpu": "nccl"}[ACCELERATOR]
+
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ACCELERATOR == "gpu" else torch.device("cpu")
 
 
 def made_once(name: str, make: Callable[[Path], None], tmp_path_factory, worker_id: str) -> Path:
@@ -36,17 +44,25 @@ def made_once(name: str, make: Callable[[Path], None], tmp_path_factory, worker_
     return folder
 
 
-def run_pairs(script: str, folder: Path, *cases: list[str], seconds: float = 280) -> None:
+def environment_of(rank: int, accelerator: str) -> dict[str, str]:
+    """The environment variables of one of two processes."""
+    variables = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "RANK_ACCELERATOR": accelerator}
+    return variables | ({"NVIDIA_TF32_OVERRIDE": "0"} if accelerator == "gpu" else {})
+
+
+def run_pairs(script: str, folder: Path, accelerator: str, *cases: list[str], seconds: float = 280) -> None:
     """Run a script of this folder in two processes for each list of cases, at the same time.
 
-    What each printed is left in ``printedPAIR.RANK``.
+    On GPUs, the first processes of all pairs share the first GPU, and the second processes share the second. NCCL only
+    needs different GPUs within a pair. What each process printed is left in ``printedPAIR.RANK``.
     """
     processes = [
         start_new_process(
             _SUPPORT / script,
             [folder, *names],
-            environment={"LOCAL_RANK": str(rank), "NODE_RANK": "0"},
+            environment=environment_of(rank, accelerator),
             printed=folder / f"printed{pair}.{rank}",
+            uses_gpu=accelerator == "gpu",
         )
         for pair, names in enumerate(cases)
         for rank in (0, 1)
@@ -79,4 +95,6 @@ def join(folder: Path, name: str, timeout: float = 300) -> None:
         while not port.exists():
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(port.read_text()), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout))
+    if ACCELERATOR == "gpu":
+        torch.cuda.set_device(DEVICE)  # for collectives of objects, whose tensors NCCL needs on this rank's GPU
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout))

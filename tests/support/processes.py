@@ -18,8 +18,10 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["lightning.pytorch", "torch._inductor.compile_fx"])
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(["lightning.pytorch", "torch._inductor.compile_fx"])
+# A forked process cannot use CUDA if torch has asked the driver for its devices before.
+_spawned = multiprocessing.get_context("spawn")
 
 
 def run_in_new_process(
@@ -47,7 +49,12 @@ def run_in_new_process(
 
 
 def start_new_process(
-    script: Path, arguments: Iterable[object], *, environment: Mapping[str, str] | None = None, printed: Path
+    script: Path,
+    arguments: Iterable[object],
+    *,
+    environment: Mapping[str, str] | None = None,
+    printed: Path,
+    uses_gpu: bool = False,
 ) -> multiprocessing.process.BaseProcess:
     """Start a script as `run_in_new_process` does, and go on.
 
@@ -56,9 +63,11 @@ def start_new_process(
         arguments: What it finds in ``sys.argv``, as text.
         environment: Variables beside those of this process. What torch reads when it is imported is not among them.
         printed: The file that takes what it prints.
+        uses_gpu: Whether it uses a GPU.
     """
     variables = {**os.environ, **(environment or {})}
-    process = _context.Process(target=_run, args=(script, [str(a) for a in arguments], variables, printed))
+    context = _spawned if uses_gpu else _forked
+    process = context.Process(target=_run, args=(script, [str(a) for a in arguments], variables, printed))
     process.start()
     return process
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileWarning, InductorCompile, Tune, _torch
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
-from tests.support.pairs import join
+from tests.support.pairs import ACCELERATOR, BACKEND, join
 from tests.support.uncached import Uncached
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -44,10 +44,11 @@ def fit(module: Classifier, *callbacks: pl.Callback, timeout: float = 300, ddp: 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     join(FOLDER, f"{sys.argv[2]}.{next(GROUPS)}", timeout)
-    strategy = DDPStrategy(process_group_backend="gloo", **(ddp or {}))
+    strategy = DDPStrategy(process_group_backend=BACKEND, **(ddp or {}))
     train, validate = settings.pop("train", loader(12)), settings.pop("validate", loader(8, seed=2))
     path = settings.pop("ckpt_path", None)
-    run = trainer(*callbacks, **({"strategy": strategy, "devices": 2, "num_sanity_val_steps": 0} | settings))
+    defaults = {"accelerator": ACCELERATOR, "devices": 2, "strategy": strategy, "num_sanity_val_steps": 0}
+    run = trainer(*callbacks, **(defaults | settings))
     run.fit(module, train, validate, ckpt_path=path)
     return run
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.support.models import trainer
+from tests.support.pairs import ACCELERATOR
 
 WIDTH, CLASSES, BLOCKS, SAMPLES, BATCH = 8, 3, 3, 24, 6  # BATCH: of all devices together
 
@@ -117,7 +118,8 @@ def loader(devices: int) -> DataLoader:
 def two_devices(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
     """A trainer of two processes."""
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
-    return trainer(*callbacks, devices=2, strategy=strategy, num_sanity_val_steps=0, **settings)
+    defaults = {"accelerator": ACCELERATOR, "devices": 2, "strategy": strategy, "num_sanity_val_steps": 0}
+    return trainer(*callbacks, **(defaults | settings))
 
 
 def one_device(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
