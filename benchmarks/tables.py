@@ -65,8 +65,17 @@ def rows_of(args: argparse.Namespace, title: str, batches: Iterable[Sequence[Gro
 def save(path: Path | None, title: str, rows: Sequence[Row], environment: Mapping[str, str] | None = None) -> None:
     """Write the rows as benchmarks/results/README.md describes, if there is a path."""
     if path is not None:
-        result = as_result(title, rows, shlex.join(["python", *sys.argv]), environment)
+        result = as_result(title, rows, command_line(), environment)
         path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def command_line() -> str:
+    """The command of this process, without the file that it writes and without folders of this machine."""
+    arguments = list(sys.argv[1:])
+    if "--json" in arguments:
+        position = arguments.index("--json")
+        del arguments[position : position + 2]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
 
 
 def print_environment(result: Mapping[str, Any]) -> None:
@@ -88,7 +97,7 @@ def print_columns(columns: Mapping[str, str], rows: Iterable[Row]) -> None:
     lines = (
         ["-" if row.get(name) is None else form.format(row[name]) for name, form in columns.items()] for row in rows
     )
-    print_table(list(columns), lines)
+    print_table([name.replace("_", " ") for name in columns], lines)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

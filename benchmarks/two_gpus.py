@@ -11,12 +11,16 @@ Each part writes PART.json in the folder --output after each row. After --budget
     python benchmarks/two_gpus.py --output two_gpus --part ddp --batch-sizes 256 1024 128 --budget-seconds 480
     python benchmarks/two_gpus.py --output two_gpus --part faults fsdp2 warm_start
     python benchmarks/two_gpus.py --output two_gpus --part ddp --tiny --device cpu        # to try the script
-    python benchmarks/two_gpus.py --from-json two_gpus [--results benchmarks/results]     # the tables for the docs
+    python benchmarks/two_gpus.py --from-json two_gpus                                    # prints the tables
+
+With --results benchmarks/results --page docs/project/benchmarks_h200.md, the last command also writes the rows of the
+measured parts, and replaces the sections of these parts on the page, which are between two comments.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -26,6 +30,7 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import ddp
 import fsdp2
@@ -33,7 +38,32 @@ import rank_faults
 import warm_start
 from tables import Row, parser_for, print_columns, print_environment, say
 
-TITLES = {"ddp": "DDP", "fsdp2": "FSDP2", "warm_start": "Warm start of two ranks", "faults": "Faults of one rank"}
+SECTIONS = {
+    "ddp": """## ResNet-50 under DDP
+
+The runs use NCCL and two GPUs of one machine. *batch size* is the number of images per GPU. *by hand* is
+`torch.compile` in the same mode, and *options* is an option of DDP or of Dynamo that differs from the other rows. *gpu
+busy* is the share of a step in which kernels other than NCCL's run. *exposed all reduce ms* is the time of a step in
+which NCCL's kernels run alone.
+""",
+    "fsdp2": """## A billion parameters under FSDP2
+
+The model has 28 blocks of width 1,536. Each process gets 12 sequences of 2,048 tokens, in bf16 and mode `default`.
+Eager runs before and after the compiled run. *losses apart* is the largest difference from the losses of the first row.
+""",
+    "warm_start": """## Warm start of two ranks
+
+The model is a ResNet-18 for images of 32x32 pixels. *seconds* is the duration of the slower rank's first compiled step,
+in new processes: the median of *samples* runs. The rows compare `cache_dir` with torch's own cache folders, set by hand.
+*cold* is a run with an empty folder, and *warm* is a run with the folder of an earlier run.
+""",
+    "faults": """## Faults of a rank
+
+On the second rank, Inductor raises (*failure*), or the first compile takes longer than the timeout of collectives
+(*slow*). In *sigterm*, both ranks receive the signal during their first compile. *loss difference* is the largest
+relative difference of a loss from the eager run.
+""",
+}
 BUDGETS = {"ddp": 480, "fsdp2": 120, "warm_start": 220, "faults": 160}  # seconds
 GRACE_SECONDS = 60
 MARK = "TWO_GPUS_PART"  # an environment variable by which the processes of a part are found
@@ -89,19 +119,32 @@ def measure(part: str, args: Namespace) -> bool:
     return process.returncode == 0
 
 
-def report(folder: Path, results: Path | None) -> None:
-    """Print the tables of the parts that were measured, and write their rounded rows for benchmarks/results."""
-    for part, title in TITLES.items():
-        path = folder / f"{part}.json"
-        if not path.exists():
-            continue
-        result = json.loads(path.read_text())
-        print(f"## {title}\n\n```sh\n{result['command']}\n```\n")
+def section(part: str, result: dict[str, Any]) -> str:
+    """The section of the docs for a part."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        print(f"{SECTIONS[part]}\n```sh\n{result['command']}\n```\n")
         print_environment(result)
         print_columns(COLUMNS[part], result["rows"])
         for row in result["rows"]:
             if row.get("failure"):
                 print(f"- {row['way']} {row['options']}, batch {row['batch_size']}: {row['failure']}")
+    return printed.getvalue().rstrip() + "\n"
+
+
+def report(folder: Path, results: Path | None = None, page: Path | None = None) -> None:
+    """Print the sections of the measured parts, and write them and their rounded rows."""
+    for part in SECTIONS:
+        path = folder / f"{part}.json"
+        if not path.exists():
+            continue
+        result = json.loads(path.read_text())
+        text = section(part, result)
+        print(text)
+        if page is not None:
+            begin, end = f"<!-- two_gpus.py: {part} -->\n", f"<!-- end of {part} -->\n"
+            before, rest = page.read_text().split(begin)
+            _, after = rest.split(end)
+            page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
         if results is not None:
             rows = [{name: rounded(row, name, form) for name, form in COLUMNS[part].items()} for row in result["rows"]]
             lines = ",\n  ".join(json.dumps(row) for row in rows)
@@ -121,7 +164,7 @@ def rounded(row: Row, name: str, form: str) -> float | str | None:
 def main() -> None:
     parser = parser_for(__doc__)
     add = parser.add_argument
-    add("--part", nargs="+", choices=list(TITLES), default=list(TITLES))
+    add("--part", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     add("--output", type=Path, default=Path("two_gpus"), help="the folder of the JSON files")
     add("--budget-seconds", type=float, help=f"of each part; by default {BUDGETS}")
     add("--mode", default="default")
@@ -130,14 +173,15 @@ def main() -> None:
     add("--tiny", action="store_true", help="tiny models and short delays, to try the script on a CPU")
     add("--from-json", type=Path, metavar="FOLDER", help="measure nothing, print the tables of this folder")
     add("--results", type=Path, metavar="FOLDER", help="with --from-json: write the rounded rows to this folder")
+    add("--page", type=Path, metavar="FILE", help="with --from-json: replace the sections of this page of the docs")
     args = parser.parse_args()
     if args.from_json:
-        report(args.from_json, args.results)
+        report(args.from_json, args.results, args.page)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the part too
     args.output.mkdir(parents=True, exist_ok=True)
     ended_well = [measure(part, args) for part in args.part]
-    report(args.output, None)
+    report(args.output)
     sys.exit(0 if all(ended_well) else 1)
 
 

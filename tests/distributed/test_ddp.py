@@ -22,9 +22,10 @@ from tests.support.models import Classifier, loader, seeded, trainer
 from tests.support.pairs import made_once, run_pairs
 
 SAME = ["plain", "find_unused_parameters", "static_graph", "accumulation", "split"]
-# Two pairs of processes at the same time: the first spends most of its time waiting.
+# Each list is a pair of processes, at the same time. The first pair spends most of its time waiting.
 WAITING = ["slow_compile", "slow_validation", "exception"]
 OTHERS = [*SAME, "failure", "uneven_logged", "uneven_tuned", "tuned", "folding", "resumed_from_one"]
+PAIRS = {"cpu": [WAITING, OTHERS], "gpu": [WAITING, OTHERS[::2], OTHERS[1::2]]}
 
 
 class Pair:
@@ -32,13 +33,15 @@ class Pair:
 
     def __init__(self, folder: Path, accelerator: str) -> None:
         self.folder = folder
+        self.pairs = PAIRS[accelerator]
         self.close = FLOAT32_ON_GPU if accelerator == "gpu" else FLOAT32
 
     def __call__(self, case: str) -> list[dict]:
         results = []
         for rank in (0, 1):
             written = self.folder / f"{case}.{rank}.json"
-            assert written.exists(), (self.folder / f"printed{int(case in OTHERS)}.{rank}").read_text()[-3000:]
+            pair = [case in cases for cases in self.pairs].index(True)
+            assert written.exists(), (self.folder / f"printed{pair}.{rank}").read_text()[-3000:]
             results.append(json.loads(written.read_text()))
             assert "raised" not in results[rank], f"rank {rank}: {results[rank]['raised']}"
         return results
@@ -59,7 +62,7 @@ def _fill(accelerator: str, folder: Path) -> None:
     one.fit(seeded(), loader(12), loader(4, seed=2))
     one.save_checkpoint(folder / "one.ckpt")
     longer = 4 * float(os.environ.get("RANK_CASES_SLOW", "0"))
-    run_pairs("rank_cases.py", folder, accelerator, WAITING, OTHERS, seconds=280 + longer)
+    run_pairs("rank_cases.py", folder, accelerator, *PAIRS[accelerator], seconds=280 + longer)
 
 
 def assert_equal(result: dict, close: dict[str, float]) -> None:
