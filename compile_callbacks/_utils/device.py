@@ -6,12 +6,13 @@ import functools
 import itertools
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.messages import unknown
+from compile_callbacks._utils.messages import check_type, unknown
 
 
 def parse_device(name: str | None) -> torch.device:
@@ -23,11 +24,9 @@ def parse_device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def as_device(device: object, argument: str = "device") -> torch.device:
+def as_device(device: Any, argument: str = "device") -> torch.device:
     """Check a device argument, and return the device with its index if its type has one."""
-    if not isinstance(device, (str, torch.device)):
-        message = f"{argument}={device!r} must be a string or a torch.device, not {type(device).__name__}"
-        raise TypeError(with_code("CC202", message))
+    check_type(argument, device, (str, torch.device), "a string or a torch.device")
     try:
         found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:

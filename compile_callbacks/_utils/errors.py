@@ -70,19 +70,13 @@ class WarnOnce:
 
 
 def _stack_level_of_user() -> int:
-    """Return the ``stacklevel`` with which the caller's `warnings.warn` names the line of the user's code.
+    """Return the ``stacklevel`` of the innermost frame outside `_INTERNAL_PACKAGES`, or of the outermost frame.
 
-    The user's frame is the innermost frame outside `_INTERNAL_PACKAGES`, or the outermost frame if there is no such
-    frame. Replace this function by ``skip_file_prefixes`` of Python 3.12 when Python 3.11 is no longer supported.
+    Replace this function by ``skip_file_prefixes`` of Python 3.12 when Python 3.11 is no longer supported.
     """
-    internal = tuple(f"{folder}/" for package in _INTERNAL_PACKAGES if (folder := _folder_of(package)))
+    modules = [sys.modules[package] for package in _INTERNAL_PACKAGES if package in sys.modules]
+    internal = tuple(f"{Path(str(module.__file__)).parent}/" for module in modules)
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(internal):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _folder_of(package: str) -> str | None:
-    module = sys.modules.get(package)
-    file = getattr(module, "__file__", None)
-    return str(Path(file).parent) if file else None

@@ -62,12 +62,8 @@ def _structure(part: nn.Module) -> list[Any]:
     ]
     children = [name for name, child in part._modules.items() if child is not None]  # a shared child is in each parent
     # Without the name of the class's Python module, which is `__main__` in only one process.
-    return [
-        type(part).__qualname__,
-        _or_none(lambda part: _ADDRESS.sub("", part.extra_repr()), part),
-        children,
-        weights,
-    ]
+    settings = _or_none(lambda part: _ADDRESS.sub("", part.extra_repr()), part)
+    return [type(part).__qualname__, settings, children, weights]
 
 
 def _or_none(describe: Callable[[Any], str], value: object) -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from compile_callbacks._utils.errors import with_code
+from compile_callbacks._utils.messages import check_type
 
 
 def reference_to(value: Any, module_name: str) -> str:
@@ -20,11 +21,9 @@ def reference_to(value: Any, module_name: str) -> str:
     raise ValueError(with_code("CC207", message))
 
 
-def resolve(reference: object) -> Any:
+def resolve(reference: Any) -> Any:
     """Import the object that ``"module:name"`` or ``"module.name"`` refers to."""
-    if not isinstance(reference, str):
-        message = f"{reference!r} must be a string of the form 'module:name', not {type(reference).__name__}"
-        raise TypeError(with_code("CC202", message))
+    check_type("reference", reference, str, "a string of the form 'module:name'")
     module_name, _, name = reference.partition(":") if ":" in reference else reference.rpartition(".")
     if not (module_name and name):
         raise ValueError(with_code("CC201", f"{reference!r} must be of the form 'module:name'"))
@@ -44,9 +43,7 @@ def class_and_arguments(
         message = f"{argument} has {more[0]!r} next to class_path; arguments of the class belong in init_args"
         raise ValueError(with_code("CC201", message))
     init_args = value.get("init_args") or {}
-    if not isinstance(init_args, Mapping):
-        message = f"{argument}: init_args={init_args!r} must be a mapping, not {type(init_args).__name__}"
-        raise TypeError(with_code("CC202", message))
+    check_type(f"{argument}: init_args", init_args, Mapping, "a mapping")
     try:
         found = resolve(value["class_path"])
     except ValueError as error:

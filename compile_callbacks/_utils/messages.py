@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from compile_callbacks._utils.errors import with_code
 
@@ -19,6 +20,14 @@ def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
     """Check that a value is one of the choices."""
     if value not in choices:
         raise ValueError(with_code("CC201", unknown(argument, value, choices)))
+
+
+def check_type(argument: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Check that a value has one of the types. A boolean is not a number. ``expected`` completes "must be ..."."""
+    accepts_bool = bool in kinds if isinstance(kinds, tuple) else kinds is bool
+    if not isinstance(value, kinds) or (isinstance(value, bool) and not accepts_bool):
+        message = f"{argument}={value!r} must be {expected}, not {type(value).__name__}"
+        raise TypeError(with_code("CC202", message))
 
 
 def unknown(argument: str, value: object, choices: Iterable[str]) -> str:
@@ -39,14 +48,13 @@ def unknown(argument: str, value: object, choices: Iterable[str]) -> str:
     return f"{argument}={value!r} is unknown;{hint} Choices: {', '.join(map(repr, names[:_MAX_CHOICES]))}{more}."
 
 
-def check_fields(data: object, dataclass: type) -> None:
-    """Check that data map names of a dataclass's fields to values."""
-    if not isinstance(data, Mapping):
-        message = f"data={data!r} must be a mapping of {dataclass.__name__}'s fields, not {type(data).__name__}"
-        raise TypeError(with_code("CC202", message))
+def check_fields(data: Any, dataclass: type, hint: str = "") -> None:
+    """Check that data map names of a dataclass's fields to values. ``hint`` ends the message about another name."""
+    check_type("data", data, Mapping, f"a mapping of {dataclass.__name__}'s fields")
     known = [field.name for field in dataclasses.fields(dataclass)]
     for name in data:
-        check_choice("field", name, known)
+        if name not in known:
+            raise ValueError(with_code("CC201", unknown("field", name, known) + hint))
 
 
 @contextlib.contextmanager

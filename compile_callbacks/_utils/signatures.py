@@ -27,13 +27,9 @@ class TensorSignature(NamedTuple):
 def signature(args: Any, kwargs: Any = None) -> Any:
     """Return a hashable description of inputs: a `TensorSignature` for each tensor, and the type of any other value.
 
-    The function searches sequences, mappings such as `transformers.BatchEncoding`, dataclasses, and the attributes of
-    other objects such as a batch of graphs. Of a large container, it reads the first entries and the length. It also
-    ends if a batch contains itself.
-
-    Args:
-        args: A batch, or the positional inputs of a call.
-        kwargs: The inputs by name, or ``None`` for a batch.
+    ``args`` is a batch, or the positional inputs of a call with ``kwargs``. The function searches sequences, mappings
+    such as `transformers.BatchEncoding`, dataclasses, and the attributes of other objects such as a batch of graphs. Of
+    a large container, it reads the first entries and the length. It also ends if a batch contains itself.
     """
     left = [_MAX_VALUES if kwargs is None else _MAX_INPUTS]
     found = _signature_of(args, left, _MAX_DEPTH)

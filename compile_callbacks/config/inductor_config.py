@@ -13,7 +13,7 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments, reference_to
-from compile_callbacks._utils.messages import check_fields, part_of, unknown
+from compile_callbacks._utils.messages import check_fields, check_type, part_of
 from compile_callbacks.config import templates
 from compile_callbacks.config.options import as_options, check_loaded, check_mode
 from compile_callbacks.passes.base import HOOK_OPTIONS, PASS_TYPES, as_passes, pass_hook, pass_identity, pass_name
@@ -85,19 +85,14 @@ class InductorConfig:
         object.__setattr__(self, "options", as_options({} if self.options is None else self.options))
         self._check_mode_is_alone()
         for name in ("freezing", "dynamic", "fold_weights"):
-            if not isinstance(value := getattr(self, name), (bool, type(None))):
-                raise TypeError(with_code("CC202", f"{name}={value!r} must be True, False or None"))
-        if not isinstance(self.fullgraph, bool):
-            raise TypeError(with_code("CC202", f"fullgraph={self.fullgraph!r} must be True or False"))
-        budget = self.activation_memory_budget
-        if isinstance(budget, bool) or not isinstance(budget, (int, float, type(None))):
-            raise TypeError(with_code("CC202", f"activation_memory_budget={budget!r} must be a number from 0 to 1"))
+            check_type(name, getattr(self, name), (bool, type(None)), "True, False or None")
+        check_type("fullgraph", self.fullgraph, bool, "True or False")
+        budget, limit = self.activation_memory_budget, self.fold_limit_mib
+        check_type("activation_memory_budget", budget, (int, float, type(None)), "a number from 0 to 1, or None")
         if budget is not None and not 0 <= budget <= 1:
             text = f"activation_memory_budget={budget!r} must be from 0 (recompute everything) to 1 (keep everything)"
             raise ValueError(with_code("CC205", text))
-        limit = self.fold_limit_mib
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-            raise TypeError(with_code("CC202", f"fold_limit_mib={limit!r} must be a number of MiB"))
+        check_type("fold_limit_mib", limit, (int, float), "a number of MiB")
         if not 0 < limit < float("inf"):
             text = f"fold_limit_mib={limit!r} must be above 0 and finite; fold_weights=False folds nothing"
             raise ValueError(with_code("CC205", text))
@@ -134,7 +129,7 @@ class InductorConfig:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Converts the mapping proxy, which cannot be pickled or deep-copied, to a dict.
-        return _rebuild, ({**self._fields(), "options": dict(self.options)},)
+        return functools.partial(InductorConfig, **{**self._fields(), "options": dict(self.options)}), ()
 
     def __eq__(self, other: object) -> bool:
         return self.key() == other.key() if isinstance(other, InductorConfig) else NotImplemented
@@ -237,10 +232,6 @@ class InductorConfig:
 _TEMPLATE_OF_MODE = {"reduce-overhead": "cudagraphs", "max-autotune": "max_autotune"}
 
 
-def _rebuild(settings: dict[str, Any]) -> InductorConfig:
-    return InductorConfig(**settings)
-
-
 def _plain(name: str, value: Any) -> Any:
     if value is not None and not isinstance(value, (bool, int, float, str)):
         text = f"options[{name!r}]={value!r} cannot be saved, because it is not a number, a string, a boolean or None"
@@ -282,26 +273,17 @@ def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> Induc
         return None
     if isinstance(value, InductorConfig):
         return value
-    if isinstance(value, str):
-        if value in templates.names():
-            return InductorConfig(template=value)
-        check_mode(value, argument, also=(EAGER, *also, *templates.names()))
-        return InductorConfig(mode=value)
+    expected = "a mode, a mapping of InductorConfig's fields or an InductorConfig"
+    check_type(argument, value, (str, Mapping), expected)
     if isinstance(value, Mapping):
-        known = [field.name for field in fields(InductorConfig)]
-        for name in value:
-            if name not in known:
-                hint = f" Inductor options belong in {argument}={{'options': {{...}}}}."
-                raise ValueError(with_code("CC201", unknown(f"{argument} field", name, known) + hint))
         with part_of(argument):
+            check_fields(value, InductorConfig, f" Inductor options belong in {argument}={{'options': {{...}}}}.")
             return InductorConfig(**value)
-    raise TypeError(
-        with_code(
-            "CC202",
-            f"{argument}={value!r} must be a mode, a mapping of InductorConfig's fields or an InductorConfig, not "
-            f"{type(value).__name__}",
-        )
-    )
+    name = str(value)
+    if name in templates.names():
+        return InductorConfig(template=name)
+    check_mode(name, argument, also=(EAGER, *also, *templates.names()))
+    return InductorConfig(mode=name)
 
 
 def as_compiling_config(value: object, argument: str = "mode") -> InductorConfig:

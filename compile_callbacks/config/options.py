@@ -13,7 +13,7 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.messages import unknown
+from compile_callbacks._utils.messages import check_choice, check_type
 from compile_callbacks.passes.base import HOOK_OPTIONS, as_passes
 
 # Inductor annotates these options as `str`, but their values are lists of names of Inductor's backends.
@@ -23,19 +23,13 @@ _NAMES = re.compile(r"\w+(,\w+)*")
 
 def check_mode(mode: object, argument: str = "mode", also: tuple[str, ...] = ()) -> None:
     """Check that a value is a mode of ``torch.compile``, or one of ``also``."""
-    if not isinstance(mode, str):
-        text = f"{argument}={mode!r} must be the name of a mode, such as 'default', not {type(mode).__name__}"
-        raise TypeError(with_code("CC202", text))
-    choices = [*_torch.inductor.mode_names(), *also]
-    if mode not in choices:
-        raise ValueError(with_code("CC201", unknown(argument, mode, choices)))
+    check_type(argument, mode, str, "the name of a mode, such as 'default'")
+    check_choice(argument, mode, [*_torch.inductor.mode_names(), *also])
 
 
-def as_options(options: object) -> Mapping[str, Any]:
+def as_options(options: Any) -> Mapping[str, Any]:
     """Check Inductor options, and return them as a read-only mapping in Inductor's spelling (``"max_autotune"``)."""
-    if not isinstance(options, Mapping):
-        text = f"options={options!r} must map option names to values, not {type(options).__name__}"
-        raise TypeError(with_code("CC202", text))
+    check_type("options", options, Mapping, "a mapping of option names to values")
     checked: dict[str, Any] = {}
     for given, value in options.items():
         name = _option_name(given)
@@ -46,8 +40,8 @@ def as_options(options: object) -> Mapping[str, Any]:
             if value is not None:  # torch accepts a string here, but then compiles nothing
                 (value,) = as_passes((value,), f"options[{given!r}]")
         elif not _fits(value, expected := _torch.inductor.option_type(name)):
-            expected_name = expected.__name__ if isinstance(expected, type) else str(expected)
-            text = f"options[{given!r}]={value!r} must be of type {expected_name}, not {type(value).__name__}"
+            name_of_type = expected.__name__ if isinstance(expected, type) else str(expected)
+            text = f"options[{given!r}]={value!r} must be of type {name_of_type}, not {type(value).__name__}"
             raise TypeError(with_code("CC202", text))
         checked[name] = value
     return types.MappingProxyType(checked)

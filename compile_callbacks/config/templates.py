@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.messages import unknown
+from compile_callbacks._utils.messages import check_choice, check_type
 from compile_callbacks.config.options import as_options
 
 
@@ -85,11 +84,8 @@ def get(name: str) -> Template:
         ValueError: If no template has this name.
         TypeError: If the name is not a string.
     """
-    if not isinstance(name, str):
-        text = f"template={name!r} must be the name of a template, not {type(name).__name__}"
-        raise TypeError(with_code("CC202", text))
-    if name not in _templates():
-        raise ValueError(with_code("CC201", unknown("template", name, _templates())))
+    check_type("template", name, str, "the name of a template")
+    check_choice("template", name, names())
     return _templates()[name]
 
 

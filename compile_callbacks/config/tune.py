@@ -10,7 +10,7 @@ from typing import Any
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments
-from compile_callbacks._utils.messages import check_fields, part_of
+from compile_callbacks._utils.messages import check_fields, check_type, part_of
 from compile_callbacks.config.inductor_config import InductorConfig, as_config
 from compile_callbacks.config.inductor_config import Mode as OneMode
 
@@ -58,10 +58,9 @@ class Tune:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "candidates", _checked(self.candidates))
-        _check_number("steps", self.steps, int)
-        _check_number("min_speedup", self.min_speedup, (int, float))
-        if self.budget_seconds is not None:
-            _check_number("budget_seconds", self.budget_seconds, (int, float))
+        check_type("steps", self.steps, int, "an integer")
+        check_type("min_speedup", self.min_speedup, (int, float), "a number")
+        check_type("budget_seconds", self.budget_seconds, (int, float, type(None)), "a number or None")
         message = ""
         if self.steps < LEAST_SAMPLES:
             message = f"steps={self.steps!r} must be {LEAST_SAMPLES} or more: fewer samples prove nothing"
@@ -154,9 +153,3 @@ def _checked(candidates: object) -> object:
         message = f"candidates={candidates!r} has no candidate except eager, which is always a candidate"
         raise ValueError(with_code("CC201", message))
     return tuple(distinct.values())
-
-
-def _check_number(name: str, value: object, types: type | tuple[type, ...]) -> None:
-    if isinstance(value, bool) or not isinstance(value, types):
-        kind = "an integer" if types is int else "a number"
-        raise TypeError(with_code("CC202", f"{name}={value!r} must be {kind}, not {type(value).__name__}"))

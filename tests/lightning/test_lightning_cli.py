@@ -137,7 +137,7 @@ def test_cli_run_compiles_with_every_form_of_a_mode(form, tmp_path, capsys):
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"train_mode": "reduce-overheadd"}, "train_mode='reduce-overheadd' is unknown; did you mean 'reduce-overhead'?"),
-    ({"infer_mode": {"templat": "aten"}}, "infer_mode field='templat' is unknown; did you mean 'template'?"),
+    ({"infer_mode": {"templat": "aten"}}, "infer_mode: field='templat' is unknown; did you mean 'template'?"),
     (
         {"train_mode": {"class_path": "torch.nn.Linear"}},
         "class_path='torch.nn.Linear' must name a subclass of Ind",
