@@ -17,12 +17,11 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import check_choice, check_type
-from compile_callbacks.config.options import as_options
 
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A named set of Inductor options. If the installed torch does not accept an option, the other options remain.
+    """A named set of Inductor options.
 
     Attributes:
         name: The name that ``train_mode`` and ``infer_mode`` accept.
@@ -31,7 +30,6 @@ class Template:
         options: Inductor options by name, which the template sets in addition to the mode.
         missing: A function that returns the requirement that a device lacks, or ``None`` if the device has all.
         fallback: The mode that remains without ``options`` if the device lacks a requirement, in a few words.
-        left_out: The options, with their values, that the installed torch does not accept.
     """
 
     name: str
@@ -40,18 +38,6 @@ class Template:
     options: Mapping[str, Any] = field(default_factory=dict)
     missing: Callable[[torch.device], str | None] = lambda device: None
     fallback: str = ""
-    left_out: tuple[str, ...] = field(init=False, default=())
-
-    def __post_init__(self) -> None:
-        options: dict[str, Any] = {}
-        left_out = []
-        for name, value in self.options.items():
-            try:
-                options |= as_options({name: value})
-            except (ValueError, TypeError):
-                left_out.append(f"{name}={value!r}")
-        object.__setattr__(self, "options", options)
-        object.__setattr__(self, "left_out", tuple(left_out))
 
     def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
         """Return each Inductor option that the template and its mode set.
@@ -65,11 +51,8 @@ class Template:
 
     def falls_back(self, device: torch.device) -> str | None:
         """Return a sentence with the reason and the fallback on a device, or ``None`` if the template needs none."""
-        needs, fallback = self.missing(device), self.fallback
-        if needs is None and self.left_out:
-            needs = f"Inductor's {' and '.join(self.left_out)}, which torch {torch.__version__} does not accept"
-            fallback = "its other options" if self.options else f"mode {self.mode!r}"
-        return None if needs is None else f"template {self.name!r} needs {needs}; it falls back to {fallback}"
+        needs = self.missing(device)
+        return None if needs is None else f"template {self.name!r} needs {needs}; it falls back to {self.fallback}"
 
 
 def names() -> list[str]:

@@ -121,10 +121,10 @@ def build_phase_report(
 
 def uncompiled_report(configs: Mapping[Phase, Settings], left_alone: frozenset[Phase] = frozenset()) -> CompileReport:
     """Return the report of a run that has not started."""
-    modes = {phase: USER if phase in left_alone else EAGER for phase in configs}
-    phases = {
-        phase: PhaseReport(mode=config.describe() if config else modes[phase]) for phase, config in configs.items()
-    }
+    phases = {}
+    for phase, config in configs.items():
+        uncompiled = USER if phase in left_alone else EAGER
+        phases[phase] = PhaseReport(mode=config.describe() if config else uncompiled)
     return CompileReport(train=phases["train"], infer=phases["infer"])
 
 

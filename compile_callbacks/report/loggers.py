@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 
 PLOT_TAG = "compile_report/steps"
-_LAYOUT_TAG = b"custom_scalars__config__"
 _CHARTS = {
     "step time in ms, eager and compiled": ("step/{phase}/eager_ms", "step/{phase}/compiled_ms"),
     "net seconds saved": ("step/{phase}/net_seconds_saved",),
@@ -61,18 +61,12 @@ def _add_layout_if_none(writer: SummaryWriter) -> None:
     if not folder.is_dir():
         return  # the folder is a URL, and searching it for a layout could download large files
     writer.flush()
-    if not any(_contains(path, _LAYOUT_TAG) for path in folder.glob("*tfevents*") if path.stat().st_size):
-        writer.add_custom_scalars(_layout())
-
-
-def _contains(path: Path, text: bytes) -> bool:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(text) >= 0
-
-
-def _add_report(writer: SummaryWriter, report: CompileReport, step: int, tag: str = "compile_report") -> None:
-    """Add the report to the text tab."""
-    writer.add_text(tag, to_markdown(report, environment()), step)
+    for path in folder.glob("*tfevents*"):
+        if path.stat().st_size:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                if content.find(b"custom_scalars__config__") >= 0:
+                    return
+    writer.add_custom_scalars(_layout())
 
 
 def _add_plot(writer: SummaryWriter, report: CompileReport, step: int) -> None:
@@ -85,12 +79,6 @@ def _add_plot(writer: SummaryWriter, report: CompileReport, step: int) -> None:
     canvas: Any = report.plot().canvas
     canvas.draw()
     writer.add_image(PLOT_TAG, np.asarray(canvas.buffer_rgba()), step, dataformats="HWC")
-
-
-def _add_graphs(writer: SummaryWriter, graphs: Iterable[RecordedGraph], step: int) -> None:
-    """Add recorded graphs to the text tab, each under its title."""
-    for graph in graphs:
-        writer.add_text(f"graphs/{graph.title}", "\n".join(f"    {line}" for line in graph.text.splitlines()), step)
 
 
 _done: WeakValueDictionary[tuple[str, int], Logger] = WeakValueDictionary()  # by id, as a logger may be unhashable
@@ -153,9 +141,10 @@ def log_summary(
         with _warn_if_it_fails(logger):
             experiment = getattr(logger, "experiment", None)
             if isinstance(logger, TensorBoardLogger):
-                _add_report(logger.experiment, report, step, tag)
+                logger.experiment.add_text(tag, to_markdown(report, environment()), step)
                 _add_plot(logger.experiment, report, step)
-                _add_graphs(logger.experiment, graphs, step)
+                for graph in graphs:
+                    logger.experiment.add_text(f"graphs/{graph.title}", textwrap.indent(graph.text, "    "), step)
             elif callable(log_table := getattr(logger, "log_table", None)):  # WandbLogger
                 phases = report.compiled_phases
                 reports = [report.phase(phase) for phase in phases]
@@ -178,8 +167,7 @@ def log_export(loggers: Sequence[Logger], report: ExportReport, step: int) -> No
             if scalars := report.scalars():
                 logger.log_metrics(metrics=scalars, step=step)
             if isinstance(logger, TensorBoardLogger):
-                text = "\n".join(f"    {line}" for line in str(report).splitlines())
-                logger.experiment.add_text("export_report", text, step)
+                logger.experiment.add_text("export_report", textwrap.indent(str(report), "    "), step)
 
 
 @contextlib.contextmanager
@@ -189,7 +177,5 @@ def _warn_if_it_fails(logger: Logger) -> Iterator[None]:
         yield
     except Exception as error:
         if _first_time("failed", logger):
-            reason = f"{type(error).__name__}: {error}"
-            warn_user(
-                "CC404", f"{type(logger).__name__} did not accept the compile report: {reason}. The run continues"
-            )
+            what = f"{type(logger).__name__} did not accept the compile report: {type(error).__name__}: {error}"
+            warn_user("CC404", f"{what}. The run continues")

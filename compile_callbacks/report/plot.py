@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.report.summary import describe_verdict
 
 if TYPE_CHECKING:
@@ -37,7 +36,9 @@ def plot_report(report: CompileReport) -> Figure:
     FigureCanvasAgg(figure)  # not pyplot, which would select a backend for the process and keep the figure in memory
     for phase, row in zip(phases, figure.subfigures(len(phases), 1, squeeze=False)[:, 0], strict=True):
         found = report.phase(phase)
-        row.suptitle(f"{phase}: {_title(phase, found)}", x=0.01, ha="left", fontsize=10)
+        verdict = describe_verdict(phase, found) or "no verdict"
+        title = f"{phase}: {_shortened(found.mode, 40)} — {_shortened(verdict, 130)}"
+        row.suptitle(title, x=0.01, ha="left", fontsize=10)
         saved, times = row.subplots(1, 2, width_ratios=(3, 2))
         last = max(max(part["steps"]) for part in found.diagnostics.series)
         edge = max(0.02 * last, 0.3)
@@ -121,22 +122,11 @@ def _mark_compiles(axes: Axes, report: PhaseReport) -> None:
 
 
 def _top(report: PhaseReport) -> float:
-    """Return the upper end of the axis, above all medians and most steps. A few slow steps would flatten the curve."""
+    """Return the upper end of the axis, above all medians. A few slow steps would flatten the curve."""
     times: list[list[float]] = [part["ms"] for part in report.diagnostics.series if part["kind"] != "compiling"]
     times = times or [part["ms"] for part in report.diagnostics.series]
-    medians = [ms for ms in (report.eager_step_ms, report.compiled_step_ms) if ms is not None]
-    most = max([*medians, *map(statistics.median, times)])
-    nearly_all = max(_quantile(part, 0.97) for part in times)
-    return 1.15 * max(most, min(nearly_all, 3 * most))
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-def _title(phase: Phase, report: PhaseReport) -> str:
-    verdict = describe_verdict(phase, report)
-    return f"{_shortened(report.mode, 40)}" + (f" — {_shortened(verdict, 130)}" if verdict else "")
+    medians = [report.eager_step_ms or 0.0, report.compiled_step_ms or 0.0, *map(statistics.median, times)]
+    return 1.15 * min(max(*medians, *map(max, times)), 2 * max(medians))
 
 
 def _shortened(text: str, longest: int = 26) -> str:

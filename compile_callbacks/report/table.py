@@ -19,12 +19,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|#])")
 
 
 class Group(NamedTuple):
-    """A group of rows of the main table.
-
-    Attributes:
-        title: ``"speed"``, ``"compile"`` or ``"correctness"``.
-        rows: The rows. Each row has a label, and a cell for each report.
-    """
+    """A group of rows of the main table. Each row has a label, and a cell for each report."""
 
     title: str
     rows: list[tuple[str, ...]]

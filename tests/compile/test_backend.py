@@ -224,7 +224,7 @@ def test_a_copy_of_the_module_is_uncompiled_and_a_backend_has_no_copy():
     [
         ({"mode": "defualt"}, ValueError, "did you mean 'default'"),
         ({"mode": None}, ValueError, "mode=None compiles nothing"),
-        ({"mode": {"optoins": {}}}, ValueError, "mode field='optoins'"),
+        ({"mode": {"optoins": {}}}, ValueError, "mode: field='optoins'"),
         ({"verify": "no"}, ValueError, "verify='no'"),
         ({"new_shapes": "stop"}, ValueError, "new_shapes='stop'"),
         ({"name": "a\nb"}, ValueError, "name="),
