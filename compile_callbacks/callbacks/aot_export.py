@@ -20,13 +20,12 @@ from typing_extensions import override
 
 from compile_callbacks._utils.errors import CompileWarning, with_code
 from compile_callbacks._utils.files import atomic_write
-from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
+from compile_callbacks._utils.messages import check_choice, check_type, describe_failure, in_one_line
 from compile_callbacks.config.inductor_config import Mode, as_compiling_config
 from compile_callbacks.exporting.call_spec import ExampleCall
 from compile_callbacks.exporting.loaded_package import ExportError, load_after_smoke_test
 from compile_callbacks.exporting.package import (
     VerifyPackage,
-    check_dynamic_batch,
     check_path,
     check_writable,
     compare_with_eager,
@@ -110,7 +109,7 @@ class AOTInductorExport(Callback):
             raise TypeError(f"inputs={inputs!r} must be a function of a batch, or None")
         as_compiling_config(mode)
         check_choice("verify", verify, get_args(VerifyPackage))
-        check_dynamic_batch(dynamic_batch)
+        check_type("dynamic_batch", dynamic_batch, bool, "True or False")
         self.weights: Weights = weights
         self.target = target
         self.inputs = inputs

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.files import atomic_write
-from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
+from compile_callbacks._utils.messages import check_choice, check_type, describe_failure, in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
 from compile_callbacks.exporting.call_spec import CallSpec, copy_in_package_layout
 from compile_callbacks.exporting.loaded_package import (
@@ -111,7 +111,7 @@ def export(
     path = check_path(path)
     check_choice("format", format, get_args(Format))
     check_choice("verify", verify, get_args(VerifyPackage))
-    check_dynamic_batch(dynamic_batch)
+    check_type("dynamic_batch", dynamic_batch, bool, "True or False")
     config = as_compiling_config(mode)
     if format == "export" and config != InductorConfig():
         warn_user("CC204", f"mode={config.describe()!r} has no effect with format='export', which compiles nothing")
@@ -235,18 +235,14 @@ class _ExportedCall:
         except Exception as error:
             name = type(self._module).__name__
             if "Constraints violated" in str(error):
-                text = self._describe_constant_batch(name, str(error))
+                guards = re.findall("generated guard (.+)", str(error))
+                why = f"assumes {guards[0].rstrip('.')}" if guards else "computes with the size as a number"
+                inputs = " and ".join(map(repr, self._batch_names))
+                text = f"{name} does not work for every batch size of input {inputs}: it {why}; dynamic_batch=False "
+                text += f"exports {name} for the batch size of the example"
             else:
                 text = f"{name} cannot be exported: {_describe_trace_error(error)}"
             raise ExportError(with_code("CC601", text)) from error
-
-    def _describe_constant_batch(self, name: str, reason: str) -> str:
-        guards = re.findall("generated guard (.+)", reason)
-        why = f"assumes {guards[0].rstrip('.')}" if guards else "computes with the size as a number"
-        return (
-            f"{name} does not work for every batch size of input {' and '.join(map(repr, self._batch_names))}: it "
-            f"{why}; dynamic_batch=False exports {name} for the batch size of the example"
-        )
 
 
 def _compile(program: Any, path: Path, config: InductorConfig, device: torch.device, metadata: str) -> None:
@@ -271,17 +267,14 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
             warn_user("CC701", f"{in_one_line(str(failure))}; the package is compiled without this pass")
 
 
-def _check_inputs(module: object, args: object, kwargs: object) -> dict[str, Any]:
-    if not isinstance(module, nn.Module):
-        text = f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}"
-        raise TypeError(with_code("CC202", text))
+def _check_inputs(module: nn.Module, args: object, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    check_type("module", module, nn.Module, "a torch.nn.Module")
     check_not_sharded(module)
     if not isinstance(args, tuple):
         hint = "; pass one tensor as (tensor,)" if isinstance(args, torch.Tensor) else ""
         text = f"args must be a tuple of positional inputs, not {type(args).__name__}{hint}"
         raise TypeError(with_code("CC202", text))
-    if not isinstance(kwargs, (Mapping, type(None))):
-        raise TypeError(with_code("CC202", f"kwargs={kwargs!r} must map names to inputs"))
+    check_type("kwargs", kwargs, (Mapping, type(None)), "a mapping of names to inputs, or None")
     return dict(kwargs or {})
 
 
@@ -304,10 +297,9 @@ def _users_line(error: Exception) -> str | None:
     return f"{users[-1][0]}:{users[-1][1]}" if users else None
 
 
-def check_path(path: object) -> Path:
+def check_path(path: str | os.PathLike[str]) -> Path:
     """Check that the ``path`` argument is a path that ends in ``.pt2``."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(with_code("CC202", f"path={path!r} must be a path, not {type(path).__name__}"))
+    check_type("path", path, (str, os.PathLike), "a path")
     found = Path(path)
     if found.suffix != ".pt2":
         raise ValueError(with_code("CC205", f"path={str(found)!r} must end in '.pt2'"))
@@ -324,12 +316,6 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise type(error)(error.errno, f"path cannot be written: {error.strerror}", str(path)) from error
-
-
-def check_dynamic_batch(dynamic_batch: object) -> None:
-    """Check that the ``dynamic_batch`` argument is a boolean."""
-    if not isinstance(dynamic_batch, bool):
-        raise TypeError(with_code("CC202", f"dynamic_batch={dynamic_batch!r} must be True or False"))
 
 
 def package_options(config: InductorConfig, device: torch.device) -> tuple[dict[str, Any], list[Any], list[str]]:

@@ -11,6 +11,7 @@ from torch import nn
 from compile_callbacks._torch.dynamo import is_dynamo_wrapper
 from compile_callbacks._utils.device import as_device
 from compile_callbacks._utils.errors import with_code
+from compile_callbacks._utils.messages import check_type
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
 from compile_callbacks.inference.compiled_module import CompiledInference, Placement, free_memory
 from compile_callbacks.inference.saved_state import (
@@ -100,7 +101,10 @@ class InductorBackend:
     ) -> None:
         self._config = as_compiling_config(mode)
         self._settings = TargetSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
-        self._name = _check_name(name)
+        self._name = "InductorBackend" if name is None else name
+        check_type("name", name, (str, type(None)), "a string or None")
+        if not self._name.strip() or not self._name.isprintable():
+            raise ValueError(with_code("CC205", f"name={name!r} must be a line of text that is not empty"))
         self._state: State = "init"
         self._module: nn.Module | None = None
         self._device: torch.device | None = None
@@ -180,7 +184,7 @@ class InductorBackend:
         copies = as_samples(samples)
         if device is None:
             device = Placement(module).device or torch.device("cpu")
-        self._start(module, copies, device)
+        self._start(module, device, copies)
         self._module, self._samples, self._state = module, copies, after
         return self
 
@@ -233,8 +237,7 @@ class InductorBackend:
             CompileError: For the reasons that `build` lists.
         """
         after = self._after("activate")
-        module, device = self._built
-        self._start(module, self._samples, device)
+        self._start(*self._built)
         self._state = after
 
     def deploy(self, device: str | torch.device | None = None) -> None:
@@ -250,8 +253,8 @@ class InductorBackend:
             CompileError: For the reasons that `build` lists.
         """
         after = self._after("deploy")
-        module, device_of_state = self._built
-        self._start(module, self._samples, device_of_state if device is None else device)
+        module, saved = self._built
+        self._start(module, saved if device is None else device)
         self._samples = []
         self._state = after
 
@@ -348,9 +351,9 @@ class InductorBackend:
         assert self._device is not None
         return self._module, self._device
 
-    def _start(self, module: nn.Module, samples: Sequence[Sample], device: str | torch.device) -> None:
+    def _start(self, module: nn.Module, device: str | torch.device, samples: Sequence[Sample] | None = None) -> None:
         _check_module(module)
-        checked = as_device(device)
+        checked, samples = as_device(device), self._samples if samples is None else samples
         try:
             self._compiled = CompiledInference(module, samples, checked, self._config, self._settings)
         except Exception as error:
@@ -360,20 +363,8 @@ class InductorBackend:
         self._device = checked
 
 
-def _check_name(name: object) -> str:
-    if name is None:
-        return "InductorBackend"
-    if not isinstance(name, str):
-        raise TypeError(with_code("CC202", f"name={name!r} must be a string or None, not {type(name).__name__}"))
-    if not name.strip() or not name.isprintable():
-        raise ValueError(with_code("CC205", f"name={name!r} must be a line of text that is not empty"))
-    return name
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        text = f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}"
-        raise TypeError(with_code("CC202", text))
+def _check_module(module: nn.Module) -> None:
+    check_type("module", module, nn.Module, "a torch.nn.Module")
     if is_dynamo_wrapper(module):
         raise ValueError(with_code("CC608", "module is the result of torch.compile; pass the original module"))
     check_not_sharded(module)

@@ -34,18 +34,14 @@ def on_device(sample: Sample, device: torch.device) -> tuple[tuple[Any, ...], di
     return ((), copied) if isinstance(copied, dict) else (copied, {})
 
 
-def without_values(samples: list[Sample]) -> list[Any]:
+def without_values(samples: list[Sample]) -> Any:
     """Convert samples to plain containers and values, and move tensors to the meta device, which drops their values."""
     plain = as_plain(samples, "samples")
-    described: list[Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), plain)
-    return described
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), plain)
 
 
-def with_synthetic_values(samples: list[Any]) -> list[Any]:
-    """Replace tensors on the meta device by CPU tensors of the same shape, dtype and strides.
-
-    Floating-point tensors get random numbers between 0 and 1. Other tensors get 0.
-    """
+def with_synthetic_values(samples: list[Any]) -> Any:
+    """Replace tensors on the meta device by CPU tensors of random numbers between 0 and 1, or of 0 for integers."""
 
     def synthetic(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
@@ -55,18 +51,13 @@ def with_synthetic_values(samples: list[Any]) -> list[Any]:
             return filled.zero_()
         return filled.copy_(torch.rand(filled.shape, generator=torch.Generator().manual_seed(0)))
 
-    filled: list[Any] = tree_map_only(torch.Tensor, synthetic, samples)
-    return filled
+    return tree_map_only(torch.Tensor, synthetic, samples)
 
 
 def as_plain(value: Any, where: str) -> Any:
-    """Convert a value to data that ``torch.load(weights_only=True)`` can read.
+    """Copy containers and move tensors to the CPU, for ``torch.load(weights_only=True)``. Refuse any other value.
 
-    The function copies containers and moves tensors to the CPU. Tensors on the CPU share their memory with the result.
-
-    Args:
-        value: Nested lists, tuples and dicts of numbers, strings, booleans, ``None`` and tensors.
-        where: The name of the value in messages.
+    CPU tensors share their memory with the result. ``where`` is the name of the value in messages.
     """
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
@@ -99,13 +90,9 @@ def _as_sample(where: str, sample: object) -> Sample:
             f"{type(sample).__name__}; (x,) is the sample for a call f(x)"
         )
         raise TypeError(with_code("CC609", text))
-    copied: Sample = tree_map_only(torch.Tensor, _cpu_copy, sample)
-    return copied
-
-
-def _cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False):  # torch compiles another graph for inference tensors
-        return tensor.detach().to("cpu", copy=True)
+        copied: Sample = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), sample)
+    return copied
 
 
 FORMAT = "compile_callbacks.InductorBackend"

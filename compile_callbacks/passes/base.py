@@ -16,7 +16,7 @@ from torch.fx import Graph
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.import_ref import class_and_arguments, resolve
-from compile_callbacks._utils.messages import check_choice, part_of
+from compile_callbacks._utils.messages import check_choice, check_type, part_of
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.passes.identity import DescribedCall, describe_call, identity_of_call
 
@@ -49,14 +49,10 @@ def graph_kind(hook: str, graph: Graph) -> GraphKind:
 
 
 def is_inference_graph(hook: str, graph: Graph) -> bool:
-    """Return whether a graph has no backward pass.
-
-    - At ``post_grad_pre`` and ``post_grad_post``, this is the flag that torch passes to its own post-grad passes.
-    - At ``joint_pre`` and ``joint_post``, a joint graph is for training, and any other graph is for inference.
-    - At ``pre_grad``, autograd has not run yet. The graph is for inference if grad is disabled or no input requires
-      grad. AOTAutograd also creates an inference graph if no output requires grad, but that is unknown here.
-    """
+    """Return whether a graph has no backward pass: at the post-grad hook points, the flag of torch's own passes."""
     if hook == "pre_grad":
+        # Autograd has not run yet. AOTAutograd also creates an inference graph if no output requires grad, but that is
+        # unknown here.
         owner = graph.owning_module
         values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
         values += owner.parameters() if owner is not None else []
@@ -228,8 +224,7 @@ def graph_pass(
     """
     if function is None:
         return functools.partial(graph_pass, hook=hook)
-    if not callable(function):
-        raise TypeError(with_code("CC202", f"function={function!r} must be a function of (graph, is_inference)"))
+    check_type("function", function, Callable, "a function of (graph, is_inference)")  # type: ignore[arg-type]
     try:
         inspect.signature(function).bind(None, False)
     except TypeError as error:
@@ -238,13 +233,11 @@ def graph_pass(
     return FunctionPass(function, hook)
 
 
-def as_passes(value: object, argument: str) -> tuple[Any, ...]:
+def as_passes(value: Any, argument: str) -> tuple[Any, ...]:
     """Check the passes of an argument, and create passes from import paths and mappings."""
     if isinstance(value, PASS_TYPES):
         return (value,)
-    if not isinstance(value, (list, tuple)):
-        text = f"{argument}={value!r} must be a list of graph passes, not {type(value).__name__}"
-        raise TypeError(with_code("CC202", text))
+    check_type(argument, value, (list, tuple), "a list of graph passes")
     passes = tuple(_from_data(item, f"{argument}[{i}]") for i, item in enumerate(value))
     for item in passes:
         if isinstance(item, PASS_TYPES):

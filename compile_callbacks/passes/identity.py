@@ -48,18 +48,10 @@ def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described
 
 
 def identity_of_call(made: object, details: Iterable[str], call: DescribedCall) -> str | None:
-    """Return a hash of an object's code, of the call that created the object, and of further texts (``details``).
+    """Return a hash of an object's code, of the call that created it, and of ``details``. `GraphPass.uuid` tells more.
 
-    The hash is the same in every process. It covers
-
-    - the code of the object's class, and of its base classes outside torch and Python;
-    - the functions among the arguments;
-    - the functions, classes and values that this code refers to by a global name.
-
-    An installed package counts by its version, except for the package of the object's own class. The function reads
-    the code that Python has loaded, because the source file may have changed since.
-
-    The function returns ``None`` if it cannot describe a value.
+    The function reads the code that Python has loaded, because the source file may have changed since. It returns
+    ``None`` if it cannot describe a value.
     """
     describer = _CodeDescriber(made, call.code)
     try:
@@ -70,10 +62,9 @@ def identity_of_call(made: object, details: Iterable[str], call: DescribedCall) 
 
 
 class _Describer:
-    """Describes values as text that is the same in every process.
+    """Describes values as text that is the same in every process. Only collects functions and classes in ``code``.
 
-    This class only numbers functions and classes, and collects them in ``code``. `_CodeDescriber` describes their code
-    later, when the global names in the code are defined.
+    `_CodeDescriber` describes their code later, when the global names in the code are defined.
     """
 
     def __init__(self) -> None:

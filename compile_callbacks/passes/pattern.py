@@ -12,7 +12,7 @@ from torch.fx import Graph
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.messages import check_choice
+from compile_callbacks._utils.messages import check_choice, check_type
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.passes.base import DEFAULT_HOOK, HOOK_OPTIONS, GraphPass
 
@@ -51,11 +51,8 @@ class PatternPass(GraphPass):
         where: Callable[[PatternMatch], bool] | None = None,
         hook: str = DEFAULT_HOOK,
     ) -> None:
-        if where is not None and not callable(where):
-            raise TypeError(with_code("CC202", f"where={where!r} must be a function of a PatternMatch"))
-        if not isinstance(example_inputs, (list, tuple)):
-            text = f"example_inputs={example_inputs!r} must be a list of tensors, one for each argument"
-            raise TypeError(with_code("CC202", text))
+        check_type("where", where, (Callable, type(None)), "a function of a PatternMatch or None")  # type: ignore[arg-type]
+        check_type("example_inputs", example_inputs, (list, tuple), "a list of tensors, one for each argument")
         check_choice("hook", hook, _HOOKS)
         kinds = [_result_kind(*each, example_inputs) for each in (("pattern", pattern), ("replacement", replacement))]
         if kinds[0] != kinds[1]:
@@ -126,8 +123,7 @@ def pattern_pass(
 
 def _result_kind(argument: str, function: Any, inputs: Sequence[torch.Tensor]) -> str:
     """Call a function with the example inputs, and return the dtype and the shape of its result."""
-    if not callable(function):
-        raise TypeError(with_code("CC202", f"{argument}={function!r} must be a function of tensors"))
+    check_type(argument, function, Callable, "a function of tensors")  # type: ignore[arg-type]
     try:
         inspect.signature(function)
     except ValueError:

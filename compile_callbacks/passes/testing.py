@@ -21,8 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.messages import check_choice
+from compile_callbacks._utils.messages import check_choice, check_type
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.passes.base import as_passes, pass_hook
 from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs
@@ -101,9 +100,7 @@ def check_pass(
         GraphPassError: If the pass raises an exception or leaves an invalid graph.
     """
     (graph_pass,) = as_passes((graph_pass,), "graph_pass")
-    if not isinstance(module, nn.Module):
-        text = f"module={module!r} must be a torch.nn.Module, not {type(module).__name__}"
-        raise TypeError(with_code("CC202", text))
+    check_type("module", module, nn.Module, "a torch.nn.Module")
     check_choice("phase", phase, PHASES)
     before, after = RecordGraphs(hook=pass_hook(graph_pass)), RecordGraphs(hook=pass_hook(graph_pass))
     # Each check needs its own code object, because torch's recompile limit counts the graphs of one code object.

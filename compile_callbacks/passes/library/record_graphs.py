@@ -8,8 +8,7 @@ from pathlib import Path
 
 from torch.fx import Graph
 
-from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.messages import check_choice
+from compile_callbacks._utils.messages import check_choice, check_type
 from compile_callbacks.passes.base import DEFAULT_HOOK, HOOK_OPTIONS, GraphKind, GraphPass, graph_kind
 from compile_callbacks.passes.nodes import count_ops
 
@@ -60,9 +59,7 @@ class RecordGraphs(GraphPass):
 
     def __init__(self, folder: str | Path | None = None, *, hook: str = DEFAULT_HOOK) -> None:
         check_choice("hook", hook, list(HOOK_OPTIONS))
-        if folder is not None and not isinstance(folder, (str, Path)):
-            text = f"folder={folder!r} must be a path or None, not {type(folder).__name__}"
-            raise TypeError(with_code("CC202", text))
+        check_type("folder", folder, (str, Path, type(None)), "a path or None")
         self.hook = hook  # type: ignore[misc]
         self.folder = None if folder is None else Path(folder)
         self.graphs: list[RecordedGraph] = []

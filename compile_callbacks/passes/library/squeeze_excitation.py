@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -54,26 +53,16 @@ class TritonSqueezeExcitation(GraphPass):
         if not is_inference:
             return
         for second in find_nodes(graph, _aten.convolution.default):
-            if (match := self._match(second)) is not None:
-                first = match.first
-                new = call_before(second, two_layers, *first.args[:3], *second.args[1:3], match.activation)
+            if not _is_matrix_times_vector(second) or second.meta["val"].device.type not in self.devices:
+                continue
+            first, activation = _activation(second.args[0]) or (None, "")
+            if first is None or not _is_matrix_times_vector(first):
+                continue
+            hidden = first.meta["val"]
+            if hidden.dtype == second.meta["val"].dtype and hidden.shape[1] <= MAX_HIDDEN:
+                new = call_before(second, two_layers, *first.args[:3], *second.args[1:3], activation)
                 second.replace_all_uses_with(new)
         graph.eliminate_dead_code()
-
-    def _match(self, second: Node) -> _Match | None:
-        if not _is_matrix_times_vector(second) or second.meta["val"].device.type not in self.devices:
-            return None
-        match = _activation(second.args[0])
-        if match is None or not _is_matrix_times_vector(match.first):
-            return None
-        same_type = match.first.meta["val"].dtype == second.meta["val"].dtype
-        return match if same_type and match.first.meta["val"].shape[1] <= MAX_HIDDEN else None
-
-
-@dataclass(frozen=True)
-class _Match:
-    first: Node
-    activation: str
 
 
 def _is_matrix_times_vector(node: Any) -> bool:
@@ -91,8 +80,8 @@ def _is_matrix_times_vector(node: Any) -> bool:
     )
 
 
-def _activation(value: Any) -> _Match | None:
-    """Return the activation that computes a value, and its input, if no other node reads an intermediate result."""
+def _activation(value: Any) -> tuple[Node, str] | None:
+    """Return the convolution and the activation that compute a value, if no other node reads a result between them."""
     last, value = value, _uncast(value)
     if not isinstance(value, Node):
         return None
@@ -107,7 +96,7 @@ def _activation(value: Any) -> _Match | None:
     first = _uncast(source)
     if not isinstance(first, Node) or first.target is not _aten.convolution.default:
         return None
-    return _Match(first, activation) if _is_only_path(first, last) else None
+    return (first, activation) if _is_only_path(first, last) else None
 
 
 def _is_only_path(first: Node, last: Node) -> bool:
