@@ -57,11 +57,7 @@ class WarnOnce:
         self._subjects: set[Hashable] = set()
 
     def warn(self, code: str, message: str, *, about: Hashable = None) -> bool:
-        """Warn, unless this object has warned with the same code and the same ``about``.
-
-        Returns:
-            Whether the method warned.
-        """
+        """Warn, unless this object has warned with the same code and ``about``. Return whether it warned now."""
         if (code, about) in self._subjects:
             return False
         self._subjects.add((code, about))

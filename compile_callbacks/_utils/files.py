@@ -21,15 +21,6 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
     The temporary file is in the folder of ``path`` and has the same suffix. Several processes can write at once: each
     has its own temporary file, and the file of the last process remains.
-
-    Example::
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with atomic_write(Path(folder, "a.txt")) as temporary:
-        ...         _ = temporary.write_text("complete")
-        ...     Path(folder, "a.txt").read_text()
-        'complete'
     """
     for abandoned in path.parent.glob(f".{glob.escape(path.stem)}.{'[0-9a-f]' * 8}{glob.escape(path.suffix)}"):
         with contextlib.suppress(OSError):  # another process can delete the file first

@@ -24,21 +24,12 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def digest(data: Any) -> str:
-    """Return a hash of JSON-ready data. The order of keys does not matter.
-
-    Example::
-
-        >>> digest({"mode": "default", "dynamic": None}) == digest({"dynamic": None, "mode": "default"})
-        True
-    """
+    """Return a hash of JSON-ready data. The order of keys does not matter."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed distribution, or ``None`` if it is not installed.
-
-    A package that Python imports from a source tree is not installed.
-    """
+    """Return the version of an installed distribution, or ``None`` if Python imports it from a source tree."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -46,10 +37,7 @@ def installed_version(package: str) -> str | None:
 
 
 def architecture_fingerprint(module: nn.Module) -> str:
-    """Return a hash of a module's structure: its submodules, their classes and settings, and its weights.
-
-    The settings are the text of ``extra_repr``. Weights count by shape and dtype, not by value and device.
-    """
+    """Return a hash of the submodules, their classes and ``extra_repr``, and the shapes and dtypes of the weights."""
     return digest([(name, _structure(part)) for name, part in module.named_modules()])
 
 
@@ -77,8 +65,7 @@ def _or_none(describe: Callable[[Any], str], value: object) -> str | None:
 def code_fingerprint(module: nn.Module) -> str:
     """Return a hash of the source of all classes in a module, except those of torch and Lightning.
 
-    The hash does not cover functions that the methods call. A class without a source file, such as a class made by
-    ``exec``, counts by its name.
+    The hash does not cover functions that the methods call. A class without a source file counts by its name.
     """
     classes = {base for part in module.modules() for base in type(part).__mro__}
     own = [base for base in classes if str(base.__module__).partition(".")[0] not in _LIBRARIES]
@@ -86,10 +73,7 @@ def code_fingerprint(module: nn.Module) -> str:
 
 
 def device_fingerprint(device: torch.device) -> str:
-    """Return a hash of the properties of a device that generated code and its speed depend on.
-
-    GPUs of the same model have the same fingerprint.
-    """
+    """Return a hash of the properties of a device that generated code and its speed depend on."""
     if device.type == "cuda":
         versions = [torch.version.cuda, torch.version.hip]
         return digest([torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), *versions])

@@ -67,10 +67,9 @@ def part_of(argument: str) -> Iterator[None]:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return the type and message of the root cause of ``error``.
+    """Return the type and message of the root cause of an error, or the output of the process that failed.
 
-    torch wraps errors in its own exceptions. If a compiler process failed, the result contains the output of the
-    process, because torch's message only contains the long command line.
+    torch wraps errors in its own exceptions, and its message about a process only contains the long command line.
     """
     seen: set[int] = set()  # because a chain of causes can be circular
     while id(error) not in seen:

@@ -38,7 +38,6 @@ from compile_callbacks.report.console import print_texts
 _MIN_CAPABILITY = (7, 0)  # Triton generates code for Volta and later
 _MIN_FREE_GIB = 1.0  # a day of compiling fills hundreds of MiB
 _OTHER_CACHE = "export TORCHINDUCTOR_CACHE_DIR=FOLDER"
-_COMPILER_FOLDERS = ("/usr/bin", "/usr/local/bin")  # searched after those in PATH
 _WITHOUT_CPP = "modules on a CPU run uncompiled; on any device, the template cpp_wrapper and AOTInductor do not work"
 _PROGRAM = '#include <omp.h>\nextern "C" int threads() { return omp_get_max_threads(); }\n'
 _DEBIAN_NAMES = {
@@ -156,7 +155,9 @@ def check_cpp_compiler() -> Check:
     if platform.system() != "Linux" or not static_only:
         return Check("ok", found)
     impact = "it links a second C++ library next to torch's: AOTInductor's packages for a GPU crash with SIGSEGV"
-    return Check("warning", f"{found}; there is no libstdc++.so for it", impact, _libstdcxx_fix())
+    # Setting LIBRARY_PATH is not a fix: in a test, the compiler still linked its static library.
+    fix = f"{_install('g++')}, then export CXX=/usr/bin/g++, or another compiler that has libstdc++.so"
+    return Check("warning", f"{found}; there is no libstdc++.so for it", impact, fix)
 
 
 def _cpp_compiler_fix() -> str:
@@ -174,18 +175,6 @@ def _finds(compiler: str, library: str) -> bool:
     with contextlib.suppress(OSError):
         return os.sep in subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return False
-
-
-def _libstdcxx_fix() -> str:
-    """Return the fix for a compiler without libstdc++.so: to use another compiler that has it, or to install g++.
-
-    Setting ``LIBRARY_PATH`` is not a fix: in a test, the compiler still linked its static library.
-    """
-    for folder in dict.fromkeys([*os.get_exec_path(), *_COMPILER_FOLDERS]):
-        for name in ("g++", "c++", "clang++"):
-            if (found := shutil.which(name, path=folder)) and _finds(found, "libstdc++.so"):
-                return f"export CXX={shlex.quote(found)}"
-    return f"{_install('g++')}, then export CXX=/usr/bin/g++"
 
 
 def check_python_headers() -> Check:

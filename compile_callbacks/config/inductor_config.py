@@ -109,8 +109,6 @@ class InductorConfig:
                 f"mode={self.mode!r} and options={dict(self.options)!r} cannot be combined, as in torch.compile; set "
                 f"the options of both, options={both!r}"
             )
-            if template := _TEMPLATE_OF_MODE.get(self.mode):
-                text += f", or template={template!r} with your options"
             raise ValueError(with_code("CC203", text))
         if self.template is not None:
             text = f"mode={self.mode!r} and template={self.template!r} cannot be combined; a template includes a mode"
@@ -227,9 +225,6 @@ class InductorConfig:
 
     def _options_as_text(self) -> dict[str, str]:
         return {name: _as_text(value) for name, value in sorted(self.options.items())}
-
-
-_TEMPLATE_OF_MODE = {"reduce-overhead": "cudagraphs", "max-autotune": "max_autotune"}
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -30,19 +30,12 @@ _CHANNELS_LAST_OF_RANK = {4: "channels_last", 5: "channels_last_3d"}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInput:
-    """A tensor input of a package.
+    """A tensor input of a package."""
 
-    Attributes:
-        dtype: The dtype, such as ``"float32"``.
-        shape: The sizes. ``None`` is the batch size, if the batch size may change from call to call.
-        device: The type of the device.
-        memory_format: The layout: ``"contiguous"``, ``"channels_last"`` or ``"channels_last_3d"``.
-    """
-
-    dtype: str
-    shape: tuple[int | None, ...]
-    device: str
-    memory_format: str
+    dtype: str  # such as "float32"
+    shape: tuple[int | None, ...]  # None: the batch size, if it may change from call to call
+    device: str  # the type of the device
+    memory_format: str  # a key of _FORMATS
 
     @classmethod
     def of(cls, tensor: torch.Tensor, batch: int | None) -> TensorInput:
@@ -50,12 +43,8 @@ class TensorInput:
         sizes: list[int | None] = list(tensor.shape)
         if sizes and sizes[0] == batch:
             sizes[0] = None
-        return cls(
-            dtype=_dtype_name(tensor),
-            shape=tuple(sizes),
-            device=tensor.device.type,
-            memory_format=_memory_format_of(tensor),
-        )
+        layout = _memory_format_of(tensor)
+        return cls(dtype=_dtype_name(tensor), shape=tuple(sizes), device=tensor.device.type, memory_format=layout)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> TensorInput:
@@ -93,16 +82,12 @@ class TensorInput:
 
 @dataclass(frozen=True, kw_only=True)
 class CallSpec:
-    """The inputs of a package.
+    """The inputs of a package."""
 
-    Attributes:
-        signature: The parameters of ``forward`` that the exported call passed.
-        inputs: The inputs by name (``"x"``, ``"x['mask']"``), in the order of the package: a tensor, or the ``repr``
-            of any other value, which is constant in the package.
-    """
-
-    signature: Signature
+    signature: Signature  # the parameters of `forward` that the exported call passed
     inputs: Mapping[str, TensorInput | str]
+    """The inputs by name, such as ``"x['mask']"``, in the order of the package. Each is a tensor, or the ``repr`` of a
+    value that is constant in the package."""
 
     @classmethod
     def of(
@@ -118,13 +103,8 @@ class CallSpec:
         # The call omitted a parameter with a default, so it passed each later parameter by name.
         signature = Signature([*by_position, *(Parameter(name, Parameter.KEYWORD_ONLY) for name in bound.kwargs)])
         leaves = _leaves(signature.bind(*bound.args, **bound.kwargs))
-        return cls(
-            signature=signature,
-            inputs={
-                name: TensorInput.of(leaf, batch) if isinstance(leaf, torch.Tensor) else repr(leaf)
-                for name, leaf in leaves
-            },
-        )
+        inputs = {n: TensorInput.of(x, batch) if isinstance(x, torch.Tensor) else repr(x) for n, x in leaves}
+        return cls(signature=signature, inputs=inputs)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         """Bind the inputs of a call to the parameters of the exported call."""
@@ -172,17 +152,12 @@ class CallSpec:
         """Read the description that `to_json` wrote. `read_spec` handles the errors that other text raises."""
         data = json.loads(text)
         parameters = [Parameter(name, getattr(Parameter, kind)) for name, kind in data["parameters"].items()]
-        inputs = {
-            name: value if isinstance(value, str) else TensorInput.from_data(value)
-            for name, value in data["inputs"].items()
-        }
+        inputs = {n: x if isinstance(x, str) else TensorInput.from_data(x) for n, x in data["inputs"].items()}
         return cls(signature=Signature(parameters), inputs=inputs)
 
     def __str__(self) -> str:
         """Describe the inputs in one line: ``images: float32 (batch, 1, 8, 8), scale=2.0``."""
-        return ", ".join(
-            f"{name}={value}" if isinstance(value, str) else f"{name}: {value}" for name, value in self.inputs.items()
-        )
+        return ", ".join(f"{name}{'=' if isinstance(x, str) else ': '}{x}" for name, x in self.inputs.items())
 
 
 class ExampleCall(NamedTuple):
@@ -200,11 +175,10 @@ class ExampleCall(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: Any, module: nn.Module) -> ExampleCall:
-        """Take a module's inputs from a batch.
+        """Take a module's inputs from a batch: of a tuple or list, the first element.
 
-        If the batch is a tensor, the tensor is the input. If the batch is a tuple or a list, its first element is the
-        input. If the batch is a mapping, the entries whose keys are parameters of ``forward`` are the inputs, by name.
-        If no key is a parameter, the mapping itself is the input.
+        The entries of a mapping whose keys are parameters of ``forward`` are the inputs, by name. If no key is a
+        parameter, the mapping itself is the input.
         """
         if isinstance(batch, Mapping):
             parameters = inspect.signature(module.forward).parameters

@@ -79,9 +79,8 @@ class ExportedModule:
             return self._run(*bound.args, **bound.kwargs)
 
     def __repr__(self) -> str:
-        return (
-            f"ExportedModule({str(self.path)!r}, format={self.format!r}, device={self.device!r}, inputs=({self.spec}))"
-        )
+        path = str(self.path)
+        return f"ExportedModule({path!r}, format={self.format!r}, device={self.device!r}, inputs=({self.spec}))"
 
 
 def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
@@ -198,9 +197,8 @@ def load_after_smoke_test(
 ) -> ExportedModule:
     """Load a new package. A package for a GPU runs in another process first, as a smoke test.
 
-    The smoke test takes seconds, because the process imports torch. Only GPU packages get the test. They crash more
-    often, because AOTInductor generates more C++ code to launch kernels. After an invalid memory access, a process
-    cannot use the GPU any more.
+    The smoke test takes seconds, because the process imports torch. Packages for a GPU crash more often, because
+    AOTInductor generates more C++ code to launch kernels, and after a crash, a process cannot use the GPU any more.
     """
     if device.type != "cpu":
         run_in_new_process(path, args, kwargs)
@@ -208,10 +206,9 @@ def load_after_smoke_test(
 
 
 def run_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Run a package once in a new process, and return whether it succeeded.
+    """Run a package once in a new process, and raise an `ExportError` if it crashes. Return whether it succeeded.
 
-    A crash or a timeout raises an `ExportError`. For any other error, the function returns ``False``, because the
-    process that loads the package then raises the same error with more details.
+    Any other error returns ``False``, because the process that loads the package raises it with more details.
     """
     _, metadata = read_package(path)
     spec = read_spec(path, metadata)

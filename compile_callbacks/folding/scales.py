@@ -19,10 +19,9 @@ _COMMUTATIVE = (_aten.mul.Tensor, _aten.add.Tensor)
 def absorb_scales(graph: Graph, weight_only: set[Node], limit_bytes: int) -> None:
     """Rewrite ``(conv(x, w) - mean) * a + b`` as ``conv(x, w * a) + (b - mean * a)``.
 
-    The new arithmetic on weights uses the dtype of the old arithmetic (float32 for a batch norm under autocast), before
-    autocast casts the weights. The sum remains outside the convolution, so that it is not rounded to the dtype of the
-    weight. Inductor fuses the sum with later operators. The function does not change matrix products, because batch
-    norms rarely follow them directly.
+    The new arithmetic uses the dtype of the old arithmetic (float32 for a batch norm under autocast). The sum remains
+    outside the convolution, so that it is not rounded to the dtype of the weight. Inductor fuses it with later
+    operators. Batch norms rarely follow matrix products directly, so these remain.
 
     ``weight_only`` contains the weights, and the nodes that depend only on weights. The scaled weights take at most
     ``limit_bytes``.

@@ -26,7 +26,7 @@ from compile_callbacks.passes.library.record_graphs import RecordedGraph
 from compile_callbacks.report import file as report_file
 from compile_callbacks.report.file import environment
 from compile_callbacks.report.report import CompileReport, ExportReport
-from compile_callbacks.report.table import main_table, to_markdown
+from compile_callbacks.report.table import to_markdown
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -135,28 +135,15 @@ def log_summary(
     graphs: Sequence[RecordedGraph] = (),
     name: str = "",
 ) -> None:
-    """Log the whole report: text and images to TensorBoard, and a table or text to other loggers that accept it."""
+    """Log the whole report to TensorBoard: text and images."""
     tag = f"compile_report/{name}" if name else "compile_report"
     for logger in loggers if report.has_figures else ():
         with _warn_if_it_fails(logger):
-            experiment = getattr(logger, "experiment", None)
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text(tag, to_markdown(report, environment()), step)
                 _add_plot(logger.experiment, report, step)
                 for graph in graphs:
                     logger.experiment.add_text(f"graphs/{graph.title}", textwrap.indent(graph.text, "    "), step)
-            elif callable(log_table := getattr(logger, "log_table", None)):  # WandbLogger
-                phases = report.compiled_phases
-                reports = [report.phase(phase) for phase in phases]
-                rows = [["verdict", *(phase.verdict or "" for phase in reports)]]
-                rows += [list(row) for group in main_table(reports) for row in group.rows]
-                log_table(tag, columns=["figure", *phases], data=rows, step=step)
-            elif callable(log_text := getattr(experiment, "log_text", None)):
-                text = to_markdown(report, environment())
-                if hasattr(logger, "run_id"):  # MLFlowLogger
-                    log_text(logger.run_id, text, f"{tag}.md")
-                else:  # CometLogger
-                    log_text(text, step=step)
 
 
 @rank_zero_only

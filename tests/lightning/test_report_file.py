@@ -13,11 +13,11 @@ import fsspec
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
 from compile_callbacks.report.file import FILE_NAME
-from tests.support.models import Classifier, loader, trainer
+from tests.support.models import Classifier, RecordingLogger, loader, trainer
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
@@ -50,17 +50,7 @@ def test_each_call_appends_a_record(tmp_path):
     assert CompileReport.from_dict(second["report"]) == callback.report
 
 
-class Remote(Logger):
-    name, version = "remote", 0
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
-
-    def log_metrics(self, metrics, step=None):
-        pass
-
-
-@pytest.mark.parametrize("logger", [False, Remote()])
+@pytest.mark.parametrize("logger", [False, RecordingLogger()])
 def test_without_a_folder_of_a_logger_the_file_is_in_the_root_folder(logger, tmp_path):
     fit(tmp_path, logger=logger)
     assert [record["call"] for record in read(tmp_path)] == ["fit"]

@@ -8,14 +8,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.report.file import FILE_NAME
 from tests.support.against_eager import assert_same_module, assert_same_values
-from tests.support.models import CLASSES, Classifier, loader, mlp, seeded, trainer
+from tests.support.models import CLASSES, Classifier, RecordingLogger, loader, mlp, seeded, trainer
 from tests.support.step_times import Times
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -38,20 +37,6 @@ class TwoParts(Classifier):
         return loss
 
 
-class Recorded(Logger):
-    name, version = "recorded", 0
-
-    def __init__(self):
-        super().__init__()
-        self.metrics = {}
-
-    def log_hyperparams(self, params):
-        pass
-
-    def log_metrics(self, *, metrics, step):
-        self.metrics.update(metrics)
-
-
 def pair(**settings):
     return [InductorCompile(targets=[name], **settings) for name in ("body", "head")]
 
@@ -64,7 +49,7 @@ def fit(*callbacks, batches=8, **settings):
 
 
 def test_each_compiles_its_targets_and_the_first_reports_the_step_times(tmp_path):
-    logger = Recorded()
+    logger = RecordingLogger()
     body = InductorCompile("default", InductorConfig(dynamic=False), targets=["body"], baseline_steps=4)
     head = InductorCompile("lite", "eager", targets=["head"], baseline_steps=0)
     graphs_of_head = []
@@ -89,8 +74,9 @@ def test_each_compiles_its_targets_and_the_first_reports_the_step_times(tmp_path
     assert train[1].diagnostics.series == ()
     assert (train[1].eager_step_ms, train[1].compiled_step_ms, train[1].samples) == (None, None, None)
 
-    assert {"compile/train/seconds", "compile/train/head/seconds", "step/train/compiled_ms"} <= logger.metrics.keys()
-    assert {name for name in logger.metrics if "head" in name and not name.startswith("compile/train/head/")} == set()
+    logged = {name for metrics, _ in logger.calls for name in metrics}
+    assert {"compile/train/seconds", "compile/train/head/seconds", "step/train/compiled_ms"} <= logged
+    assert {name for name in logged if "head" in name and not name.startswith("compile/train/head/")} == set()
     records = json.loads(Path(tmp_path, FILE_NAME).read_text())
     assert [(record["call"], record["name"]) for record in records] == [("fit", ""), ("fit", "head")]
     assert [record["report"]["train"]["targets"] for record in records] == [["body"], ["head"]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -57,6 +58,22 @@ def loader(batches: int = 8, batch_size: int = 4, seed: int = 0) -> DataLoader:
     x = torch.randn(batches * batch_size, FEATURES, generator=generator)
     y = torch.randint(CLASSES, (batches * batch_size,), generator=generator)
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+class RecordingLogger(Logger):
+    """Keeps the metrics and the step of each call."""
+
+    name, version = "recording", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[dict[str, float], int]] = []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.calls.append((metrics, step))
 
 
 def run_folder() -> str:
