@@ -37,16 +37,3 @@ def test_a_smaller_budget_saves_less_for_backward_and_computes_the_same():
     saved = [report.diagnostics.saved_for_backward_mib for report in reports.values()]
     assert saved[0] > saved[1] > saved[2]
     assert "activation_memory_budget=0.5" in str(reports[0.5].mode)
-
-
-def test_the_budget_is_part_of_the_key_and_of_the_data():
-    config = InductorConfig(activation_memory_budget=0.5)
-    assert config.key() != InductorConfig().key()
-    assert config.to_dict() == {"activation_memory_budget": 0.5}
-    assert InductorConfig.from_dict(config.to_dict()) == config
-
-
-@pytest.mark.parametrize(("budget", "error"), [(1.5, ValueError), (-0.1, ValueError), ("half", TypeError)])
-def test_a_budget_outside_of_0_to_1_is_refused(budget, error):
-    with pytest.raises(error, match=r"activation_memory_budget=.*CC20\d"):
-        InductorConfig(activation_memory_budget=budget)

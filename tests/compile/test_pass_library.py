@@ -108,6 +108,3 @@ def test_the_triton_kernel_of_max_pooling_equals_its_reference(channels, size, c
     (actual,) = torch.autograd.grad(out, x, grad_output)
     (expected,) = torch.autograd.grad(pool(x), x, grad_output)
     torch.testing.assert_close(actual, expected)
-
-
-# ------------------------------------------------------------------------------------------ phases and arguments

@@ -288,9 +288,6 @@ def test_a_second_computation_with_other_results_is_refused(make_net, call, reas
     restore(net)
 
 
-# ---------------------------------------------------------------------------------------------- other callers
-
-
 # ---------------------------------------------------------------------------------------------- on a GPU
 
 on_gpu = {"accelerator": "cuda", "precision": "32-true", "steps": [12]}

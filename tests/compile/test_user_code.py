@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from compile_callbacks import CompileWarning, compile_phases, report_of, restore
+from compile_callbacks import CompileWarning, report_of
 from tests.support.against_eager import FLOAT32
 from tests.support.models import FEATURES
 from tests.support.wrong_passes import WrongForward
@@ -19,17 +20,9 @@ pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 
 @pytest.fixture
-def compiled():
-    """Compiles modules so that a difference from eager raises, and restores them after the test."""
-    modules = []
-
-    def compile_module(module, **settings):
-        modules.append(compile_phases(module, **{"verify": "raise"} | settings))
-        return modules[-1]
-
-    yield compile_module
-    for module in modules:
-        restore(module)
+def compiled(compiled):
+    """Compiles modules so that a difference from eager raises."""
+    return functools.partial(compiled, verify="raise")
 
 
 class LanguageModel(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from compile_callbacks import CompileError, CompileWarning, compile_phases, report_of, restore
+from compile_callbacks import CompileError, CompileWarning, report_of
 from tests.support.models import FEATURES, mlp
 from tests.support.wrong_passes import WrongBackward, WrongForward
 
@@ -24,20 +24,6 @@ RANDOM = {"options": {"fallback_random": True}}
 
 def plain():
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 3))
-
-
-@pytest.fixture
-def compiled():
-    """Compiles modules, and restores them after the test."""
-    modules = []
-
-    def compile_module(module, **settings):
-        modules.append(compile_phases(module, **settings))
-        return modules[-1]
-
-    yield compile_module
-    for module in modules:
-        restore(module)
 
 
 def train_step(module, *args):

@@ -133,27 +133,6 @@ def test_a_child_that_is_called_later_is_compiled_then():
     assert set(callback.report.train.targets) == {"net", "head"}
 
 
-def test_layers_that_a_step_calls_in_a_loop_share_one_graph():
-    class Looped(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Module()
-            self.net.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
-
-        def training_step(self, batch, batch_idx):
-            x = batch[0]
-            for block in self.net.blocks:
-                x = block(x)
-            return x.square().mean()
-
-    callback = InductorCompile("default", None, baseline_steps=0)
-    before = counters["stats"]["unique_graphs"]
-    trainer(callback, limit_val_batches=0).fit(Looped(), loader(4))
-    # The first block's input needs no gradient, so it has a separate graph.
-    assert callback.report.train.targets == ("net.blocks.* (3 blocks, 2 graphs)",)
-    assert counters["stats"]["unique_graphs"] == before + 2
-
-
 @pytest.mark.parametrize("targets", [None, ["net"]])
 def test_a_target_that_only_a_compiled_function_calls_is_warned_about(targets):
     class Compiled(Classifier):

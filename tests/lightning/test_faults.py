@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile, InductorConfig
-from tests.support.faults import FAULTS, MATRIX, PLACES, Fault, Net, assert_same_run, fit
+from tests.support.against_eager import assert_same_values
+from tests.support.faults import FAULTS, MATRIX, PLACES, Fault, Net, fit
 from tests.support.models import CLASSES, FEATURES, seeded, trainer
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
@@ -32,7 +33,7 @@ def test_a_failure_costs_speed_and_nothing_else(fault, place):
     callback = fault.callback(place)
     with pytest.warns(CompileWarning) as caught, fault.strike(place):
         compiled = fit(lambda: fault.net(place), callback)
-    assert_same_run(compiled, fit(lambda: fault.net(place)))
+    assert_same_values(compiled, fit(lambda: fault.net(place)))
 
     said = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
     assert len(said) == 1
@@ -158,7 +159,7 @@ def test_a_failure_behind_a_graph_break_does_not_run_what_ran_before_it_again():
     )
     with pytest.warns(CompileWarning, match="'net' .*train phase.*MemoryError"), failing_behind_the_break():
         compiled = fit(lambda: Broken(PLACES[0]), callback)
-    assert_same_run(compiled, fit(lambda: Broken(PLACES[0])))
+    assert_same_values(compiled, fit(lambda: Broken(PLACES[0])))
     assert callback.report.train.fallbacks >= 1
 
 
@@ -193,6 +194,3 @@ def test_shapes_beyond_the_recompile_limit_are_reported_as_eager():
     assert len([w for w in caught if issubclass(w.category, CompileWarning)]) == 1
     assert callback.report.train.graphs == 3
     assert callback.report.train.fallbacks >= 1
-
-
-# ------------------------------------------------------------------------------------------ no memory to choose with

@@ -131,9 +131,3 @@ def test_a_module_that_stays_compiled_follows_its_weights():
     module.load_state_dict({name: torch.ones_like(value) for name, value in module.state_dict().items()})
     assert_equal()
     torch._dynamo.reset()
-
-
-# ------------------------------------------------------------------------------------------ report and settings
-
-
-# ------------------------------------------------------------------------------------------ torch's cache

@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from compile_callbacks import InductorCompile, InductorConfig, Tune, compile_phases, report_of, restore
 from compile_callbacks._torch import regions
 from compile_callbacks._utils.errors import CompileError, CompileWarning
-from compile_callbacks.runtime.repeated import find_repetitions
-from compile_callbacks.runtime.targets import check_target_names, resolve_targets
 from tests.support.against_eager import assert_same_module, assert_same_values
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 from tests.support.uncached import Uncached
@@ -356,41 +354,11 @@ def test_cuda_graphs_compute_what_eager_computes(accumulate):
 # ------------------------------------------------------------------------------------------ which blocks
 
 
-def test_the_outermost_repetition_wins():
-    inner = lambda: nn.Sequential(*blocks(2))  # noqa: E731
-    assert [list(found) for found in find_repetitions(nn.Sequential(inner(), inner()))] == [["0", "1"]]
-    alone = nn.Sequential(inner(), nn.Linear(WIDTH, WIDTH))
-    assert [list(found) for found in find_repetitions(alone)] == [["0.0", "0.1"]]
-
-
-@pytest.mark.parametrize(
-    "unlike",
-    [
-        lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU()),
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH).bfloat16(), nn.ReLU()),
-        lambda: nn.Linear(WIDTH, WIDTH),
-    ],
-    ids=["shape", "class", "dtype", "a layer"],
-)
-def test_unlike_blocks_are_not_repeated(unlike):
-    module = nn.ModuleList([unlike(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Linear(WIDTH, WIDTH)])
-    with pytest.raises(ValueError, match=r"finds no repeated blocks in ModuleList.*CC120"):
-        resolve_targets(module, "repeated", nn.Module)
-
-
-def test_a_part_named_repeated_is_a_target_in_a_list():
-    module = Classifier()
-    module.repeated = nn.Linear(2, 2)
-    (found,) = resolve_targets(module, check_target_names(["repeated"]), pl.LightningModule)
-    assert found.module is module.repeated
-
-
-@pytest.mark.parametrize("targets", ["net.layers.*", "repeated"])
+@pytest.mark.parametrize("targets", [None, "net.layers.*", "repeated"])
 def test_blocks_that_the_steps_call_or_that_a_glob_names_share_a_graph(targets):
     class Steps(Classifier):
         def training_step(self, batch, batch_idx):
-            if targets != "repeated":
+            if targets == "net.layers.*":
                 return super().training_step(batch, batch_idx)
             x = self.net.embed(batch[0])
             for layer in self.net.layers:
@@ -399,10 +367,8 @@ def test_blocks_that_the_steps_call_or_that_a_glob_names_share_a_graph(targets):
             self.losses.append(loss.item())
             return loss
 
-    modules, callback = (
-        [seeded(lambda: Steps(Stack(blocks()))) for _ in range(2)],
-        repeated(infer=None, targets=targets),
-    )
+    modules = [seeded(lambda: Steps(Stack(blocks()))) for _ in range(2)]
+    callback = repeated(infer=None, targets=targets)
     for module, callbacks in zip(modules, ([callback], []), strict=True):
         trainer(*callbacks).fit(module, loader(4))
     assert_same_values(*modules)

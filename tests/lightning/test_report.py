@@ -9,45 +9,15 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
-from tests.support.models import Classifier, loader, mlp, seeded, trainer
+from tests.support.models import Classifier, loader, seeded, trainer
 from tests.support.step_times import TimedSteps, Times
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
-
-
-class Broken(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = mlp()
-
-    def forward(self, x):
-        x = x * 2
-        torch._dynamo.graph_break()
-        return self.body(x)
-
-
-LINE_OF_THE_BREAK = 1 + next(
-    number for number, line in enumerate(Path(__file__).read_text().splitlines()) if "graph_break()" in line
-)
-
-
-def test_a_known_graph_break_is_reported_with_file_line_and_reason():
-    callback = InductorCompile("default", None, baseline_steps=0)
-    trainer(callback).fit(Classifier(Broken()), loader(3))
-    report = callback.report.train
-    [event] = [event for event in report.diagnostics.events if event["kind"] == "graph_break"]
-    assert (report.graph_breaks, report.graphs, report.recompiles) == (1, 2, 0)
-    assert event["target"] == "net"
-    assert Path(event["file"]).name == "test_report.py"
-    assert event["line"] == LINE_OF_THE_BREAK
-    assert "graph_break" in event["reason"]
 
 
 def test_never_and_nothing_survive_json():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile
-from tests.support.against_eager import FLOAT32
+from tests.support.against_eager import assert_same_values
 from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
@@ -43,14 +43,9 @@ def trained(make, *callbacks):
     return module
 
 
-def assert_equal_runs(one, other):
-    for values in (lambda module: module.losses, lambda module: module.validation_outputs, nn.Module.state_dict):
-        torch.testing.assert_close(values(one), values(other), **FLOAT32)
-
-
 def test_script_children_are_not_default_targets():
     callback = InductorCompile(baseline_steps=0, on_error="raise")
-    assert_equal_runs(trained(WithScript, callback), trained(WithScript))
+    assert_same_values(trained(WithScript, callback), trained(WithScript))
     for phase in (callback.report.train, callback.report.infer):
         assert phase.targets == ("net",)
         assert (phase.graphs, phase.graph_breaks, phase.fallbacks) == (1, 0, 0)
@@ -62,7 +57,7 @@ def test_a_named_script_module_runs_eagerly_with_a_warning(targets):
     with pytest.warns(CompileWarning, match=f"target '{targets[0]}' is not compiled: it is a TorchScript module"):
         module = trained(WithScript, callback)
     eager = trained(WithScript)
-    assert_equal_runs(module, eager)
+    assert_same_values(module, eager)
     assert callback.report.train.targets == tuple(targets[1:])
     assert vars(module.scripted).keys() == vars(eager.scripted).keys()
 
@@ -108,6 +103,6 @@ def test_an_async_target_returns_a_coroutine_with_a_warning(method, targets):
     message = f"target '{targets or 'net'}' is not compiled: its .* is an async function"
     with pytest.warns(CompileWarning, match=message):
         module = trained(lambda: Awaits(method), callback)
-    assert_equal_runs(module, trained(lambda: Awaits(method)))
+    assert_same_values(module, trained(lambda: Awaits(method)))
     # The first steps call the module inside an async forward too, so it is a default target.
     assert callback.report.train.targets == (("net.net",) if targets is None else ())

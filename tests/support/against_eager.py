@@ -16,18 +16,12 @@ FLOAT32_ON_GPU = {"rtol": 1e-3, "atol": 1e-4}
 
 
 def assert_run_equals_eager(
-    run: Callable[..., Classifier],
-    *,
-    baseline_steps: int = 0,
+    run: Callable[..., Classifier], *, baseline_steps: int = 0
 ) -> tuple[Classifier, Classifier, CompileReport]:
     """Compare losses, weights and buffers, validation outputs and predictions of a run with those of its eager twin.
 
-    Args:
-        run: Takes callbacks to run with, trains a module from a fixed seed, and returns it.
-        baseline_steps: As `InductorCompile` takes it.
-
-    Returns:
-        The eager module, the compiled one, and the report of the run, without the prediction.
+    ``run`` takes callbacks, trains a module from a fixed seed, and returns it. The result is the eager module, the
+    compiled module, and the report of the run, without the prediction.
     """
     eager = run()
     ours = InductorCompile(baseline_steps=baseline_steps)

@@ -108,16 +108,9 @@ class BrokenPass(Uncached):
             raise ZeroDivisionError("by design")
 
 
-def raises(error: Exception) -> Callable[[], None]:
-    def strike() -> None:
-        raise error
-
-    return strike
-
-
 @contextlib.contextmanager
-def while_inductor_writes_code(place: Place, strike: Callable[[], None]) -> Iterator[None]:
-    """Strike where Inductor has lowered a graph and begins to make code of it."""
+def out_of_memory_in_inductor(place: Place) -> Iterator[None]:
+    """Raise an error where Inductor has lowered a graph and begins to make code of it."""
     lowering = torch._inductor.graph.GraphLowering
     real, seen = lowering.compile_to_module, []
 
@@ -127,7 +120,7 @@ def while_inductor_writes_code(place: Place, strike: Callable[[], None]) -> Iter
         if (half, self.is_inference) == (place.half, place.phase == "infer") and not folds:
             seen.append(self)
             if place.shape == "first" or len(seen) > 1:
-                strike()
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return real(self)
 
     with mock.patch.object(lowering, "compile_to_module", compile_to_module):
@@ -139,33 +132,21 @@ def while_inductor_writes_code(place: Place, strike: Callable[[], None]) -> Iter
 
 @dataclass(frozen=True)
 class Fault:
-    """A way in which the compiler fails.
-
-    Attributes:
-        name: What the test is called.
-        cause: What the report says of it; alternatives are divided by ``|``.
-        net: The module.
-        settings: Settings of the phase in which it strikes.
-        passes: Makes the callback's passes.
-        strike: Entered while the run goes on.
-        skipped: Whether the graph is compiled all the same, without the custom pass that fails.
-    """
+    """A way in which the compiler fails."""
 
     name: str
-    cause: str
+    cause: str  # what the report says; alternatives are divided by "|"
     net: Callable[[Place], nn.Module] = Net
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # of the phase in which the compiler fails
     passes: Callable[[Place], list[Any]] = lambda place: []
-    strike: Callable[[Place], Any] = lambda place: contextlib.nullcontext()
-    skipped: bool = False
+    strike: Callable[[Place], Any] = lambda place: contextlib.nullcontext()  # a context around the run
+    skipped: bool = False  # whether the graph is compiled without the custom pass that fails
 
     def callback(self, place: Place, on_error: str = "eager") -> InductorCompile:
         config, other = InductorConfig(**self.settings), "default"
         modes = (config, other) if place.phase == "train" else (other, config)
         return InductorCompile(*modes, targets=["net"], passes=self.passes(place), baseline_steps=0, on_error=on_error)
 
-
-OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 FAULTS = [
     Fault("untraceable", "graph_break|autograd.Function", Untraceable, {"fullgraph": True}),
@@ -174,7 +155,7 @@ FAULTS = [
         "memory_in_inductor",
         "OutOfMemoryError: CUDA",
         passes=lambda place: [Uncached()],  # no code is written for a graph that comes out of the cache
-        strike=lambda place: while_inductor_writes_code(place, raises(OUT_OF_MEMORY)),
+        strike=out_of_memory_in_inductor,
     ),
 ]
 
@@ -200,11 +181,3 @@ def fit(net: Callable[[], nn.Module], *callbacks: Any) -> Classifier:
     module = seeded(lambda: Classifier(net()))
     trainer(*callbacks, max_epochs=2, num_sanity_val_steps=0).fit(module, ragged(), ragged(2))
     return module
-
-
-def assert_same_run(ours: Classifier, eager: Classifier) -> None:
-    """The same losses, outputs, weights and buffers."""
-    torch.testing.assert_close(ours.losses, eager.losses, rtol=1e-4, atol=1e-6)
-    for mine, theirs in zip(ours.validation_outputs, eager.validation_outputs, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(ours.state_dict(), eager.state_dict(), rtol=1e-4, atol=1e-5)

@@ -25,14 +25,7 @@ DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ACCELERATOR == "
 
 
 def made_once(name: str, make: Callable[[Path], None], tmp_path_factory, worker_id: str) -> Path:
-    """A folder that is filled in the first of pytest-xdist's workers that comes to it, and looked at in all.
-
-    Args:
-        name: Its name.
-        make: Fills it.
-        tmp_path_factory: The fixture.
-        worker_id: The fixture.
-    """
+    """Return a folder that the first of pytest-xdist's workers fills, and all of them read."""
     base = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         base = base.parent
@@ -78,13 +71,7 @@ def run_pairs(script: str, folder: Path, accelerator: str, *cases: list[str], se
 
 
 def join(folder: Path, name: str, timeout: float = 300) -> None:
-    """Join the other process in the default process group, whose store is on a port that the system gives.
-
-    Args:
-        folder: Where the first process tells the second one the port.
-        name: A new name for each group.
-        timeout: How many seconds a collective waits.
-    """
+    """Join the default process group. The first process writes the port of its store to a file for the second."""
     rank, port = int(os.environ["LOCAL_RANK"]), folder / f"{name}.port"
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)

@@ -29,11 +29,7 @@ def run_in_new_process(
 ) -> str:
     """Run a script as ``python script.py *arguments`` would, without warnings, and return what it printed.
 
-    Args:
-        source: The script. It can import what the tests import.
-        arguments: What it finds in ``sys.argv``, as text.
-        environment: Variables beside those of this process. What torch reads when it is imported is not among them.
-        seconds: How long it may take.
+    ``environment`` has more variables, but not those that torch reads when it is imported.
     """
     with tempfile.TemporaryDirectory() as folder:
         script, printed = Path(folder, "script.py"), Path(folder, "printed")
@@ -56,15 +52,7 @@ def start_new_process(
     printed: Path,
     uses_gpu: bool = False,
 ) -> multiprocessing.process.BaseProcess:
-    """Start a script as `run_in_new_process` does, and go on.
-
-    Args:
-        script: The file.
-        arguments: What it finds in ``sys.argv``, as text.
-        environment: Variables beside those of this process. What torch reads when it is imported is not among them.
-        printed: The file that takes what it prints.
-        uses_gpu: Whether it uses a GPU.
-    """
+    """Start a script as `run_in_new_process` does, and write its output to the file ``printed``."""
     variables = {**os.environ, **(environment or {})}
     context = _spawned if uses_gpu else _forked
     process = context.Process(target=_run, args=(script, [str(a) for a in arguments], variables, printed))

@@ -31,34 +31,19 @@ KINDS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A LightningModule.
+    """A LightningModule."""
 
-    Attributes:
-        blocks: The kinds of the blocks of its network, see `Block`.
-        target: The compiled target: ``"net"``, ``"net.encode"`` (a method) or ``"forward"``.
-        inputs: ``"one"``, or two that share memory: ``"same"`` tensor, or a ``"view"``.
-        writes: Whether the network writes into its input.
-        output: Type of the network's output: ``"tensor"``, ``"dict"`` or ``"dataclass"``.
-        hooks: Hooks of the network's first layer, see `add_hooks`.
-        shared: Whether a second target holds the first block, too.
-        ragged: Whether the last batch is smaller.
-        validates: Whether an epoch ends with a validation.
-        accumulate: Batches whose gradients are accumulated.
-        mode: A mode of ``torch.compile``; ``"lite"`` compiles no C++ and so takes a tenth of the time.
-        dynamic: An argument of ``torch.compile``.
-    """
-
-    blocks: tuple[str, ...]
-    target: str = "net"
-    inputs: str = "one"
-    writes: bool = False
-    output: str = "tensor"
-    hooks: frozenset[str] = frozenset()
-    shared: bool = False
-    ragged: bool = False
+    blocks: tuple[str, ...]  # the names of methods of `Block`
+    target: str = "net"  # or "net.encode" (a method), or "forward"
+    inputs: str = "one"  # or two that share memory: the "same" tensor, or a "view"
+    writes: bool = False  # whether the network writes into its input
+    output: str = "tensor"  # or "dict", or "dataclass"
+    hooks: frozenset[str] = frozenset()  # of the first layer, see `add_hooks`
+    shared: bool = False  # whether a second target contains the first block, too
+    ragged: bool = False  # whether the last batch is smaller
     validates: bool = False
     accumulate: int = 1
-    mode: str = "default"
+    mode: str = "default"  # "lite" compiles no C++, and takes a tenth of the time
     dynamic: bool | None = None
 
     @property

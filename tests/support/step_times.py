@@ -44,13 +44,7 @@ class TimedSteps:
 
 
 class Times:
-    """Stands in for the clock: a step takes as long as the test says for the settings that it runs with.
-
-    Args:
-        monkeypatch: pytest's fixture.
-        train: Milliseconds by settings (``"eager"``, or a candidate), or a function of the settings and the workload.
-        infer: The same for the infer phase.
-    """
+    """Replaces the clock: milliseconds by settings (``"eager"`` or a candidate), or a function of settings and workload."""
 
     def __init__(self, monkeypatch, train=None, infer=None):
         self._ms = {"train": train or {}, "infer": infer or {}}
