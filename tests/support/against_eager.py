@@ -8,27 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_callbacks import CompileReport, InductorCompile
+from compile_callbacks import InductorCompile
 from tests.support.models import Classifier, loader, trainer
 
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 FLOAT32_ON_GPU = {"rtol": 1e-3, "atol": 1e-4}
 
 
-def assert_run_equals_eager(
-    run: Callable[..., Classifier], *, baseline_steps: int = 0
-) -> tuple[Classifier, Classifier, CompileReport]:
+def assert_run_equals_eager(run: Callable[..., Classifier], *, baseline_steps: int = 0) -> None:
     """Compare losses, weights and buffers, validation outputs and predictions of a run with those of its eager twin.
 
-    ``run`` takes callbacks, trains a module from a fixed seed, and returns it. The result is the eager module, the
-    compiled module, and the report of the run, without the prediction.
+    ``run`` takes callbacks, trains a module from a fixed seed, and returns it.
     """
     eager = run()
     ours = InductorCompile(baseline_steps=baseline_steps)
     compiled = run(ours)
-    report = ours.report
-    assert report.train.graphs >= 1
-    assert report.infer.graphs >= 1
+    assert min(ours.report.train.graphs, ours.report.infer.graphs) >= 1
     assert_same_module(compiled, eager)
     assert_same_values(compiled, eager)
     predictions, expected = (
@@ -38,7 +33,6 @@ def assert_run_equals_eager(
     assert (ours.report.train.fallbacks, ours.report.infer.fallbacks) == (0, 0)
     torch.testing.assert_close(predictions, expected, **FLOAT32)
     assert_same_module(compiled, eager)
-    return eager, compiled, report
 
 
 def assert_same_values(ours: Classifier, eager: Classifier, close: Mapping[str, float] = FLOAT32) -> None:

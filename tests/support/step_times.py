@@ -44,7 +44,7 @@ class TimedSteps:
 
 
 class Times:
-    """Replaces the clock: milliseconds by settings (``"eager"`` or a candidate), or a function of settings and workload."""
+    """Replaces the clock: milliseconds by ``"eager"`` or candidate, or a function of that and the workload."""
 
     def __init__(self, monkeypatch, train=None, infer=None):
         self._ms = {"train": train or {}, "infer": infer or {}}
