@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from compile_callbacks.config.inductor_config import EAGER, as_config
 from compile_callbacks.report.console import make_table, print_table
 
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COLUMNS = {
-    "mode": "{}", "compile_seconds": "{:.1f}", "step_ms": "{:.2f}",
-    "spread_ms": "{:.2f}", "samples": "{}", "speedup": "{:.2f}x", "break_even_steps": "{:.0f}",
-    "verified": "{}", "peak_memory_mib": "{:.0f}", "fallbacks": "{}",
+_COLUMNS: dict[str, Callable[[Any], str]] = {
+    "mode": str, "compile_seconds": "{:.1f}".format, "step_ms": "{:.2f}".format, "spread_ms": "{:.2f}".format,
+    "samples": str, "speedup": "{:.2f}x".format, "break_even_steps": "{:.0f}".format, "verified": ", ".join,
+    "peak_memory_mib": "{:.0f}".format, "fallbacks": str,
 }  # fmt: skip
 
 
@@ -57,12 +57,18 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--steps={args.steps} must be 1 or more")
         device = parse_device(args.device)
         default = ["default"] if device.type == "cpu" else ["default", "reduce-overhead"]
-        modes = {mode: as_config(_parse_mode(mode), "--modes") for mode in args.modes or default if mode != EAGER}
+        modes = {}
+        for mode in args.modes or default:
+            if mode != EAGER:
+                modes[mode] = as_config(json.loads(mode) if mode.startswith("{") else mode, "--modes")
         benchmarked = _load(args.module, device, args.input)
         steps = args.steps or (20 if device.type == "cpu" else 200)
         for phase in PHASES:
             if args.phase in (phase, "both"):
                 rows += measure(benchmarked, modes, phase, steps=steps, dtype=_PRECISIONS[args.precision], say=_say)
+    except json.JSONDecodeError as error:
+        _say(f"compile-callbacks bench: --modes={error.doc!r} is not valid JSON: {error}")
+        return 2
     except (ValueError, TypeError) as error:
         _say(in_one_line(f"compile-callbacks bench: {error}", width=1000))
         return 2
@@ -73,13 +79,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_tables(result)
     return 1 if any(row["failure"] for row in rows) else 0
-
-
-def _parse_mode(text: str) -> Any:
-    try:
-        return json.loads(text) if text.startswith("{") else text
-    except ValueError as error:
-        raise ValueError(f"--modes={text!r} is not valid JSON: {error}") from error
 
 
 def _load(name: str, device: torch.device, shape: str | None) -> BenchmarkedModule:
@@ -131,16 +130,12 @@ def _print_tables(result: Mapping[str, Any]) -> None:
         rows: Sequence[Mapping[str, Any]] = [row for row in result["rows"] if row["phase"] == phase]
         shown = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows)]
         head = [name.replace("_seconds", " s").replace("_mib", " MiB").replace("_", " ") for name in shown]
-        cells = [[_cell(name, row.get(name)) for name in shown] for row in rows]
+        cells = [[_COLUMNS[name](row[name]) if row.get(name) is not None else "-" for name in shown] for row in rows]
         print_table(make_table(head, cells, title=f"{phase}: {result['title']}, {result['device']}"))
         for row in rows:
             failure = [f"failed: {row['failure']}"] if row["failure"] else []
             for line in [*failure, *row.get("notes", ())]:
                 sys.stdout.write(f"{row['mode']}, {phase}: {line}\n")
-
-
-def _cell(name: str, value: Any) -> str:
-    return "-" if value is None else _COLUMNS[name].format(", ".join(value) if isinstance(value, list) else value)
 
 
 def _say(line: str) -> None:

@@ -48,6 +48,7 @@ class BenchmarkedModule:
         return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes) or "no tensor"
 
 
+@dataclass(eq=False)
 class Candidate:
     """A copy of a module that runs in one mode: eager, or compiled with a config.
 
@@ -55,26 +56,23 @@ class Candidate:
     a ``dtype``, steps run under autocast. The library compares each compiled graph with eager.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: InductorConfig | None,
-        benchmarked: BenchmarkedModule,
-        phase: Phase,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.name, self.config, self.phase, self.dtype = name, config, phase, dtype
-        self.recorder = CompileRecorder()
-        self.switch: PhaseSwitch | None = None
-        self.failure: str | None = None
-        self.peak_memory_mib: float | None = None
-        self._benchmarked = benchmarked
-        self._on_gpu = benchmarked.device.type == "cuda"
+    name: str
+    config: InductorConfig | None
+    benchmarked: BenchmarkedModule
+    phase: Phase
+    dtype: torch.dtype | None = None
+    recorder: CompileRecorder = field(default_factory=CompileRecorder)
+    switch: PhaseSwitch | None = None
+    failure: str | None = None
+    peak_memory_mib: float | None = None
+
+    def __post_init__(self) -> None:
+        self._on_gpu = self.benchmarked.device.type == "cuda"
 
     def prepare(self) -> None:
         """Copy the module, compile the copy, and run the warm-up steps."""
         before_bytes = torch.cuda.memory_allocated() if self._on_gpu else 0
-        self.module = copy.deepcopy(self._benchmarked.module).train(self.phase == "train")
+        self.module = copy.deepcopy(self.benchmarked.module).train(self.phase == "train")
         if self.phase == "train":  # a small learning rate keeps the loss finite on random labels
             self._optimizer = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1e-4)
         if self.config is not None:
@@ -112,8 +110,8 @@ class Candidate:
             torch.compiler.cudagraph_mark_step_begin()
         with torch.set_grad_enabled(self.phase == "train"):
             # A new context for each call, as in a Trainer, because autocast caches its casts of weights in a context.
-            with torch.autocast(self._benchmarked.device.type, self.dtype, enabled=self.dtype is not None):
-                outputs = self.module(*self._benchmarked.args, **self._benchmarked.kwargs)
+            with torch.autocast(self.benchmarked.device.type, self.dtype, enabled=self.dtype is not None):
+                outputs = self.module(*self.benchmarked.args, **self.benchmarked.kwargs)
             if self.phase == "train":
                 _loss(outputs).backward()
                 self._optimizer.step()
@@ -123,14 +121,14 @@ class Candidate:
     def synchronize(self) -> None:
         """Wait for the device."""
         if self._on_gpu:
-            torch.cuda.synchronize(self._benchmarked.device)
+            torch.cuda.synchronize(self.benchmarked.device)
 
     def close(self) -> None:
         """Free the copy of the module and its compiled code."""
         self.recorder.stop()
         if self.switch is not None:
             self.switch.remove()
-        self.module = self._benchmarked.module
+        self.module = self.benchmarked.module
 
 
 def measure(

@@ -48,18 +48,11 @@ _DEBIAN_NAMES = {
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        status: ``"ok"``, ``"warning"`` if some features may not work, or ``"failed"`` if compiling does not work.
-        found: A description of the result of the check on this machine.
-        impact: The features that will not work. Empty if all will.
-        fix: The fix. Empty if there is nothing to fix.
-    """
-
-    status: Literal["ok", "warning", "failed"]
-    found: str
-    impact: str = ""
+    status: Literal["ok", "warning", "failed"]  # "warning" if some features may not work, "failed" if compiling fails
+    found: str  # what the check found on this machine
+    impact: str = ""  # the features that will not work
     fix: str = ""
 
 
@@ -117,9 +110,8 @@ def check_cache_folder() -> Check:
     except OSError as error:
         name = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or error.filename or "the default folder"
         found = f"{name} cannot be written to: {error.strerror or error}"
-        return Check(
-            "failed", found, "nothing compiles: modules run uncompiled", f"{_OTHER_CACHE}, one that you may write to"
-        )
+        impact = "nothing compiles: modules run uncompiled"
+        return Check("failed", found, impact, f"{_OTHER_CACHE}, one that you may write to")
     free_gib = shutil.disk_usage(folder).free / 2**30
     found = f"{folder}, {free_gib:.1f} GiB free"
     noexec = getattr(os, "ST_NOEXEC", 0)  # the system may have no such flag
@@ -287,9 +279,8 @@ def _check_package(package: str, fix: str = "") -> Check:
         importlib.import_module(package)
     except Exception as error:
         found = f"{version} cannot be imported: {root_cause(error)}"
-        return Check(
-            "failed", found, _IMPACT[package], fix or f"fix the cause, or pip install --force-reinstall {wanted}"
-        )
+        fix = fix or f"fix the cause, or pip install --force-reinstall {wanted}"
+        return Check("failed", found, _IMPACT[package], fix)
     return Check("ok", version)
 
 

@@ -50,7 +50,10 @@ def run(args: argparse.Namespace) -> int:
     texts = [(mode["name"], mode["kind"], mode["description"], mode["lacks"] or "works") for mode in listed]
     print_texts(("name", "kind", "for", f"on {device}"), texts)
     sys.stdout.write("\n")
-    print_texts(("name", "sets"), [(mode["name"], _settings_of(mode)) for mode in listed])
+    settings = [[f"mode {mode['mode']}"] if mode["mode"] else [] for mode in listed]
+    for mode, parts in zip(listed, settings, strict=True):
+        parts += [f"{name}={value!r}" for name, value in mode["options"].items()]
+    print_texts(("name", "sets"), [(m["name"], ", ".join(s) or "-") for m, s in zip(listed, settings, strict=True)])
     return 0
 
 
@@ -71,8 +74,3 @@ def _lacks_cudagraphs(options: Mapping[str, Any], device: torch.device) -> str |
     if options.get("triton.cudagraphs") and device.type != "cuda":
         return "its CUDA graphs have no effect without a GPU"
     return None
-
-
-def _settings_of(mode: Mapping[str, Any]) -> str:
-    base = [f"mode {mode['mode']}"] if mode["mode"] else []
-    return ", ".join([*base, *(f"{name}={value!r}" for name, value in mode["options"].items())]) or "-"

@@ -184,9 +184,14 @@ class InductorConfig:
         Raises:
             ValueError: If a pass is not a global of its module, or the value of an option is not plain data.
         """
-        data = self._fields()
-        data["options"] = {name: _plain(name, value) for name, value in self.options.items()}
-        data["passes"] = [reference_to(p, _module_of(p)) for p in self.passes]
+        for name, value in self.options.items():
+            if not isinstance(value, (bool, int, float, str, type(None))):
+                text = f"options[{name!r}]={value!r} cannot be saved: it is not a number, a string, a boolean or None"
+                raise ValueError(with_code("CC207", text))
+        data = {**self._fields(), "options": dict(self.options)}
+        # A decorated function becomes a pass object in the module that defines the function.
+        owners = [getattr(graph_pass, "function", None) or type(graph_pass) for graph_pass in self.passes]
+        data["passes"] = [reference_to(p, o.__module__) for p, o in zip(self.passes, owners, strict=True)]
         default = {**InductorConfig()._fields(), "options": {}, "passes": []}
         return {name: value for name, value in data.items() if value != default[name]}
 
@@ -225,19 +230,6 @@ class InductorConfig:
 
     def _options_as_text(self) -> dict[str, str]:
         return {name: _as_text(value) for name, value in sorted(self.options.items())}
-
-
-def _plain(name: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, (bool, int, float, str)):
-        text = f"options[{name!r}]={value!r} cannot be saved, because it is not a number, a string, a boolean or None"
-        raise ValueError(with_code("CC207", text))
-    return value
-
-
-def _module_of(graph_pass: Any) -> str:
-    # A decorated function becomes a pass object in the module that defines the function.
-    module: str = getattr(getattr(graph_pass, "function", None) or type(graph_pass), "__module__", "")
-    return module
 
 
 def _as_text(value: object) -> str:

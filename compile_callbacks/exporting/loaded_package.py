@@ -11,6 +11,8 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import Signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +37,7 @@ class ExportError(RuntimeError):
     """Raised if a module cannot be exported or a package cannot be loaded. The message contains the reason."""
 
 
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class ExportedModule:
     """A loaded package, which you call like the original module.
 
@@ -44,25 +47,19 @@ class ExportedModule:
         device: The type of the device that the package runs on.
         torch_version: The version of torch that wrote the package.
         spec: The description of the inputs.
+        run: The function that torch loaded. It does not check its inputs.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        format: Format,  # noqa: A002
-        run: Callable[..., Any],
-        *,
-        device: str,
-        torch_version: str,
-        spec: CallSpec,
-    ) -> None:
-        self.path = path
-        self.format = format
-        self.device = device
-        self.torch_version = torch_version
-        self.spec = spec
-        self._run = run
-        self.__signature__ = spec.signature
+    path: Path
+    format: Format
+    device: str
+    torch_version: str
+    spec: CallSpec
+    run: Callable[..., Any]
+
+    @property
+    def __signature__(self) -> Signature:
+        return self.spec.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the package.
@@ -74,9 +71,9 @@ class ExportedModule:
         bound = self.spec.bind(args, kwargs)
         tensors = self.spec.tensors(bound)
         if self.format == "aoti":
-            return self._run(tensors)
+            return self.run(tensors)
         with torch.no_grad():
-            return self._run(*bound.args, **bound.kwargs)
+            return self.run(*bound.args, **bound.kwargs)
 
     def __repr__(self) -> str:
         path = str(self.path)
@@ -115,9 +112,8 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
         versions = f"torch {written_by} wrote it, and this is torch {torch.__version__}"
         reason = in_one_line(describe_failure(error))
         raise _not_loaded(f"{path} cannot be loaded by this torch ({versions}): {reason}") from error
-    return ExportedModule(
-        path, "aoti" if is_compiled else "export", run, device=device, torch_version=written_by, spec=spec
-    )
+    content: Format = "aoti" if is_compiled else "export"
+    return ExportedModule(path=path, format=content, device=device, torch_version=written_by, spec=spec, run=run)
 
 
 def read_package(path: Path) -> tuple[bool, dict[str, Any]]:

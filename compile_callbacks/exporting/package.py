@@ -129,7 +129,13 @@ def export(
             if verify != "off":
                 package = load_after_smoke_test(temporary, call.args, call.kwargs, call.device)
                 compared = compare_with_eager(_torch.export.program_as_module(program), package, call.args, call.kwargs)
-                check_compared(path, compared, verify)
+                text = f"the package differs from eager: {compared.reason}"
+                if compared.verdict == "not compared":
+                    warn_user("CC602", f"package {path} was not compared with eager: {compared.reason}")
+                elif compared.verdict == "differs" and verify == "raise":
+                    raise ExportError(with_code("CC602", text))
+                elif compared.verdict == "differs":
+                    warn_user("CC602", f"{path}: {text}")
     return path
 
 
@@ -160,17 +166,6 @@ def compare_with_eager(
         return Comparison("not compared", f"no memory: {in_one_line(describe_failure(error))}")
     finally:
         before.restore()
-
-
-def check_compared(path: Path, compared: Comparison, verify: VerifyPackage) -> None:
-    """Warn or raise if a package differs from eager, and warn if it was not compared."""
-    if compared.verdict == "not compared":
-        warn_user("CC602", f"package {path} was not compared with eager: {compared.reason}")
-    elif compared.verdict == "differs":
-        text = f"the package differs from eager: {compared.reason}"
-        if verify == "raise":
-            raise ExportError(with_code("CC602", text))
-        warn_user("CC602", f"{path}: {text}")
 
 
 @contextlib.contextmanager
@@ -285,16 +280,10 @@ def _describe_trace_error(error: Exception) -> str:
         reason = f"its control flow depends on the values of a tensor, which needs torch.cond: {reason}"
     elif type(error) is not RuntimeError and not type(error).__module__.startswith("torch."):
         reason = f"{type(error).__name__}: {reason}"
-    line = _users_line(error)
-    return f"{reason} (at {line})" if line else reason
-
-
-def _users_line(error: Exception) -> str | None:
-    """Return the last line of the user's code in the traceback of an error."""
     internal = (_torch.export.torch_folder(), f"{Path(__file__).parents[1]}{os.sep}")
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     users = [line for line in lines if Path(line[0]).is_file() and not line[0].startswith(internal)]
-    return f"{users[-1][0]}:{users[-1][1]}" if users else None
+    return f"{reason} (at {users[-1][0]}:{users[-1][1]})" if users else reason
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:

@@ -89,7 +89,7 @@ class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
                 self._run(graph_pass, graph, is_inference)
 
     def _run(self, graph_pass: Any, graph: Graph, is_inference: bool) -> None:
-        before, started = _Snapshot(graph), time.perf_counter()
+        before, inputs, outputs, started = _nodes(graph), _inputs(graph), _outputs(graph), time.perf_counter()
         try:
             if isinstance(graph_pass, GraphPass):
                 returned = graph_pass(graph, is_inference)
@@ -98,7 +98,7 @@ class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
         except Exception as error:
             raise self._error(graph_pass, f"raised {type(error).__name__}: {error}") from error
         seconds = time.perf_counter() - started
-        if (problem := before.problem(graph, returned)) is not None:
+        if (problem := _problem(inputs, outputs, graph, returned)) is not None:
             raise self._error(graph_pass, problem)
         self._on_run(
             PassRun(
@@ -107,9 +107,9 @@ class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
                 graph=graph_kind(self.hook, graph),
                 is_inference=is_inference,
                 seconds=seconds,
-                nodes_before=len(before.nodes),
+                nodes_before=len(before),
                 nodes_after=len(graph.nodes),
-                changed=before.nodes != _nodes(graph),
+                changed=before != _nodes(graph),
             )
         )
 
@@ -152,31 +152,22 @@ def pass_options(
     return options
 
 
-class _Snapshot:
-    """The nodes, inputs and outputs of a graph before a pass, for the check after the pass."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.nodes = _nodes(graph)
-        self._inputs = _inputs(graph)
-        self._outputs = _outputs(graph)
-
-    def problem(self, graph: Graph, returned: Any) -> str | None:
-        """Return the reason why a graph is invalid after a pass, or ``None`` if the graph is valid."""
-        if returned is not None:
-            return f"returned {type(returned).__name__}: a pass changes the graph in place and returns nothing"
-        try:
-            graph.lint()
-        except Exception as error:
-            return f"left a graph that is not well formed: {error}"
-        if (inputs := _inputs(graph)) != self._inputs:
-            return f"changed the graph's inputs from {self._inputs} to {inputs}"
-        outputs = _outputs(graph)
-        if len(outputs) != len(self._outputs):
-            return f"changed the number of the graph's outputs from {len(self._outputs)} to {len(outputs)}"
-        for place, ((name, kind), (new_name, new_kind)) in enumerate(zip(self._outputs, outputs, strict=True)):
-            if None not in (kind, new_kind) and kind != new_kind:
-                return f"changed output {place} from {kind} ({name}) to {new_kind} ({new_name})"
-        return None
+def _problem(inputs: list[Any], outputs: list[tuple[str, str | None]], graph: Graph, returned: Any) -> str | None:
+    """Return the reason why a graph that had these inputs and outputs is invalid after a pass, or ``None``."""
+    if returned is not None:
+        return f"returned {type(returned).__name__}: a pass changes the graph in place and returns nothing"
+    try:
+        graph.lint()
+    except Exception as error:
+        return f"left a graph that is not well formed: {error}"
+    if (new_inputs := _inputs(graph)) != inputs:
+        return f"changed the graph's inputs from {inputs} to {new_inputs}"
+    if len(new_outputs := _outputs(graph)) != len(outputs):
+        return f"changed the number of the graph's outputs from {len(outputs)} to {len(new_outputs)}"
+    for place, ((name, kind), (new_name, new_kind)) in enumerate(zip(outputs, new_outputs, strict=True)):
+        if None not in (kind, new_kind) and kind != new_kind:
+            return f"changed output {place} from {kind} ({name}) to {new_kind} ({new_name})"
+    return None
 
 
 def _nodes(graph: Graph) -> list[Any]:

@@ -150,14 +150,6 @@ def _step(median: float | None, spread: float | None) -> str:
     return _number(median, ".2f") + ("" if spread is None else f" ± {spread / 2:.2f}")
 
 
-def _speedup(report: PhaseReport) -> str:
-    return _NOTHING if report.speedup is None else f"{report.speedup:.2f}x"
-
-
-def _break_even(report: PhaseReport) -> str:
-    return "never" if report.break_even_steps == math.inf else _number(report.break_even_steps, ".0f")
-
-
 def _cache(report: PhaseReport) -> str:
     hits, misses = report.cache_hits, report.diagnostics.cache_misses
     return f"{hits} / {misses}" if hits or misses else _NOTHING
@@ -177,9 +169,9 @@ _SPEED: tuple[_Row, ...] = (
     ("eager step ms", lambda p: _step(p.eager_step_ms, p.diagnostics.eager_spread_ms)),
     ("compiled step ms", lambda p: _step(p.compiled_step_ms, p.diagnostics.compiled_spread_ms)),
     ("samples", lambda p: _number(p.samples, "d")),
-    ("speedup", _speedup),
+    ("speedup", lambda p: _NOTHING if p.speedup is None else f"{p.speedup:.2f}x"),
     ("net seconds saved", lambda p: _number(p.net_seconds_saved, ".1f")),
-    ("break-even steps", _break_even),
+    ("break-even steps", lambda p: "never" if p.break_even_steps == math.inf else _number(p.break_even_steps, ".0f")),
     ("eager peak memory MiB", lambda p: _peak(p.diagnostics, "eager_")),
     ("compiled peak memory MiB", lambda p: _peak(p.diagnostics, "")),
     ("saved for backward MiB", lambda p: _number(p.diagnostics.saved_for_backward_mib or None, ".1f")),
