@@ -129,12 +129,8 @@ def _reference(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: A
 
 
 def _fake(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: Any, padding: Any) -> Any:
-    return torch.empty(
-        (*grad_output.shape[:2], *size),
-        dtype=grad_output.dtype,
-        device=grad_output.device,
-        memory_format=torch.channels_last,
-    )
+    dtype, device, shape = grad_output.dtype, grad_output.device, (*grad_output.shape[:2], *size)
+    return torch.empty(shape, dtype=dtype, device=device, memory_format=torch.channels_last)
 
 
 max_pool2d_backward = define(

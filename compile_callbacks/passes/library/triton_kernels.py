@@ -12,19 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def _two_layers_kernel(
-    x,
-    weight_1,
-    bias_1,
-    weight_2,
-    bias_2,
-    out,
-    C_IN: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    C_OUT: tl.constexpr,
-    SILU: tl.constexpr,
-    BLOCK_HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, weight_1, bias_1, weight_2, bias_2, out,
+    C_IN: tl.constexpr, HIDDEN: tl.constexpr, C_OUT: tl.constexpr,
+    SILU: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # One program computes both layers for one image, so the hidden values stay in its registers.
     image = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, BLOCK_HIDDEN)
@@ -47,14 +38,9 @@ def _two_layers_kernel(
 
 
 def two_layers(
-    x: torch.Tensor,
-    weight_1: torch.Tensor,
-    bias_1: torch.Tensor,
-    weight_2: torch.Tensor,
-    bias_2: torch.Tensor,
-    activation: str,
-    out: torch.Tensor,
-) -> None:
+    x: torch.Tensor, weight_1: torch.Tensor, bias_1: torch.Tensor, weight_2: torch.Tensor, bias_2: torch.Tensor,
+    activation: str, out: torch.Tensor,
+) -> None:  # fmt: skip
     """Compute two layers on images of one pixel, with ``"relu"`` or ``"silu"`` between them.
 
     Shapes: ``x`` [N, C_IN, 1, 1], ``weight_1`` [HIDDEN, C_IN, 1, 1], ``bias_1`` [HIDDEN], ``weight_2``
@@ -66,41 +52,18 @@ def two_layers(
     block = min(triton.next_power_of_2(max(c_in, c_out)), 32768 // block_hidden, 1024)
     with torch.cuda.device(x.device):
         _two_layers_kernel[(x.shape[0],)](
-            x.flatten(1).contiguous(),
-            weight_1.flatten(1).contiguous(),
-            bias_1,
-            weight_2.flatten(1).contiguous(),
-            bias_2,
-            out,
-            C_IN=c_in,
-            HIDDEN=hidden,
-            C_OUT=c_out,
-            SILU=activation == "silu",
-            BLOCK_HIDDEN=block_hidden,
-            BLOCK=block,
-            num_warps=8,
-        )
+            x.flatten(1).contiguous(), weight_1.flatten(1).contiguous(), bias_1, weight_2.flatten(1).contiguous(),
+            bias_2, out, C_IN=c_in, HIDDEN=hidden, C_OUT=c_out, SILU=activation == "silu",
+            BLOCK_HIDDEN=block_hidden, BLOCK=block, num_warps=8,
+        )  # fmt: skip
 
 
 @triton.jit
 def _max_pool2d_backward_kernel(
-    grad_output,
-    offsets,
-    grad,
-    C,
-    H,
-    W,
-    OH,
-    OW,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    grad_output, offsets, grad, C, H, W, OH, OW,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     # One program computes BLOCK_W pixels and BLOCK_C channels of one row of one image.
     row = tl.program_id(0)
     image = (row // H).to(tl.int64)
@@ -127,14 +90,9 @@ def _max_pool2d_backward_kernel(
 
 
 def max_pool2d_backward(
-    grad_output: torch.Tensor,
-    offsets: torch.Tensor,
-    size: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    grad: torch.Tensor,
-) -> None:
+    grad_output: torch.Tensor, offsets: torch.Tensor, size: Sequence[int], kernel: Sequence[int],
+    stride: Sequence[int], padding: Sequence[int], grad: torch.Tensor,
+) -> None:  # fmt: skip
     """Compute the gradient of a max pooling.
 
     Shapes: ``grad_output`` and ``offsets`` [N, C, OH, OW], ``grad`` [N, C, H, W], all channels last. ``offsets`` (int8)
