@@ -54,8 +54,8 @@ Eager runs before and after the compiled run. *losses apart* is the largest diff
     "warm_start": """## Warm start of two ranks
 
 The model is a ResNet-18 for images of 32x32 pixels. *seconds* is the duration of the slower rank's first compiled step,
-in new processes: the median of *samples* runs. The rows compare `cache_dir` with torch's own cache folders, set by hand.
-*cold* is a run with an empty folder, and *warm* is a run with the folder of an earlier run.
+in new processes: the median of *samples* runs. The rows compare `cache_dir` with torch's own cache folders, which are
+set by hand. *cold* is a run with an empty folder, and *warm* is a run with the folder of an earlier run.
 """,
     "faults": """## Faults of a rank
 
