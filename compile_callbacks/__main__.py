@@ -2,7 +2,7 @@
 
 import sys
 
-from compile_callbacks.cli.main import main
+from compile_callbacks.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,1 +1,40 @@
-"""The command ``compile-callbacks``."""
+"""``compile-callbacks`` and ``python -m compile_callbacks``: parses the arguments and runs a subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+_COMMANDS = {
+    "doctor": "check whether torch.compile can work on this machine",
+    "modes": "list modes and templates, and whether they work here",
+    "bench": "measure modes side by side on a module",
+    "report": "print the reports of earlier runs",
+    "explain": "explain a warning or an error by its code",
+}
+"""The subcommands. Each is a module of this package with ``add_arguments(parser)`` and ``run(args)``, which returns the
+exit status."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand. The function imports only the subcommand's module, so that ``--help`` does not import torch."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="compile-callbacks", description="What compiling costs, gains and needs.")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name, summary in _COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary)
+        if arguments[:1] == [name]:
+            command = importlib.import_module(f"compile_callbacks.cli.{name}")
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
+    args = parser.parse_args(arguments)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `head` or a pager has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
+        return 0
+    return status

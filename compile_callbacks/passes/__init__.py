@@ -5,11 +5,18 @@
 
 from compile_callbacks.passes.base import GraphPass, graph_pass
 from compile_callbacks.passes.library.max_pool_backward import TritonMaxPoolBackward
-from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes.library.squeeze_excitation import TritonSqueezeExcitation
 from compile_callbacks.passes.manager import GraphPassError, PassRun
-from compile_callbacks.passes.nodes import call_before, count_ops, find_nodes, replace_node
-from compile_callbacks.passes.pattern import PatternMatch, PatternPass, pattern_pass
+from compile_callbacks.passes.rewriting import (
+    PatternMatch,
+    PatternPass,
+    call_before,
+    count_ops,
+    find_nodes,
+    pattern_pass,
+    replace_node,
+)
+from compile_callbacks.passes.testing import RecordedGraph, RecordGraphs
 
 __all__ = [
     "GraphPass",

@@ -16,7 +16,7 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import Mode, Settings, as_settings
 from compile_callbacks.passes.base import as_passes
-from compile_callbacks.passes.library.record_graphs import RecordedGraph, RecordGraphs
+from compile_callbacks.passes.testing import RecordedGraph, RecordGraphs
 from compile_callbacks.runtime.cache_dir import check_folder
 from compile_callbacks.runtime.repeated import REPEATED
 from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings, Verify

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from compile_callbacks.cli.main import main
+from compile_callbacks.cli import main
 
 SUBJECTS = "tests.support.bench_subjects"
 

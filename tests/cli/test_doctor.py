@@ -12,8 +12,7 @@ import sys
 import pytest
 import torch
 
-from compile_callbacks.cli import doctor
-from compile_callbacks.cli.main import main
+from compile_callbacks.cli import doctor, main
 
 
 def test_doctor_finds_that_this_machine_compiles():

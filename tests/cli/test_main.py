@@ -14,15 +14,15 @@ import torch
 
 import compile_callbacks
 from compile_callbacks import templates
+from compile_callbacks.cli import main
 from compile_callbacks.cli.explain import EXPLANATIONS, read_entries
-from compile_callbacks.cli.main import main
 
 
 @pytest.mark.parametrize("argument", ["--help", "explain"])
 def test_main_does_not_import_torch_for(argument):
     program = f"""
 import sys
-from compile_callbacks.cli.main import main
+from compile_callbacks.cli import main
 try:
     main([{argument!r}])
 except SystemExit as exit:

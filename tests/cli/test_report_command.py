@@ -8,7 +8,7 @@ import math
 import pytest
 
 from compile_callbacks import CompileReport, InductorCompile, PhaseReport
-from compile_callbacks.cli.main import main
+from compile_callbacks.cli import main
 from compile_callbacks.report.file import FILE_NAME, make_record
 from compile_callbacks.report.report import PhaseDiagnostics
 from tests.support.models import Classifier, loader, trainer

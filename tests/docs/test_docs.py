@@ -14,7 +14,7 @@ import torch._dynamo.config
 import yaml
 from lightning.pytorch import LightningDataModule
 
-from compile_callbacks.cli import main as cli
+from compile_callbacks import cli
 from compile_callbacks.passes.testing import check_pass
 from tests.support.models import CLASSES, FEATURES, Classifier, loader
 

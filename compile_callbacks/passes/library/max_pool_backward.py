@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from compile_callbacks import _torch
 from compile_callbacks.passes.base import GraphPass
 from compile_callbacks.passes.library import define
-from compile_callbacks.passes.nodes import call_before, find_nodes
+from compile_callbacks.passes.rewriting import call_before, find_nodes
 
 _aten = torch.ops.aten
 _SAME = (_aten.clone.default, _aten.reshape.default, torch.ops.prims.convert_element_type.default)

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from compile_callbacks.passes.base import GraphPass
 from compile_callbacks.passes.library import define
-from compile_callbacks.passes.nodes import call_before, find_nodes
+from compile_callbacks.passes.rewriting import call_before, find_nodes
 
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
