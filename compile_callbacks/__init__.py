@@ -11,39 +11,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compile_callbacks._utils.errors import CompileError, CompileWarning
-    from compile_callbacks.callbacks.aot_export import AOTInductorExport
-    from compile_callbacks.callbacks.inductor_compile import InductorCompile
-    from compile_callbacks.config import templates
-    from compile_callbacks.config.inductor_config import InductorConfig
-    from compile_callbacks.config.tune import Tune
-    from compile_callbacks.exporting.loaded_package import ExportError, load_exported
-    from compile_callbacks.exporting.package import export
-    from compile_callbacks.inference.backend import InductorBackend
-    from compile_callbacks.passes.base import GraphPass, graph_pass
-    from compile_callbacks.report.report import CompileReport, PhaseReport
-    from compile_callbacks.runtime.compile_phases import compile_phases, report_of, restore
-
-__all__ = [
-    "AOTInductorExport",
-    "CompileError",
-    "CompileReport",
-    "CompileWarning",
-    "ExportError",
-    "GraphPass",
-    "InductorBackend",
-    "InductorCompile",
-    "InductorConfig",
-    "PhaseReport",
-    "Tune",
-    "compile_phases",
-    "export",
-    "graph_pass",
-    "load_exported",
-    "report_of",
-    "restore",
-    "templates",
-]
+    from compile_callbacks._utils.errors import CompileError as CompileError
+    from compile_callbacks._utils.errors import CompileWarning as CompileWarning
+    from compile_callbacks.callbacks.aot_export import AOTInductorExport as AOTInductorExport
+    from compile_callbacks.callbacks.inductor_compile import InductorCompile as InductorCompile
+    from compile_callbacks.config import templates as templates
+    from compile_callbacks.config.inductor_config import InductorConfig as InductorConfig
+    from compile_callbacks.config.tune import Tune as Tune
+    from compile_callbacks.exporting.loaded_package import ExportError as ExportError
+    from compile_callbacks.exporting.loaded_package import load_exported as load_exported
+    from compile_callbacks.exporting.package import export as export
+    from compile_callbacks.inference.backend import InductorBackend as InductorBackend
+    from compile_callbacks.passes.base import GraphPass as GraphPass
+    from compile_callbacks.passes.base import graph_pass as graph_pass
+    from compile_callbacks.report.report import CompileReport as CompileReport
+    from compile_callbacks.report.report import PhaseReport as PhaseReport
+    from compile_callbacks.runtime.compile_phases import compile_phases as compile_phases
+    from compile_callbacks.runtime.compile_phases import report_of as report_of
+    from compile_callbacks.runtime.compile_phases import restore as restore
 
 _MODULES = {
     "AOTInductorExport": "callbacks.aot_export",
@@ -65,6 +50,8 @@ _MODULES = {
     "restore": "runtime.compile_phases",
     "templates": "config.templates",
 }
+
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

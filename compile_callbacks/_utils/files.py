@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import secrets
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-ABANDONED_SECONDS = 3600
-"""The age at which a temporary file counts as abandoned by a killed process."""
 
 
 @contextlib.contextmanager
@@ -22,10 +17,6 @@ def atomic_write(path: Path) -> Iterator[Path]:
     The temporary file is in the folder of ``path`` and has the same suffix. Several processes can write at once: each
     has its own temporary file, and the file of the last process remains.
     """
-    for abandoned in path.parent.glob(f".{glob.escape(path.stem)}.{'[0-9a-f]' * 8}{glob.escape(path.suffix)}"):
-        with contextlib.suppress(OSError):  # another process can delete the file first
-            if time.time() - abandoned.lstat().st_mtime > ABANDONED_SECONDS:
-                abandoned.unlink()
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
         yield temporary

@@ -77,12 +77,11 @@ def check_gpu() -> Check:
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         kinds = Counter(f"{p.name} ({p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB)" for p in properties)
         found = [f"{count} x {kind}" if count > 1 else kind for kind, count in kinds.items()]
-        found += [f"driver {version}" for version in sorted(set(_nvidia_smi("driver_version")))]
         if torch.version.hip or all((p.major, p.minor) >= _MIN_CAPABILITY for p in properties):
             return Check("ok", ", ".join(found))
         impact = "Triton needs compute capability {}.{} or higher: modules on an older GPU run uncompiled"
         return Check("failed", ", ".join(found), impact.format(*_MIN_CAPABILITY), "leave the modes at 'eager' there")
-    if not (present := _nvidia_smi("name")):
+    if not (present := _nvidia_smi()):
         return Check("ok", "none: modules run on the CPU")
     reason = f": {in_one_line(str(caught[0].message))}" if caught else ""
     fix = f"a driver for CUDA {torch.version.cuda}, or a torch for an older CUDA"
@@ -92,10 +91,10 @@ def check_gpu() -> Check:
     return Check("warning", found_text, "modules run on the CPU", fix)
 
 
-def _nvidia_smi(field: str) -> list[str]:
-    """Return one line for each NVIDIA GPU, or no line if ``nvidia-smi`` is not installed."""
+def _nvidia_smi() -> list[str]:
+    """Return the name of each NVIDIA GPU, or no name if ``nvidia-smi`` is not installed."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
         return [line.strip() for line in done.stdout.splitlines() if line.strip()]
     return []
@@ -143,13 +142,7 @@ def check_cpp_compiler() -> Check:
     command = [*shlex.split(compiler), "--version"]
     version = subprocess.run(command, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
     found = f"{version or compiler}; OpenMP has {threads} thread{'s' if threads != 1 else ''}"
-    static_only = _finds(compiler, "libstdc++.a") and not _finds(compiler, "libstdc++.so")
-    if platform.system() != "Linux" or not static_only:
-        return Check("ok", found)
-    impact = "it links a second C++ library next to torch's: AOTInductor's packages for a GPU crash with SIGSEGV"
-    # Setting LIBRARY_PATH is not a fix: in a test, the compiler still linked its static library.
-    fix = f"{_install('g++')}, then export CXX=/usr/bin/g++, or another compiler that has libstdc++.so"
-    return Check("warning", f"{found}; there is no libstdc++.so for it", impact, fix)
+    return Check("ok", found)
 
 
 def _cpp_compiler_fix() -> str:
@@ -159,14 +152,6 @@ def _cpp_compiler_fix() -> str:
         return f"{_install('g++')}, or set CXX to a compiler that is elsewhere"
     missing = "" if shutil.which("g++") else f" and {_install('g++')}"
     return f"unset CXX (it is {cxx!r}){missing}, or set it to a compiler that runs"
-
-
-def _finds(compiler: str, library: str) -> bool:
-    """Return whether a compiler finds a library."""
-    command = [*shlex.split(compiler), f"-print-file-name={library}"]  # prints the bare name of a missing library
-    with contextlib.suppress(OSError):
-        return os.sep in subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return False
 
 
 def check_python_headers() -> Check:

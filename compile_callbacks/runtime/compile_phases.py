@@ -74,33 +74,24 @@ def compile_phases(
         >>> report_of(double).infer.mode
         'max-autotune-no-cudagraphs'
     """
+    given: dict[str, Any] = {
+        "train_mode": train_mode,
+        "infer_mode": infer_mode,
+        "targets": targets,
+        "passes": passes,
+        "on_error": on_error,
+        "verify": verify,
+        "new_shapes": new_shapes,
+        "cache_dir": cache_dir,
+    }
     if module is None:
-        return functools.partial(
-            compile_phases,
-            train_mode=train_mode,
-            infer_mode=infer_mode,
-            targets=targets,
-            passes=passes,
-            on_error=on_error,
-            verify=verify,
-            new_shapes=new_shapes,
-            cache_dir=cache_dir,
-        )
+        return functools.partial(compile_phases, **given)
     if not callable(module) or isinstance(module, type):
         raise TypeError(with_code("CC202", f"module={module!r} must be a torch.nn.Module or a function"))
     if targets is not None and not isinstance(module, nn.Module):
         message = f"targets={targets!r} names parts of a module, and {module!r} is a function"
         raise ValueError(with_code("CC203", message))
-    arguments = CompileArguments.checked(
-        train_mode=train_mode,
-        infer_mode=infer_mode,
-        targets=targets,
-        passes=passes,
-        cache_dir=cache_dir,
-        on_error=on_error,
-        verify=verify,
-        new_shapes=new_shapes,
-    )
+    arguments = CompileArguments.checked(**given)
     _check_without_trainer(arguments)
     if isinstance(module, nn.Module):
         _compile_in_place(module, arguments)

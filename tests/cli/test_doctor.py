@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -39,28 +38,6 @@ def test_doctor_names_a_missing_compiler_and_the_fix(tmp_path):
     assert "unset CXX" in missing["fix"]
     assert missing["status"] == checks["compile on CPU"]["status"] == "failed"
     assert checks["torch"]["status"] == "ok"
-
-
-@pytest.fixture
-def compiler_without_libstdcxx(tmp_path):
-    """A GCC that finds only the archive of libstdc++."""
-    compiler = tmp_path / "g++"
-    compiler.write_text(
-        '#!/bin/sh\ncase "$*" in *-print-file-name=libstdc++.so*) echo libstdc++.so;; '
-        f'*) exec {shutil.which("g++")} "$@";; esac\n'
-    )
-    compiler.chmod(0o755)
-    return compiler
-
-
-def test_doctor_names_a_compiler_that_links_torchs_cpp_library(compiler_without_libstdcxx, monkeypatch):
-    monkeypatch.setenv("PATH", str(compiler_without_libstdcxx.parent), prepend=os.pathsep)
-    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler_without_libstdcxx))}):
-        check = doctor.check_cpp_compiler()
-    assert check.status == "warning"
-    assert "there is no libstdc++.so for it" in check.found
-    assert "packages for a GPU crash" in check.impact
-    assert "export CXX=/usr/bin/g++" in check.fix
 
 
 def test_doctor_survives_a_check_that_raises(monkeypatch, capsys):

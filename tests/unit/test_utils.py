@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from compile_callbacks import CompileReport, PhaseReport
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.files import ABANDONED_SECONDS, atomic_write, read_json, write_json
+from compile_callbacks._utils.files import atomic_write, read_json, write_json
 from compile_callbacks._utils.import_ref import resolve
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.report.console import make_table, to_text
 from compile_callbacks.report.table import _listed
 
 
-def test_atomic_write_deletes_files_of_killed_processes_and_no_others(tmp_path):
-    names = (".a[1].0123abcd.json", ".a[1].deadbeef.json", ".b.0123abcd.json", ".a[1].mine.json")
-    abandoned, in_use, of_another, of_user = (tmp_path / name for name in names)
-    for path in (abandoned, in_use, of_another, of_user):
-        path.touch()
-    for path in (abandoned, of_another, of_user):
-        os.utime(path, (0, time.time() - ABANDONED_SECONDS - 1))
-    with atomic_write(tmp_path / "a[1].json") as temporary:
+def test_atomic_write_replaces_the_file_when_the_block_ends(tmp_path):
+    with atomic_write(tmp_path / "a.json") as temporary:
         temporary.write_text("complete")
-        assert not (tmp_path / "a[1].json").exists()
-    assert (tmp_path / "a[1].json").read_text() == "complete"
-    assert [path.exists() for path in (abandoned, in_use, of_another, of_user)] == [False, True, True, True]
+        assert not (tmp_path / "a.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_text() == "complete"
 
 
 def test_write_json_keeps_the_old_file_if_json_has_no_form_for_the_data(tmp_path):
