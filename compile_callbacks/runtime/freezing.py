@@ -37,8 +37,9 @@ class WeightWatch:
             initialized = [weight for weight in weights if not is_lazy(weight)]
             self._some_lazy = len(initialized) < len(weights)  # the next call initializes them
             self._parts = [part for weight in initialized for part in _parts(weight) if not part.is_inference()]
-            # The values of a sparse tensor have their own version counter.
-            self._wrappers = [weight for weight in initialized if not _is_plain(weight) and not weight.is_inference()]
+            # The inner tensors of a subclass have their own version counters.
+            wrappers = filter(_torch.graphs.is_tensor_subclass, initialized)
+            self._wrappers = [weight for weight in wrappers if not weight.is_inference()]
         elif self._read_versions() == self._versions:
             return False
         before = self._hashes, self._addresses
@@ -66,7 +67,9 @@ def unwatchable_reason(module: nn.Module) -> str | None:
         try:
             if not is_lazy(weight):
                 for part in _parts(weight):
-                    part.data_ptr()
+                    part.data_ptr()  # fails for a sparse tensor
+                    if part.is_quantized:
+                        return f"{name!r} is quantized"
         except (RuntimeError, NotImplementedError) as error:
             return f"{name!r} is a tensor whose memory cannot be read: {error}"
     return None
@@ -77,23 +80,13 @@ def _weights(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not _torch.graphs.is_tensor_subclass(tensor)
-
-
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the dense tensors that contain the values of a tensor, which may be sparse or a tensor subclass."""
+    """Yield the tensors that contain the values of a tensor, which may be a tensor subclass."""
     if _torch.graphs.is_tensor_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from _parts(getattr(tensor, name))
-    elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     else:
-        yield tensor.int_repr() if tensor.is_quantized else tensor
+        yield tensor
 
 
 def _hash(tensor: torch.Tensor) -> torch.Tensor:
