@@ -7,7 +7,6 @@ unnecessary.
 """
 
 from compile_callbacks._torch import autograd as autograd
-from compile_callbacks._torch import caches as caches
 from compile_callbacks._torch import distributed as distributed
 from compile_callbacks._torch import dynamo as dynamo
 from compile_callbacks._torch import events as events

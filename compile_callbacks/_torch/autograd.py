@@ -123,10 +123,3 @@ def donated_buffers_kept(node: Any) -> Iterator[Any]:
         with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
             for buffer, copied in zip(buffers, copies, strict=True):
                 buffer.copy_(copied)
-
-
-def after_optimizer_steps(hook: Callable[..., None]) -> Any:
-    """Call ``hook(optimizer, args, kwargs)`` after each optimizer step. ``remove()`` of the result removes the hook."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    return register_optimizer_step_post_hook(hook)

@@ -6,11 +6,9 @@ import contextlib
 import functools
 import inspect
 import io
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,11 +66,6 @@ def export_program(
             vars(module)["forward"] = own
         for hook in set(hooks) - hooks_before:
             del hooks[hook]
-
-
-def torch_folder() -> str:
-    """Return the folder of torch's source."""
-    return f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def compile_package(program: Any, path: str, options: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.callbacks import trainer_report
+from compile_callbacks.callbacks import trainer_calls
 from compile_callbacks.callbacks.several_callbacks import state_key
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_steps, stage_of
@@ -150,7 +150,7 @@ class InductorCompile(Callback):
 
         If only a copy of this callback ran, this is the report of the copy.
         """
-        return trainer_report.current_report(self)
+        return trainer_calls.current_report(self)
 
     # ------------------------------------------------------------------------------------------ a Trainer run
 
@@ -221,12 +221,12 @@ class InductorCompile(Callback):
             session.step_ends("train", batch, part)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
         if every and (batch_idx + 1) % every == 0:
-            trainer_report.log_scalars(trainer, self, details=False)
+            trainer_calls.log_scalars(trainer, self, details=False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_stage("train")
-        trainer_report.log_scalars(trainer, self)
+        trainer_calls.log_scalars(trainer, self)
 
     # ------------------------------------------------------------- infer phase: validation, test and predict alike
 
@@ -264,7 +264,7 @@ class InductorCompile(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_stage("infer")
         if not trainer.sanity_checking:
-            trainer_report.log_scalars(trainer, self)
+            trainer_calls.log_scalars(trainer, self)
         if trainer.state.fn == "fit":
             self._begin_stage(trainer, pl_module, "train")
 
@@ -289,4 +289,4 @@ class InductorCompile(Callback):
     def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         with self._calls.end(trainer, keep_compiled=self.keep_compiled) as call:
             if call is not None:
-                trainer_report.write_at_end(trainer, self, call, exception)
+                trainer_calls.write_at_end(trainer, self, call, exception)

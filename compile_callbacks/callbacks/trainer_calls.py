@@ -1,6 +1,7 @@
 """`TrainerCalls`: the running Trainer calls of an `InductorCompile`, from ``setup`` to ``teardown``, and their session.
 
-A Trainer call is one ``trainer.fit``, ``validate``, ``test`` or ``predict``.
+A Trainer call is one ``trainer.fit``, ``validate``, ``test`` or ``predict``. When a call ends, `write_at_end` writes
+the report to the loggers, a file and the terminal.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.callbacks import several_callbacks as several
 from compile_callbacks.callbacks.trainer_progress import is_stopping
-from compile_callbacks.report.console import print_line
-from compile_callbacks.report.loggers import report_folder
+from compile_callbacks.report import loggers
+from compile_callbacks.report.build import uncompiled_report
+from compile_callbacks.report.console import print_line, print_report
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.fsdp import unsupported_reason, unsupported_strategy_reason
 from compile_callbacks.runtime.measurements import Stage
@@ -107,7 +109,7 @@ class TrainerCalls:
         self._calls.append(
             TrainerCall(
                 trainer=trainer,
-                report_folder=report_folder(trainer),  # found here once, because it needs a collective
+                report_folder=loggers.report_folder(trainer),  # found here once, because it needs a collective
                 key_matcher=match_orig_mod_keys(pl_module),
                 outer=outer,
                 outer_stage=outer.interrupt() if outer is not None else None,
@@ -210,3 +212,36 @@ def _unwrap_compiled(pl_module: LightningModule, own: InductorCompile) -> None:
 def _check_together(trainer: Trainer, pl_module: LightningModule, own: InductorCompile) -> None:
     if refused := several.why_not_together(several.callbacks_of(trainer, own), pl_module):
         raise MisconfigurationException(with_code("CC203", refused))
+
+
+# ------------------------------------------------------------------------------------------ the report
+
+
+def current_report(own: InductorCompile) -> CompileReport:
+    """Return the report of a callback so far, or the report of its copy if only the copy ran."""
+    if own.session is not None:
+        return own.session.report()
+    return own._calls.last.report or uncompiled_report(own.arguments.configs, own.arguments.left_alone)
+
+
+def log_scalars(trainer: Trainer, own: InductorCompile, *, details: bool = True) -> None:
+    """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
+    if own.session and trainer.loggers and trainer.is_global_zero:
+        name = several.name_in_logs(several.callbacks_of(trainer, own), own)
+        loggers.log_scalars(trainer.loggers, own.session.report(details=details).scalars(name), trainer.global_step)
+
+
+def write_at_end(trainer: Trainer, own: InductorCompile, call: TrainerCall, exception: BaseException | None) -> None:
+    """Write the report when a Trainer call ends, and issue the warnings about the whole run."""
+    report = own._calls.last.report = current_report(own)
+    name = several.name_in_logs(several.callbacks_of(trainer, own), own)
+    loggers.log_scalars(trainer.loggers, report.scalars(name), trainer.global_step)
+    graphs = own.arguments.recorded_graphs()
+    loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs, name)
+    loggers.write_report(call.report_folder, trainer, report, exception, name)
+    if exception is not None or call.nested or own.session is None or not report.has_figures:
+        return
+    own.session.check_run()
+    if trainer.is_global_zero and (trainer.state.fn == "fit" or not own._calls.printed):
+        own._calls.printed = True
+        print_report(report, name)

@@ -103,7 +103,7 @@ def _nvidia_smi() -> list[str]:
 def check_cache_folder() -> Check:
     """Check that Inductor's cache folder is writable, has free space, and is not mounted noexec."""
     try:
-        folder = _torch.caches.cache_folder()
+        folder = _torch.inductor.cache_folder()
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

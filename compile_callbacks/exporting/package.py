@@ -32,7 +32,7 @@ from compile_callbacks.exporting.loaded_package import (
     load_after_smoke_test,
 )
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
-from compile_callbacks.passes.manager import GraphPassError, pass_options
+from compile_callbacks.passes.manager import find_pass_error, pass_options
 from compile_callbacks.runtime.accuracy import Comparison, Results, compare_results, tolerance
 from compile_callbacks.runtime.fsdp import check_not_sharded
 from compile_callbacks.runtime.snapshot import Snapshot
@@ -254,7 +254,7 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
                 program, str(path), options | pass_options(passes, "infer", skipped=skipped)
             )
         except Exception as error:
-            failure = next((cause for cause in _torch.dynamo.causes(error) if isinstance(cause, GraphPassError)), None)
+            failure = find_pass_error(error)
             if failure is None:
                 text = f"AOTInductor failed: {in_one_line(describe_failure(error), 400)}"
                 raise ExportError(with_code("CC601", text)) from error
@@ -280,7 +280,7 @@ def _describe_trace_error(error: Exception) -> str:
         reason = f"its control flow depends on the values of a tensor, which needs torch.cond: {reason}"
     elif type(error) is not RuntimeError and not type(error).__module__.startswith("torch."):
         reason = f"{type(error).__name__}: {reason}"
-    internal = (_torch.export.torch_folder(), f"{Path(__file__).parents[1]}{os.sep}")
+    internal = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     users = [line for line in lines if Path(line[0]).is_file() and not line[0].startswith(internal)]
     return f"{reason} (at {users[-1][0]}:{users[-1][1]})" if users else reason

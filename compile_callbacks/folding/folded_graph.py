@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from compile_callbacks import _torch
 from compile_callbacks.folding.split import Split, split
@@ -32,7 +33,7 @@ class Folding:
         token = _active.set(self)
         try:
             # The result depends on the limit, so the key of torch's cache contains it.
-            with _torch.caches.bundled_cache(tag=f"fold_weights={self.limit_mib}"):
+            with _torch.inductor.bundled_cache(tag=f"fold_weights={self.limit_mib}"):
                 yield
         finally:
             _active.reset(token)
@@ -146,9 +147,7 @@ class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
             self._constants([*self._memory, *weights])
         if self._hook is None:
             method = weakref.WeakMethod(self.after_step)
-            self._hook = _torch.autograd.after_optimizer_steps(
-                lambda optimizer, *_: (live := method()) and live(optimizer)
-            )
+            self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: (live := method()) and live(optimizer))
         # Inference tensors have no version, so we cannot detect their changes, and the results are always stale.
         self._stale = any(weight.is_inference() for weight in weights)
         self._seen, self._ids = weights, set(map(id, weights))
@@ -161,8 +160,8 @@ class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
         self._hook = None  # because the hook belongs to the original
         self._reset()
         del self._pick, self._keep
-        self._constants = _torch.caches.serializable(self._constants)
-        self._main = _torch.caches.serializable(self._main)
+        self._constants = _torch.inductor.serializable(self._constants)
+        self._main = _torch.inductor.serializable(self._main)
 
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: dict[str, Any]) -> None:
         """Called by torch after its cache has returned the graph."""
@@ -172,9 +171,9 @@ class FoldedGraph(_torch.inductor.output_code_class()):  # type: ignore[misc]
         inputs = [*folded, *(example_inputs[place] for place in self._reads)]
         with _torch.inductor.separate_compile():
             without_cudagraphs = {**graph_kwargs, "cudagraphs": _torch.inductor.no_cudagraphs()}
-            self._constants = _torch.caches.restored(self._constants, inputs, without_cudagraphs)
+            self._constants = _torch.inductor.restored(self._constants, inputs, without_cudagraphs)
         inputs = [*folded, *(example_inputs[place] for place in self._keeps)]
-        self._main = _torch.caches.restored(self._main, inputs, graph_kwargs)
+        self._main = _torch.inductor.restored(self._main, inputs, graph_kwargs)
         if (folding := _active.get()) is not None:
             self.join(folding)
 

@@ -90,7 +90,8 @@ def _text(value: Any, modules: list[str]) -> str:
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}={_text(value.value, modules)}"
     if isinstance(value, _torch.inductor.TORCH_PASS_TYPES):
-        if (uuid := value.uuid()) is None:
+        uuid = value.uuid()  # type: ignore[attr-defined]
+        if uuid is None:
             raise UndescribableError
         return str(uuid)
     if isinstance(value, torch.Tensor):

@@ -36,6 +36,11 @@ class GraphPassError(RuntimeError):
     failed: Any = None
 
 
+def find_pass_error(error: BaseException) -> GraphPassError | None:
+    """Return the error of the graph pass that caused ``error``, or ``None`` if no pass caused it."""
+    return next((cause for cause in _torch.dynamo.causes(error) if isinstance(cause, GraphPassError)), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PassRun:
     """The run of one pass on one graph.

@@ -34,7 +34,7 @@ from compile_callbacks.passes.base import (
     graph_kind,
     pass_hook,
 )
-from compile_callbacks.passes.manager import GraphPassError, pass_options
+from compile_callbacks.passes.manager import find_pass_error, pass_options
 from compile_callbacks.passes.rewriting import count_ops
 
 __all__ = ["PassCheck", "check_pass"]
@@ -188,8 +188,7 @@ def check_pass(
     try:
         actual = _results(call, module, inputs, phase)
     except Exception as error:
-        failure = next((cause for cause in _torch.dynamo.causes(error) if isinstance(cause, GraphPassError)), None)
-        raise failure or error from None
+        raise find_pass_error(error) or error from None
     expected = _results(_call_module, module, inputs, phase)
     return PassCheck(tuple(before.graphs), tuple(after.graphs), actual, expected)
 

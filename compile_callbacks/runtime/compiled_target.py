@@ -17,7 +17,6 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder, TargetCall
-from compile_callbacks.runtime.fallback import EagerFallback, describe
 from compile_callbacks.runtime.freezing import WeightWatch
 from compile_callbacks.runtime.graph_backend import GraphBackend
 from compile_callbacks.runtime.recompile_budget import CompileLimits, RecompileBudget
@@ -25,7 +24,7 @@ from compile_callbacks.runtime.repeated import RegionMarks
 from compile_callbacks.runtime.shapes import ObservedShapes
 from compile_callbacks.runtime.snapshot import CallInProgress
 from compile_callbacks.runtime.target import Compiled, RepeatedBlocks, Target
-from compile_callbacks.runtime.target_settings import ShapePolicy, TargetSettings
+from compile_callbacks.runtime.target_settings import EagerFallback, ShapePolicy, TargetSettings, describe
 
 if TYPE_CHECKING:
     from compile_callbacks.folding.folded_graph import FoldedGraph

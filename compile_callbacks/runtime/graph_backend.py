@@ -15,13 +15,13 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
-from compile_callbacks.passes.manager import GraphPassError, PassRun, pass_options
+from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.cudagraphs import with_cloned_outputs, with_warmup_repair
 from compile_callbacks.runtime.double_backward import with_repeated_backward
-from compile_callbacks.runtime.fallback import EagerFallback, find_pass_error
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.runtime.target import Compiled, Target
+from compile_callbacks.runtime.target_settings import EagerFallback
 from compile_callbacks.runtime.verification import Verification
 
 if TYPE_CHECKING:

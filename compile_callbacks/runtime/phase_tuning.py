@@ -17,10 +17,10 @@ from compile_callbacks.profiling.compile_events import CompileEvent, CompileReco
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.runtime.cache_dir import ModelRecord, conditions
 from compile_callbacks.runtime.dispatcher import EAGERLY, ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
-from compile_callbacks.runtime.model_record import ModelRecord, conditions
 from compile_callbacks.tuning.candidates import candidates_of
 from compile_callbacks.tuning.trial import Block, Trial, Verdict, compared_workload
 from compile_callbacks.tuning.tuner import Tuner

@@ -25,7 +25,7 @@ from compile_callbacks.profiling.workload import workload_of
 from compile_callbacks.report.build import build_phase_report
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.arguments import CompileArguments
-from compile_callbacks.runtime.cache_dir import CompileCache
+from compile_callbacks.runtime.cache_dir import CompileCache, ModelRecord, model_fingerprint
 from compile_callbacks.runtime.called_targets import CalledTargets
 from compile_callbacks.runtime.cudagraphs import StepsOnGpu
 from compile_callbacks.runtime.diagnostics import SessionWarnings
@@ -33,7 +33,6 @@ from compile_callbacks.runtime.dispatcher import EAGERLY, ActiveConfig, PhaseSwi
 from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import is_sharded
 from compile_callbacks.runtime.measurements import Baseline, Measurements, Stage, Step
-from compile_callbacks.runtime.model_record import ModelRecord, model_fingerprint
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
 from compile_callbacks.runtime.recompile_budget import CompileLimits
 from compile_callbacks.runtime.repeated import REPEATED, group_repeated, group_targets

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from compile_callbacks.runtime.model_record import ModelRecord
+from compile_callbacks.runtime.cache_dir import ModelRecord
 
 EMPTY = {"version": 1, "winners": {}, "shapes": {}, "compile_seconds": {}}
 
