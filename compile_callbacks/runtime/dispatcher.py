@@ -68,15 +68,16 @@ class Dispatcher:
         self.active: Callable[..., Any] = self.eager
         self.compiled_by_user: Callable[..., Any] | None = None
         self.session: Any = None
+        self._attributes = vars(target.module)
         self._slot = target.method or _CALL_SLOT
         self._replaced: Any = _ABSENT
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the target with the function of the active phase."""
         # While torch traces another target, an export or a logger's graph, this target is a part of that graph.
-        if (
-            torch.compiler.is_compiling() or _runs_lightning_step(self.target.module) or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        ):
+        if torch.compiler.is_compiling() or _torch.dynamo.is_jit_tracing():
+            return self.eager(*args, **kwargs)
+        if "forward" in self._attributes and _runs_lightning_step(self._attributes["forward"]):
             return self.eager(*args, **kwargs)
         return self.active(*args, **kwargs)
 
@@ -343,12 +344,11 @@ def _by_grad_mode(train: Callable[..., Any], infer: Callable[..., Any]) -> Calla
     return call
 
 
-def _runs_lightning_step(module: nn.Module) -> bool:
-    """Return whether a call of the module runs its step.
+def _runs_lightning_step(forward: object) -> bool:
+    """Return whether the attribute ``forward`` of a module makes a call of the module run its step.
 
     For a wrapper such as DDP, Lightning replaces ``forward`` by a function that calls the step. We do not compile this
     call, because the graph would contain the whole step.
     """
-    forward = vars(module).get("forward")
     # Only functions count, because the methods of Lightning's demo modules are also in its package.
     return isinstance(forward, types.FunctionType) and forward.__module__.partition(".")[0] in _LIGHTNING
