@@ -251,15 +251,18 @@ class CompiledTarget:
 
     def _give_up_regions(self, reason: str) -> None:
         """Make `PhaseSwitch` call the compiled blocks from now on, and run this target eagerly."""
+        self._fallback.region_failure = None
+        if self.on_trial:
+            self._fallback.run_eagerly("CC121", reason)  # so that the Tune excludes the candidate
+            return
         target, phase = self.key[:2]
         message = (
             f"the repeated blocks of target {target!r} are compiled separately in the {phase} phase, and the rest of "
             "the target runs eagerly, because torch cannot compile the blocks as regions of one graph: "
-            f"{in_one_line(reason)}. Leave targets out to compile the whole target"
+            f"{in_one_line(reason)}. To compile the whole target, leave targets out and set a mode other than 'auto'"
         )
         self._recorder.record("separate_blocks", self.key, reason=reason)
         self._fallback.warn_after_call("CC121", message)
-        self._fallback.region_failure = None
         self._compile_regions_separately()
 
     def _graphs_were_compiled(self, member: Target, args: Any, kwargs: Any) -> None:
