@@ -149,8 +149,8 @@ EXAMPLES = (
 _HEAD = """\
 # Nine runs and their reports
 
-`docs/report_gallery.py` made these runs with one thread of a CPU and an empty compiler cache. Each shows one outcome. A
-run that had another outcome, because other programs used the machine, was repeated.
+`docs/report_gallery.py` made these runs with one CPU thread and an empty compiler cache. Each run shows one outcome. If
+a run had another outcome, because other programs used the machine, the script repeated the run.
 """
 
 

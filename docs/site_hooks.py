@@ -19,8 +19,10 @@ MESSAGES_HEAD = """\
 # Messages
 
 Every warning and error ends with a code, such as `[CC104: compile-callbacks explain CC104]`. The command prints the
-entry of a code; this page has all entries. A warning is a `CompileWarning`:
-`warnings.filterwarnings("error", category=CompileWarning)` makes an error of each, `"ignore"` silences them.
+explanation of the code, and this page contains the explanations of all codes.
+
+A warning is a `CompileWarning`. To turn these warnings into errors, use
+`warnings.filterwarnings("error", category=CompileWarning)`. To hide them, use `"ignore"` in place of `"error"`.
 """
 
 

@@ -32,17 +32,13 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def call_without_grad(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function under `torch.no_grad`.
+def set_grad_enabled(enabled: bool) -> None:
+    """Set the grad mode.
 
-    Workaround (until `torch.no_grad` is as fast): it takes 1 µs per call in torch 2.11 to 2.15, and this takes 0.2 µs.
+    Workaround (until `torch.set_grad_enabled` is as fast): it takes 1 µs per call in torch 2.11 to 2.15, and this takes
+    0.1 µs.
     """
-    before = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        torch._C._set_grad_enabled(before)
+    torch._C._set_grad_enabled(enabled)
 
 
 def is_compiled_node(node: Any) -> bool:

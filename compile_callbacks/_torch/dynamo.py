@@ -106,6 +106,11 @@ def is_transformed() -> bool:
     return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+def is_jit_tracing() -> bool:
+    """Return whether ``torch.jit.trace`` is running. ``torch.jit.is_tracing`` does the same, but takes 0.2 µs longer."""
+    return torch._C._is_tracing()
+
+
 def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
     """Return whether a module or its submodules have forward or backward hooks."""
     return any(

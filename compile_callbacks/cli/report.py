@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,9 +97,11 @@ def _print_in_full(call: _Call) -> None:
 
 
 def _print_side_by_side(calls: Sequence[_Call]) -> None:
-    """Print a column for each compiled phase of each call, headed by the name of the log directory."""
+    """Print a column for each compiled phase of each call, headed by the log directory below the common folder."""
+    common = os.path.commonpath([call.path.resolve().parent.parent for call in calls])
     columns = [(call, phase) for call in calls for phase in call.report.compiled_phases]
-    names = [f"{call.path.parent.name} {call.record.get('name') or ''}".rstrip() for call, _ in columns]
+    folders = {call.path: call.path.resolve().parent.relative_to(common) for call in calls}
+    names = [f"{folders[call.path]} {call.record.get('name') or ''}".rstrip() for call, _ in columns]
     head = ["", *(f"{name}\n{phase}" for name, (_, phase) in zip(names, columns, strict=True))]
     reports = [call.report.phase(phase) for call, phase in columns]
     print_table(grouped_table(head, reports, verdicts=True, width=_COLUMN_WIDTH))

@@ -35,8 +35,9 @@ class Placement:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._parts = list(module.modules())
-        self._training = list(map(_is_training, self._parts))
+        self.parts = list(module.modules())
+        """The module and its submodules."""
+        self._training = list(map(_is_training, self.parts))
         found = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
         if len(found) > 1:
             text = f"module has weights on several devices, {', '.join(found)}; move it to one of them first"
@@ -47,16 +48,11 @@ class Placement:
         self.device = torch.device(found[0]) if found else None
         """The device, or ``None`` if the module has no weights."""
 
-    @property
-    def training(self) -> bool:
-        """Whether a submodule is in training mode now."""
-        return True in map(_is_training, self._parts)  # faster than any(...), because each call checks this
-
     def restore(self) -> None:
         """Move the module back, and reset the training flags."""
         if self.device is not None:
             self._module.to(self.device)
-        for part, training in zip(self._parts, self._training, strict=True):
+        for part, training in zip(self.parts, self._training, strict=True):
             part.training = training
 
 
@@ -92,13 +88,21 @@ class CompiledInference:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled module, with tensors moved to its device."""
-        if self._placement.training:
+        if True in map(_is_training, self._placement.parts):  # faster than any(...), because each call checks this
             self._module.eval()
         # In inference mode, Inductor would compile another graph, and code outside could not use the outputs.
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self._call(*args, **kwargs)
-        return _torch.autograd.call_without_grad(self._call, *args, **kwargs)
+            with torch.inference_mode(False):
+                return self(*args, **kwargs)
+        with_grad = torch.is_grad_enabled()
+        _torch.autograd.set_grad_enabled(False)
+        try:
+            converted = [self._convert(value) for value in args]
+            if kwargs:
+                kwargs = {name: self._convert(value) for name, value in kwargs.items()}
+            return self._module(*converted, **kwargs)
+        finally:
+            _torch.autograd.set_grad_enabled(with_grad)
 
     def report(self) -> CompileReport:
         """Return the report so far, and warn once about each target that ran without being compiled."""
@@ -121,25 +125,15 @@ class CompiledInference:
             before.restore()
         self._session.check("infer")
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        converted = [self._convert(value) for value in args]
-        if kwargs:
-            kwargs = {name: self._convert(value) for name, value in kwargs.items()}
-        return self._module(*converted, **kwargs)
-
     def _convert(self, value: Any) -> Any:
-        # Avoids the overhead of tree_map for a single tensor.
-        if isinstance(value, torch.Tensor):
-            return self._convert_tensor(value)
-        return tree_map_only(torch.Tensor, self._convert_tensor, value)
-
-    def _convert_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that the compiled graphs accept. It shares the memory of the argument if possible."""
-        if tensor.device != self._device:
-            tensor = tensor.to(self._device)
-        if tensor.is_inference():
-            tensor = _as_normal_tensor(tensor)
-        return tensor.detach() if tensor.requires_grad else tensor
+        """Return a value with tensors that the compiled graphs accept. They share memory with the value if possible."""
+        if not isinstance(value, torch.Tensor):
+            return tree_map_only(torch.Tensor, self._convert, value)
+        if value.device != self._device:
+            value = value.to(self._device)
+        if value.is_inference():
+            value = _as_normal_tensor(value)
+        return value.detach() if value.requires_grad else value
 
 
 def free_memory() -> None:

@@ -93,7 +93,7 @@ class CompileProgress:
         for (kind, of_phase), count in self._events.items():
             if of_phase == phase and count > MAX_LINES:
                 reasons = f"their reasons: callback.report.{phase}.diagnostics.events"
-                self._print_line(f"{count - MAX_LINES} more {_PLURALS[kind]} in the {phase} phase; {reasons}")
+                self._print_line(f"further {_PLURALS[kind]} in the {phase} phase: {count - MAX_LINES}; {reasons}")
                 self._events[kind, phase] = MAX_LINES
 
     def _print_lines(self, key: CompileKey, started: float, over: threading.Event) -> None:
@@ -105,6 +105,6 @@ class CompileProgress:
         while not over.wait(LINE_SECONDS):
             self._print_line(f"still compiling {what}: {self._clock() - started:.0f} s")
         seconds = self._clock() - started
-        self._print_line(f"compiled {what} in {seconds:.1f} s")
+        self._print_line(f"compiling {what} took {seconds:.1f} s")  # also if the compiler failed
         of_phase = self._seconds.setdefault(key.phase, {})
         of_phase[key.target] = max(round(seconds, 1), of_phase.get(key.target, 0.0))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from compile_callbacks._utils.messages import in_one_line
 
 _ARGUMENT = re.compile(r"^(?:args\[(?P<position>\d+)\]|kwargs\['(?P<keyword>\w+)'\])(?P<rest>.*)$")
+_NAME = r"[\w\[\]'.]+"
 _MODULE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _ATTRIBUTE = re.compile(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
 
@@ -94,8 +95,17 @@ def explain_recompile(torchs_reason: str) -> Recompile:
     if found := re.fullmatch(r"(\d+) <= (.+)\.size\(\)\[(\d+)\]", guard):
         which = "batch size" if found[3] == "0" else f"dimension {found[3]}"
         return Recompile(f"{which} of {_subject(found[2])} below {found[1]}", _RAGGED if found[3] == "0" else None)
-    if found := re.fullmatch(r"([\w\[\]'.]+) == (\S+)", guard):
-        return Recompile(f"value of {_subject(found[1])}: no longer {found[2]}", "passing a tensor avoids it")
+    if found := re.fullmatch(rf"({_NAME}) == (\S+)", guard):
+        is_number = re.fullmatch(r"-?\d\S*", found[2])
+        fix = "passing a tensor avoids it" if is_number else None
+        return Recompile(f"value of {_subject(found[1])}: no longer {found[2]}", fix)
+    if found := re.fullmatch(rf"({_NAME}) is ({_NAME})", guard):
+        other = "None" if found[2] == "None" else f"the same object as {_subject(found[2])}"
+        return Recompile(f"{_subject(found[1])} is no longer {other}")
+    if found := re.fullmatch(rf"len\(({_NAME})\) [=!]= (\d+)", guard):
+        return Recompile(f"length of {_subject(found[1])}: no longer {found[2]}")
+    if found := re.fullmatch(rf"expected type of '({_NAME})' to be <class '(.+)'>, but found <class '(.+)'>", guard):
+        return Recompile(f"type of {_subject(found[1])}: {found[3]}, was {found[2]}")
     return Recompile(guard)
 
 

@@ -61,8 +61,11 @@ class PhaseDiagnostics(_Data):
         skipped_passes: Number of graphs that were compiled without a custom graph pass because the pass failed.
         passes: One mapping for each graph and custom graph pass, in order: ``target``, ``name``, ``hook``, and the
             fields of `PassRun`, or ``from_cache`` if the graph was loaded from torch's cache.
-        trials: One mapping with the fields of `Trial` for each candidate of a `Tune`, eager first.
-        series: Step times in order. See `StepTimer.series`.
+        trials: One mapping for each candidate of a `Tune`, eager first: ``candidate``, ``verdict``, ``median_ms`` and
+            ``p95_ms`` (median and 95th percentile of the step times), ``samples``, ``compile_seconds``, ``reason``.
+        series: Step times in order, as one mapping for each ``kind`` of step (``"eager"``, ``"compiled"`` or
+            ``"compiling"``) and ``candidate``: ``steps`` contains numbers of steps in the phase, and ``ms``
+            contains their times. A long run keeps random steps.
         net_series: The net seconds saved over the steps: ``steps`` contains numbers of steps in the phase, and
             ``seconds`` contains the seconds saved until each of these steps.
         restored: Names of the figures that were loaded from the checkpoint of an earlier run.

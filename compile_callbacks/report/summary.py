@@ -56,7 +56,7 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
             side = "eager" if eager_ms is None else "compiled"
             return f"too few samples: no {side} steps of the same workload to compare, {compiling} spent compiling"
         case "too few samples":
-            return f"too few samples ({times}): {report.samples} of each, {MIN_SAMPLES} are needed"
+            return f"too few samples ({times}): {report.samples} of one kind, {MIN_SAMPLES} of each are needed"
         case "not compiled":
             why, code = _why_uncompiled(report)
             return f"not compiled: {why}" + (f", see {code}" if code else "")

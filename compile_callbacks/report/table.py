@@ -174,7 +174,7 @@ _SPEED: tuple[_Row, ...] = (
     ("break-even steps", lambda p: "never" if p.break_even_steps == math.inf else _number(p.break_even_steps, ".0f")),
     ("eager peak memory MiB", lambda p: _peak(p.diagnostics, "eager_")),
     ("compiled peak memory MiB", lambda p: _peak(p.diagnostics, "")),
-    ("saved for backward MiB", lambda p: _number(p.diagnostics.saved_for_backward_mib or None, ".1f")),
+    ("saved for backward MiB", lambda p: _number(round(p.diagnostics.saved_for_backward_mib or 0, 1) or None, ".1f")),
 )
 _COMPILE: tuple[_Row, ...] = (
     ("mode", lambda p: p.mode),

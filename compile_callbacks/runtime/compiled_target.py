@@ -77,6 +77,7 @@ class CompiledTarget:
         self._regions = RegionMarks(target.regions) if target.regions else None
         self._compile_regions_separately = compile_regions_separately
         self._recorder = recorder
+        self._calling = recorder.calling
         self._warn = warn or WarnOnce()
         self._fallback = EagerFallback(self.key, recorder, settings, self._warn, has_regions=bool(target.regions))
         has_budget = settings.new_shapes == "auto"
@@ -107,14 +108,19 @@ class CompiledTarget:
 
     def call(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
         """Call a member of the target compiled, or eagerly if it cannot be compiled."""
-        calling = self._recorder.calling
+        calling, fallback = self._calling, self._fallback
         outer = calling.current
-        if self._runs_eagerly(outer, args, kwargs):
+        # In the steady state, only these comparisons run before the compiled function, because each call pays for them.
+        may_run_eagerly = outer is not None or fallback.active or self._uncompilable or not self.ran
+        if (may_run_eagerly or _torch.dynamo.is_transformed()) and self._runs_eagerly(outer, args, kwargs):
             return member.eager(*args, **kwargs)
-        compiled = self._current_function()
+        compiled = self._compiled
+        if compiled is None or self.key.frozen or self._hooks_seen != _torch.dynamo.hooks_registered():
+            compiled = self._current_function()
+        self._recorder.listen_after_reset()
         stance = self._stance(member, args, kwargs) if self._limits_shapes or self._budget.exhausted else None
-        failure, graphs = None, self._backend.graphs
-        calling.current = call = CallInProgress(self, member, args, kwargs, nested_calls_eager=stance is not None)
+        failure = None
+        calling.current = call = CallInProgress(self, member, args, kwargs, stance is not None)
         try:
             if stance is None:
                 result = compiled(member.module, *args, **kwargs)
@@ -135,16 +141,20 @@ class CompiledTarget:
             if call.snapshot is not None:
                 call.snapshot.restore()
             result = self._call_after_failure(member, failure, args, kwargs)
-        if self._backend.graphs > graphs:
+        if call.snapshot is not None or failure is not None or self._traces_without_graph:
+            self._after_trace(call, member, args, kwargs)
+        if fallback.pending:
+            fallback.issue_warnings()
+        return result
+
+    def _after_trace(self, call: CallInProgress, member: Target, args: Any, kwargs: Any) -> None:
+        traced = call.snapshot is not None
+        compiled = traced and self._backend.graphs > call.graphs_before
+        if compiled:
             self._graphs_were_compiled(member, args, kwargs)
         if self._fallback.region_failure is not None:
             self._give_up_regions(self._fallback.region_failure)
-        traced = call.snapshot is not None
-        if traced or self._traces_without_graph:
-            self._count_traces(traced=traced, compiled=self._backend.graphs > graphs)
-        if self._fallback.pending:
-            self._fallback.issue_warnings()
-        return result
+        self._count_traces(traced=traced, compiled=compiled)
 
     def _count_traces(self, *, traced: bool, compiled: bool) -> None:
         """Run the target eagerly if torch traces each call without compiling a graph."""
@@ -188,7 +198,6 @@ class CompiledTarget:
             self._refreeze_if_weights_changed()
         if self._hooks_seen != _torch.dynamo.hooks_registered():
             self._look_for_hooks()
-        self._recorder.listen_after_reset()
         return self._compiled or self._compile()
 
     def _stance(self, member: Target, args: Any, kwargs: Any) -> str | None:
@@ -241,15 +250,18 @@ class CompiledTarget:
 
     def _give_up_regions(self, reason: str) -> None:
         """Make `PhaseSwitch` call the compiled blocks from now on, and run this target eagerly."""
+        self._fallback.region_failure = None
+        if self.on_trial:
+            self._fallback.run_eagerly("CC121", reason)  # so that the Tune excludes the candidate
+            return
         target, phase = self.key[:2]
         message = (
             f"the repeated blocks of target {target!r} are compiled separately in the {phase} phase, and the rest of "
             "the target runs eagerly, because torch cannot compile the blocks as regions of one graph: "
-            f"{in_one_line(reason)}. Leave targets out to compile the whole target"
+            f"{in_one_line(reason)}. To compile the whole target, leave targets out and set a mode other than 'auto'"
         )
         self._recorder.record("separate_blocks", self.key, reason=reason)
         self._fallback.warn_after_call("CC121", message)
-        self._fallback.region_failure = None
         self._compile_regions_separately()
 
     def _graphs_were_compiled(self, member: Target, args: Any, kwargs: Any) -> None:

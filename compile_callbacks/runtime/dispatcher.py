@@ -20,7 +20,7 @@ from compile_callbacks.runtime.compiled_target import CompiledTarget
 from compile_callbacks.runtime.freezing import unwatchable_reason
 from compile_callbacks.runtime.recompile_budget import CompileLimits
 from compile_callbacks.runtime.shapes import ShapeRecords
-from compile_callbacks.runtime.target import Compiled, Target
+from compile_callbacks.runtime.target import Compiled, RepeatedBlocks, Target
 from compile_callbacks.runtime.target_settings import TargetSettings
 
 _CALL_SLOT = "_compiled_call_impl"  # nn.Module.compile() sets it, and nn.Module.__call__ calls it
@@ -34,10 +34,13 @@ class ActiveConfig(NamedTuple):
     Attributes:
         config: The config. With ``None``, targets run eagerly, or as the user compiled them in a phase left alone.
         candidate: The name of the config, if a `Tune` tries several. The trial ends with `PhaseSwitch.end_trial`.
+        repeated: Whether the repeated blocks in each target are regions of its graph. If ``False``, only targets that
+            have regions already use regions.
     """
 
     config: InductorConfig | None = None
     candidate: str | None = None
+    repeated: bool = False
 
 
 EAGERLY = ActiveConfig()
@@ -68,15 +71,16 @@ class Dispatcher:
         self.active: Callable[..., Any] = self.eager
         self.compiled_by_user: Callable[..., Any] | None = None
         self.session: Any = None
+        self._attributes = vars(target.module)
         self._slot = target.method or _CALL_SLOT
         self._replaced: Any = _ABSENT
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the target with the function of the active phase."""
         # While torch traces another target, an export or a logger's graph, this target is a part of that graph.
-        if (
-            torch.compiler.is_compiling() or _runs_lightning_step(self.target.module) or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        ):
+        if torch.compiler.is_compiling() or _torch.dynamo.is_jit_tracing():
+            return self.eager(*args, **kwargs)
+        if "forward" in self._attributes and _runs_lightning_step(self._attributes["forward"]):
             return self.eager(*args, **kwargs)
         return self.active(*args, **kwargs)
 
@@ -128,6 +132,7 @@ class PhaseSwitch:
         warn: WarnOnce | None = None,
         shapes: ShapeRecords | None = None,
         limits: CompileLimits | None = None,
+        with_regions: Callable[[Target], Target] = lambda target: target,
     ) -> None:
         self._shapes = shapes or ShapeRecords()
         self._limits = limits or CompileLimits()
@@ -138,6 +143,8 @@ class PhaseSwitch:
         self._warn = warn or WarnOnce()
         self._dispatchers: dict[Compiled, list[Dispatcher]] = {}
         self._compiled: dict[tuple[Compiled, Phase, str | None, bool], CompiledTarget] = {}
+        self._with_regions = with_regions
+        self._repeated: dict[Compiled, Compiled] = {}  # the targets with regions, for a config that is `repeated`
         self._separate: set[tuple[Compiled, Phase]] = set()  # targets whose regions are compiled separately
         self._to_separate: list[tuple[Compiled, Phase]] = []
         self._parents: dict[Compiled, Compiled] = {}  # the target that contains each separate region
@@ -164,9 +171,25 @@ class PhaseSwitch:
         """Whether several modules share compiled code, which therefore cannot contain frozen weights."""
         return any(len(target.members) > 1 or target.regions for target in self._dispatchers)
 
-    def targets_of(self, phase: Phase) -> list[Compiled]:
+    def targets_of(self, phase: Phase, active: ActiveConfig) -> list[Compiled]:
         """Return the targets of a phase: either a target with regions, or its regions if they are compiled instead."""
-        return [target for target in self._dispatchers if self._is_active(target, phase)]
+        targets = [self._target_of(target, active) for target in self._dispatchers]
+        return [target for target in targets if self._is_active(target, phase)]
+
+    @property
+    def most_repetitions(self) -> int:
+        """The number of blocks that a `repeated` config would compile as one region of a target without regions."""
+        repeated = ActiveConfig(repeated=True)
+        without = [target for target in self._dispatchers if not target.regions]
+        return max((found.count for one in without for found in self._target_of(one, repeated).regions), default=0)
+
+    def _target_of(self, target: Compiled, active: ActiveConfig) -> Compiled:
+        """Return the target that a config compiles: the target itself, or the same target with regions."""
+        if not active.repeated or isinstance(target, RepeatedBlocks) or target.regions:
+            return target
+        if target not in self._repeated:
+            self._repeated[target] = self._with_regions(target)
+        return self._repeated[target]
 
     def _is_active(self, target: Compiled, phase: Phase) -> bool:
         parent = self._parents.get(target)
@@ -260,7 +283,8 @@ class PhaseSwitch:
         """Return the function that a target runs in a phase."""
         if dispatcher.compiled_by_user is not None and phase in self._left_alone:
             return dispatcher.compiled_by_user
-        config, candidate = active
+        config, candidate, _ = active
+        target = self._target_of(target, active)
         if config is None or not self._is_active(target, phase):
             return dispatcher.eager
         frozen = frozen and phase == "infer" and config.freezes and self._can_freeze(target)
@@ -343,12 +367,11 @@ def _by_grad_mode(train: Callable[..., Any], infer: Callable[..., Any]) -> Calla
     return call
 
 
-def _runs_lightning_step(module: nn.Module) -> bool:
-    """Return whether a call of the module runs its step.
+def _runs_lightning_step(forward: object) -> bool:
+    """Return whether the attribute ``forward`` of a module makes a call of the module run its step.
 
     For a wrapper such as DDP, Lightning replaces ``forward`` by a function that calls the step. We do not compile this
     call, because the graph would contain the whole step.
     """
-    forward = vars(module).get("forward")
     # Only functions count, because the methods of Lightning's demo modules are also in its package.
     return isinstance(forward, types.FunctionType) and forward.__module__.partition(".")[0] in _LIGHTNING

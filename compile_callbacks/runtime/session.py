@@ -35,7 +35,7 @@ from compile_callbacks.runtime.fsdp import is_sharded
 from compile_callbacks.runtime.measurements import Baseline, Measurements, Stage, Step
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
 from compile_callbacks.runtime.recompile_budget import CompileLimits
-from compile_callbacks.runtime.repeated import REPEATED, group_repeated, group_targets
+from compile_callbacks.runtime.repeated import REPEATED, group_repeated, group_targets, with_regions
 from compile_callbacks.runtime.shapes import ShapeRecords
 from compile_callbacks.runtime.target import Compiled, Target
 
@@ -82,6 +82,7 @@ class Session:
             warn=warn,
             shapes=self._shapes,
             limits=self._limits,
+            with_regions=functools.partial(with_regions, module),
         )
         self._tunings = {
             phase: PhaseTuning(phase, config, self._switch, self._recorder, self._processes, print_line)
@@ -361,7 +362,8 @@ class Session:
     def _reported_targets(self, phase: Phase) -> Sequence[Compiled]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
         called = self._switch.called_targets(phase)
-        return [one for one in self._switch.targets_of(phase) if not self._finds_targets or one.name in called]
+        targets = self._switch.targets_of(phase, self._active[phase])
+        return [one for one in targets if not self._finds_targets or one.name in called]
 
     def _save_record(self) -> None:
         """Write the observed shapes and the compile times to the model's file."""

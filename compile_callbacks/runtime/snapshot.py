@@ -79,25 +79,30 @@ class CallInProgress:
     """A running call of a compiled target. The recorder has a reference while the call runs.
 
     Attributes:
-        key: The target and its phase.
         nested_calls_eager: Whether other targets run eagerly within this call.
+        graphs_before: The number of the target's graphs before Dynamo traced it.
         snapshot: The state of the module before Dynamo traced it, which is restored if the compile fails.
     """
 
-    __slots__ = ("_args", "_kwargs", "_member", "_target", "key", "nested_calls_eager", "snapshot")
+    __slots__ = ("_args", "_kwargs", "_member", "_target", "graphs_before", "nested_calls_eager", "snapshot")
 
     def __init__(
         self, target: CompiledTarget, member: Target, args: Any, kwargs: Any, nested_calls_eager: bool
     ) -> None:
-        self.key: CompileKey = target.key
         self.nested_calls_eager = nested_calls_eager
         self.snapshot: Snapshot | None = None
         self._target, self._member, self._args, self._kwargs = target, member, args, kwargs
+
+    @property
+    def key(self) -> CompileKey:
+        """The target and its phase."""
+        return self._target.key
 
     def on_trace(self) -> None:
         """Take the snapshot and prepare the target. Called when Dynamo begins to trace within the call."""
         if self.snapshot is None:
             self.snapshot = Snapshot(self._member.module)
+            self.graphs_before = self._target.backend.graphs
             self._target.trace_begins(self._args, self._kwargs)
 
 

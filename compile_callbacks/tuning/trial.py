@@ -70,6 +70,7 @@ class Trial:
         reason: The reason for the result, if the numbers do not show it.
         compile_seconds: The compile time of the candidate, or ``None`` if it was never compiled.
         compile_cost: The expected compile time, divided by the compile time of the default mode.
+        repeated: Whether the repeated blocks of the targets are regions of the graph.
         stats: Median and percentiles of the compared step times, or ``None`` if no step time can be compared.
         times: All step times of the candidate in milliseconds, by workload.
         blocks: Number of blocks that ran with the candidate.
@@ -80,6 +81,7 @@ class Trial:
     reason: str | None = None
     compile_seconds: float | None = None
     compile_cost: float = 1.0
+    repeated: bool = False
     stats: StepStats | None = None
     times: defaultdict[Workload, list[float]] = field(default_factory=lambda: defaultdict(list))
     blocks: int = 0

@@ -83,6 +83,13 @@ def test_report_compares_the_last_calls_of_runs_side_by_side(tmp_path, report):
     assert "too few samples" in cells["verdict"][-1]
 
 
+def test_report_compares_runs_whose_log_directories_have_the_same_name(tmp_path, report):
+    for name in ("sgd", "adam"):
+        write(tmp_path / name / "version_0", record())
+    head = report("--compare", tmp_path / "sgd", tmp_path / "adam").out.splitlines()[0]
+    assert head.split() == ["sgd/version_0", "adam/version_0"]
+
+
 @pytest.mark.parametrize("option", [[], ["--json"], ["--compare"]])
 @pytest.mark.parametrize(
     "damaged",

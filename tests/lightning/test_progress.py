@@ -53,7 +53,7 @@ def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took_last_t
     fit()
     assert "compiling 'net' for the train phase ..." in logged()
     assert any(line.startswith("still compiling 'net' for the train phase: ") for line in logged())
-    assert any(line.startswith("compiled 'net' for the train phase in") for line in logged())
+    assert any(line.startswith("compiling 'net' for the train phase took ") for line in logged())
     fit()
     assert any(line.endswith(" s in the last run)") for line in logged())
 
@@ -77,7 +77,7 @@ def test_a_recompile_is_a_line_with_its_reason_and_what_avoids_it(logged):
     lines = [line for line in logged() if "recompil" in line]
     assert lines[0] == "recompiling 'net' (train): batch size 2, was 8; drop_last=True or dynamic=True avoids it"
     assert len(lines) == progress.MAX_LINES + 1
-    assert lines[-1].startswith("2 more recompiles in the train phase; their reasons: ")
+    assert lines[-1].startswith("further recompiles in the train phase: 2; their reasons: ")
     recompiles = [e for e in callback.report.train.diagnostics.events if e["kind"] == "recompile"]
     assert [event["step"] for event in recompiles] == [3, 4, 5, 6, 7]
 

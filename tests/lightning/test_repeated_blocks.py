@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import re
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune, compile_phases, report_of, restore
 from compile_callbacks._torch import regions
 from compile_callbacks._utils.errors import CompileError, CompileWarning
-from tests.support.against_eager import assert_same_module, assert_same_values
+from tests.support.against_eager import FLOAT32, assert_same_module, assert_same_values
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 from tests.support.uncached import Uncached
 from tests.support.wrong_passes import WrongForward
@@ -331,13 +333,52 @@ def test_a_failure_of_all_graphs_is_reported_for_the_blocks():
 
 
 def test_a_cache_folder_keeps_the_graph(tmp_path):
-    reports = []
+    eager, reports = fit(lambda: Stack(blocks())), []
     for _ in range(2):
         torch._dynamo.reset()
-        callback = repeated(infer=None, cache_dir=tmp_path)
-        fit(lambda: Stack(blocks()), callback, validate=False)
+        callback = repeated(cache_dir=tmp_path)
+        assert_same_values(fit(lambda: Stack(blocks()), callback), eager)
         reports.append(callback.report.train)
     assert [(report.graphs, report.cache_hits) for report in reports] == [(1, 0), (1, 1)]
+
+
+ALL = SHARED | {name: make for name, (make, _) in SEPARATE.items()}
+
+
+@pytest.mark.filterwarnings("ignore::compile_callbacks.CompileWarning")
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+def test_averages_checkpoints_and_restored_modules_equal_eager(make):
+    config = InductorConfig(options={"fallback_random": True})
+    compiled, eager = nets = [seeded(make) for _ in range(2)]
+    compile_phases(compiled, config, config, targets="repeated")
+    x, results = torch.linspace(-1, 1, 5 * FEATURES).view(5, FEATURES), []
+    for net in nets:
+        torch.manual_seed(3)
+        average = AveragedModel(net, avg_fn=get_ema_avg_fn(0.5))
+        for _ in range(2):
+            net(x).square().mean().backward()
+            torch.optim.SGD(net.parameters(), 0.1).step()
+            average.update_parameters(net)
+        checkpoint, loaded = io.BytesIO(), make()
+        torch.save(net.state_dict(), checkpoint)
+        checkpoint.seek(0)
+        loaded.load_state_dict(torch.load(checkpoint, weights_only=True))
+        with torch.no_grad():
+            outputs = [module.eval()(x) for module in (net, average, average.module, loaded)]
+        torch.testing.assert_close(outputs[0], outputs[-1], **FLOAT32)
+        results.append((outputs, dict(net.state_dict()), [weight.grad for weight in net.parameters()]))
+    torch.testing.assert_close(*results, **FLOAT32)
+    restore(compiled)
+    assert_same_module(compiled, eager)
+    torch.testing.assert_close(compiled(x), eager(x), **FLOAT32)
+
+
+def test_the_report_names_the_target_and_its_blocks():
+    callback = repeated()
+    fit(lambda: Stack(blocks(24)), callback)
+    assert callback.report.train.targets == ("net (24 x Block)",)
+    assert callback.report.infer.targets == ("forward (24 x Block)",)
+    assert "net (24 x Block)" in str(callback.report)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
+from compile_callbacks.report.report import PhaseDiagnostics
 from tests.support.models import Classifier, loader, seeded, trainer
 from tests.support.step_times import TimedSteps, Times
 
@@ -27,6 +28,12 @@ def test_never_and_nothing_survive_json():
     assert data["infer"]["speedup"] is None
     assert CompileReport.from_dict(data) == report
     assert "never" in str(report)
+
+
+def test_a_row_whose_figures_are_all_zero_is_not_in_the_table():
+    for mib, shown in ((0.04, False), (0.06, True)):
+        train = PhaseReport(mode="default", diagnostics=PhaseDiagnostics(saved_for_backward_mib=mib))
+        assert ("saved for backward MiB" in str(CompileReport(train=train))) == shown
 
 
 def test_compiled_steps_that_are_slower_are_warned_about_with_the_remedy(monkeypatch):

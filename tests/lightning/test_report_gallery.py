@@ -58,7 +58,7 @@ RUNS = [
     (
         "Too few samples",
         (10, 5),
-        r"too few samples \(10\.0 → 5\.00 ms\): 3 of each, 5 are needed",
+        r"too few samples \(10\.0 → 5\.00 ms\): 3 of one kind, 5 of each are needed",
         "run more train steps, with baseline_steps=10",
         lambda p: p.speedup is None and p.net_seconds_saved is None and p.samples == 3,
     ),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compile_callbacks import CompileReport, InductorCompile, PhaseReport
 from compile_callbacks.report.loggers import PLOT_TAG
 from compile_callbacks.report.report import PhaseDiagnostics
-from tests.support.models import Classifier, loader, trainer
+from tests.support.models import FEATURES, Classifier, loader, trainer
 from tests.support.step_times import TimedSteps
 
 pytest.importorskip("matplotlib")
@@ -51,6 +52,17 @@ def test_plot_shows_net_seconds_saved_and_step_times_from_zero():
     assert set(legend(times)) == {"eager: 10 ms", "compiled: 4 ms", "2 steps that compile"}
     assert times.get_ylim()[0] == 0
     assert 10 < times.get_ylim()[1] < 20  # the compiling step of 900 ms does not flatten the others
+
+
+def test_plot_marks_a_compile_outside_the_steps():
+    class CallsNet(Classifier):
+        def on_train_epoch_end(self):
+            self.net(torch.zeros(2, FEATURES))
+
+    callback = InductorCompile({"dynamic": False}, None, baseline_steps=0, new_shapes="recompile", verify="off")
+    trainer(callback).fit(CallsNet(), loader(6))
+    for axes in callback.report.plot().axes:
+        assert set(legend(axes)) >= {"step that compiles", "1 compile outside these steps"}
 
 
 def test_series_of_a_long_run_is_short_and_survives_json():

@@ -26,8 +26,20 @@ pytestmark = pytest.mark.all_versions
          "batch size of argument 0 below 2"),
         ("0/0: kwargs['scale'] == 2      # return x * scale", "value of argument 'scale': no longer 2"),
         ("0/2: module.number == 1           # return x * self.number", "value of 'number': no longer 1"),
+        ("0/0: kwargs['mask'] is None      # if mask is not None:", "argument 'mask' is no longer None"),
+        ("0/0: args[0] is kwargs['mask']   # if mask is not None:",
+         "argument 0 is no longer the same object as argument 'mask'"),
+        ("0/0: len(args[1]) == 1           # for v in l:", "length of argument 1: no longer 1"),
+        ("0/0: len(args[1]) != 1", "length of argument 1: no longer 1"),
+        ("0/0: expected type of 'kwargs['mask']' to be <class 'torch.Tensor'>, but found <class 'NoneType'>",
+         "type of argument 'mask': NoneType, was torch.Tensor"),
         ("0/0: ___check_something_new(x)  # where", "___check_something_new(x)"),
     ],
 )  # fmt: skip
 def test_reasons_in_words(reason, words):
     assert explain_recompile(reason).reason == words
+
+
+def test_a_tensor_is_advised_only_for_a_number():
+    fixes = {value: explain_recompile(f"0/0: args[1] == {value}").fix for value in ("-2", "0.5", "'a'", "True")}
+    assert [value for value, fix in fixes.items() if fix] == ["-2", "0.5"]
