@@ -73,14 +73,6 @@ def cpp_compiler() -> str:
     return get_cpp_compiler()
 
 
-def cpp_compilers_tried() -> list[str]:
-    """Return the C++ compilers that Inductor tries, in this order. Inductor reads ``CXX`` when torch is imported."""
-    from torch._inductor import config
-
-    tried = config.cpp.cxx
-    return [name for name in (tried if isinstance(tried, (list, tuple)) else [tried]) if name]
-
-
 def build_cpp(source: Path) -> Path:
     """Build a shared library next to a C++ file, with the flags that Inductor uses for its kernels."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions

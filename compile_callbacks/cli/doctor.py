@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from compile_callbacks import _torch
@@ -128,8 +126,7 @@ def check_cpp_compiler() -> Check:
     try:
         compiler = _torch.inductor.cpp_compiler()
     except (RuntimeError, OSError, ValueError):
-        tried = " and ".join(map(repr, _torch.inductor.cpp_compilers_tried()))
-        found = f"none: {tried} does not run" if tried else "none: CXX is set to nothing"
+        found = f"none: {os.environ.get('CXX', 'g++')!r} does not run"
         return Check("failed", found, _WITHOUT_CPP, _cpp_compiler_fix())
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "program.cpp")
@@ -142,7 +139,13 @@ def check_cpp_compiler() -> Check:
     command = [*shlex.split(compiler), "--version"]
     version = subprocess.run(command, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
     found = f"{version or compiler}; OpenMP has {threads} thread{'s' if threads != 1 else ''}"
-    return Check("ok", found)
+    static_only = _finds(compiler, "libstdc++.a") and not _finds(compiler, "libstdc++.so")
+    if platform.system() != "Linux" or not static_only:
+        return Check("ok", found)
+    impact = "it links a second C++ library next to torch's: AOTInductor's packages for a GPU crash with SIGSEGV"
+    # Setting LIBRARY_PATH is not a fix: in a test, the compiler still linked its static library.
+    fix = f"{_install('g++')}, then export CXX=/usr/bin/g++, or another compiler that has libstdc++.so"
+    return Check("warning", f"{found}; there is no libstdc++.so for it", impact, fix)
 
 
 def _cpp_compiler_fix() -> str:
@@ -152,6 +155,14 @@ def _cpp_compiler_fix() -> str:
         return f"{_install('g++')}, or set CXX to a compiler that is elsewhere"
     missing = "" if shutil.which("g++") else f" and {_install('g++')}"
     return f"unset CXX (it is {cxx!r}){missing}, or set it to a compiler that runs"
+
+
+def _finds(compiler: str, library: str) -> bool:
+    """Return whether a compiler finds a library."""
+    command = [*shlex.split(compiler), f"-print-file-name={library}"]  # prints the bare name of a missing library
+    with contextlib.suppress(OSError):
+        return os.sep in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return False
 
 
 def check_python_headers() -> Check:
@@ -278,27 +289,10 @@ def _check_torchvision() -> Check:
 
 
 def _check_triton() -> Check:
-    """Check that Triton has the version that this torch requires. Only GPUs need Triton."""
-    version, required = installed_version("triton"), _required_by_torch("triton")
-    if version is None and not torch.cuda.is_available():
+    """Check that Python can import Triton, which only GPUs need."""
+    if installed_version("triton") is None and not torch.cuda.is_available():
         return Check("ok", "not installed; only GPUs need Triton")
-    fix = f"pip install 'triton{required}'"
-    check = _check_package("triton", fix)
-    if check.status != "ok" or version is None or not required:
-        return check
-    if required.contains(version, prereleases=True):
-        return Check("ok", f"{version}, which torch {torch.__version__} requires")
-    found = f"{version}, but torch {torch.__version__} requires {required}"
-    return Check("warning", found, "modules on a GPU may not compile", fix)
-
-
-def _required_by_torch(package: str) -> SpecifierSet:
-    """Return the versions of a package that torch's metadata require, or an empty set if torch requires none."""
-    try:
-        requirements = map(Requirement, importlib.metadata.requires("torch") or ())
-    except importlib.metadata.PackageNotFoundError:  # torch was built in its source tree
-        return SpecifierSet()
-    return next((found.specifier for found in requirements if found.name == package), SpecifierSet())
+    return _check_package("triton", "pip install --force-reinstall torch, which installs the Triton that it requires")
 
 
 _CHECKS: dict[str, Callable[[], Check | None]] = {
