@@ -101,12 +101,10 @@ class AOTInductorExport(Callback):
     ) -> None:
         self.path = check_path(path)
         check_choice("weights", weights, get_args(Weights))
-        if target is not None and not isinstance(target, str):
-            raise TypeError(f"target={target!r} must be the dotted name of a submodule, or None")
+        check_type("target", target, (str, type(None)), "the dotted name of a submodule, or None")
         if target == "":
             raise ValueError("target='' names no submodule; None exports the LightningModule")
-        if inputs is not None and not callable(inputs):
-            raise TypeError(f"inputs={inputs!r} must be a function of a batch, or None")
+        check_type("inputs", inputs, (Callable, type(None)), "a function of a batch, or None")  # type: ignore[arg-type]
         as_compiling_config(mode)
         check_choice("verify", verify, get_args(VerifyPackage))
         check_type("dynamic_batch", dynamic_batch, bool, "True or False")

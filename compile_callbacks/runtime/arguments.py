@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from compile_callbacks._utils.errors import with_code
+from compile_callbacks._utils.messages import check_type
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import Mode, Settings, as_settings
@@ -60,7 +61,7 @@ class CompileArguments:
         targets: object,
         passes: object,
         cache_dir: str | os.PathLike[str] | None,
-        baseline_steps: object = 0,
+        baseline_steps: int = 0,
         trace_dir: str | os.PathLike[str] | None = None,
         **target_settings: Any,
     ) -> CompileArguments:
@@ -71,8 +72,7 @@ class CompileArguments:
         for config in configs.values():
             if config is not None:
                 config.check_beside(checked_passes)
-        if isinstance(baseline_steps, bool) or not isinstance(baseline_steps, int):
-            raise TypeError(with_code("CC202", f"baseline_steps={baseline_steps!r} must be an integer, 0 or more"))
+        check_type("baseline_steps", baseline_steps, int, "an integer, 0 or more")
         if baseline_steps < 0:
             message = f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline"
             raise ValueError(with_code("CC201", message))
@@ -81,7 +81,7 @@ class CompileArguments:
             left_alone=frozenset(phase for phase, mode in modes.items() if mode is None),
             targets=check_target_names(targets),
             passes=checked_passes,
-            target_settings=TargetSettings(**target_settings, trace_dir=_as_path("trace_dir", trace_dir)),
+            target_settings=TargetSettings(**target_settings, trace_dir=check_folder("trace_dir", trace_dir)),
             cache_dir=check_folder("cache_dir", cache_dir),
             baseline_steps=baseline_steps,
         )
@@ -135,14 +135,6 @@ class CompileArguments:
             "cache_dir": self.cache_dir and str(self.cache_dir),
             "trace_dir": self.trace_dir and str(self.trace_dir),
         }
-
-
-def _as_path(argument: str, value: object) -> Path | None:
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)) or not str(value):
-        raise TypeError(with_code("CC202", f"{argument}={value!r} must be a path"))
-    return Path(value)
 
 
 def explain_unknown_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
