@@ -13,20 +13,9 @@ from compile_callbacks._utils.device import as_device
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
+from compile_callbacks.inference import saved_state
 from compile_callbacks.inference.compiled_module import CompiledInference, Placement, free_memory
-from compile_callbacks.inference.saved_state import (
-    FORMAT,
-    VERSION,
-    Sample,
-    SampleLike,
-    as_plain,
-    as_samples,
-    check_saved,
-    load_weights,
-    saved_device,
-    with_synthetic_values,
-    without_values,
-)
+from compile_callbacks.inference.saved_state import Sample, SampleLike, as_samples
 from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.dispatcher import compiled_target_names
@@ -275,8 +264,8 @@ class InductorBackend:
         weights = module.state_dict()
         metadata: Mapping[str, Any] = getattr(weights, "_metadata", {})
         return {
-            "format": FORMAT,
-            "version": VERSION,
+            "format": saved_state.FORMAT,
+            "version": saved_state.VERSION,
             "name": self._name,
             "config": self._config.to_dict(),
             "verify": self._settings.verify,
@@ -284,10 +273,12 @@ class InductorBackend:
             "new_shapes": self._settings.new_shapes,
             "device": str(device),
             "module": type(module).__qualname__,
-            "state_dict": as_plain(dict(weights), "state_dict"),
+            "state_dict": saved_state.as_plain(dict(weights), "state_dict"),
             # Modules use these versions to load older state_dicts; torch stores them in an attribute.
-            "state_dict_metadata": as_plain({name: dict(of) for name, of in metadata.items()}, "state_dict_metadata"),
-            "samples": without_values(self._samples),
+            "state_dict_metadata": saved_state.as_plain(
+                {name: dict(of) for name, of in metadata.items()}, "state_dict_metadata"
+            ),
+            "samples": saved_state.without_values(self._samples),
         }
 
     @classmethod
@@ -320,7 +311,7 @@ class InductorBackend:
         """
         _check_module(module)
         Placement(module)
-        saved = check_saved(state)
+        saved = saved_state.check_saved(state)
         backend = cls(
             InductorConfig.from_dict(saved["config"], allow_passes=allow_passes),
             verify=saved["verify"],
@@ -328,10 +319,12 @@ class InductorBackend:
             new_shapes=saved["new_shapes"],
             name=saved["name"],
         )
-        backend._device = saved_device(saved)
-        backend._samples = as_samples(with_synthetic_values(saved["samples"]) if samples is None else samples)
+        backend._device = saved_state.saved_device(saved)
+        backend._samples = as_samples(
+            saved_state.with_synthetic_values(saved["samples"]) if samples is None else samples
+        )
         backend._samples_are_synthetic = samples is None
-        load_weights(saved, module)
+        saved_state.load_weights(saved, module)
         backend._module, backend._state = module, "checkpoint_loaded"
         return backend
 

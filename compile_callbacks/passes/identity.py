@@ -17,7 +17,7 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.fingerprints import digest, installed_version
 
 _MAX_TENSOR_BYTES = 2**20  # hashing a larger tensor would take too long
-_KNOWN_BY_VERSION = {"torch", "compile_callbacks", *sys.stdlib_module_names} - {"__main__"}
+_KNOWN_BY_VERSION = {"torch", "compile_callbacks", *sys.stdlib_module_names}
 _STARTED = time.time()  # a file that was edited later may differ from the code that Python has loaded
 
 

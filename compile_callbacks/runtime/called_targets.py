@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,21 +22,14 @@ _BACKWARD = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}  # 
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
+@dataclass
 class _Call:
-    """A call of a module, or of one of its methods.
+    """A call of a module, or of one of its methods."""
 
-    Attributes:
-        frame: The Python frame of the call, whose local variables are the inputs.
-        module: The module.
-        method: The name of the method, or ``None`` for the call of the module.
-        inner: The number of module calls within this call so far.
-    """
-
-    def __init__(self, frame: FrameType, module: nn.Module, method: str | None = None) -> None:
-        self.frame = frame
-        self.module = module
-        self.method = method
-        self.inner: list[_Call] = []
+    frame: FrameType
+    module: nn.Module
+    method: str | None = None  # None for the call of the module
+    inner: list[_Call] = field(default_factory=list)  # the calls of modules within this call so far
 
 
 class CalledTargets:

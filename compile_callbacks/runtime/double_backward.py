@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks.profiling.compile_events import CompileKey
-from compile_callbacks.runtime.snapshot import RandomState, version
+from compile_callbacks.runtime.snapshot import RandomState
 from compile_callbacks.runtime.target_settings import EagerFallback
 
 _STATISTICS = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
@@ -79,7 +80,9 @@ class _BackwardPasses:
     def _examine(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Find autograd's node in the first call, and replace its backward pass. All calls have the same nodes."""
         self._examined = True
-        self._versioned = tuple(i for i, value in enumerate(inputs) if version(value) is not None)
+        # An inference tensor has no version.
+        versioned = [isinstance(value, torch.Tensor) and not value.is_inference() for value in inputs]
+        self._versioned = tuple(itertools.compress(range(len(inputs)), versioned))
         earlier = {value.grad_fn for value in inputs if isinstance(value, torch.Tensor)} - {None}
         found = {i: node for i, output in enumerate(outputs) if (node := _compiled_node(output, earlier)) is not None}
         if not found:

@@ -104,8 +104,3 @@ class CallInProgress:
             self.snapshot = Snapshot(self._member.module)
             self.graphs_before = self._target.backend.graphs
             self._target.trace_begins(self._args, self._kwargs)
-
-
-def version(value: Any) -> int | None:
-    """Return a tensor's version, which changes with each in-place change, or ``None`` for an inference tensor."""
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
