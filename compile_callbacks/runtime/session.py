@@ -73,7 +73,15 @@ class Session:
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(progress=self._progress)
         self._shapes = ShapeRecords()
-        self._limits = CompileLimits()
+        self._active: dict[Phase, ActiveConfig] = {
+            phase: ActiveConfig(config) if isinstance(config, InductorConfig) else EAGERLY
+            for phase, config in arguments.configs.items()
+        }
+        # A phase with a Tune needs no baseline, because eager is one of the candidates.
+        self._measurements = Measurements(
+            module, {phase: arguments.baseline_steps if active.config else 0 for phase, active in self._active.items()}
+        )
+        self._limits = CompileLimits(seconds_saved=self._measurements.timer.seconds_saved)
         self._switch = PhaseSwitch(
             targets,
             left_alone=arguments.left_alone,
@@ -90,15 +98,6 @@ class Session:
             for phase, config in arguments.configs.items()
             if isinstance(config, Tune)
         }
-        self._active: dict[Phase, ActiveConfig] = {
-            phase: ActiveConfig(config) if isinstance(config, InductorConfig) else EAGERLY
-            for phase, config in arguments.configs.items()
-        }
-        # A phase with a Tune needs no baseline, because eager is one of the candidates.
-        self._measurements = Measurements(
-            module, {phase: arguments.baseline_steps if active.config else 0 for phase, active in self._active.items()}
-        )
-        self._limits.seconds_saved = self._measurements.timer.seconds_saved
         self._warnings = SessionWarnings(
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
         )
