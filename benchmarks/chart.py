@@ -1,6 +1,6 @@
 """Draw the chart of the README from the recorded rows of ResNet-50: docs/images/benchmark_resnet50.png.
 
-python benchmarks/chart.py [--train FILE] [--infer FILE] [--output FILE]
+python benchmarks/chart.py [--rows FILE ...] [--output FILE]
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ MODES = {"train": "training, reduce-overhead", "infer": "inference, reduce-overh
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows that the chart shows, in the order of `BARS`."""
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["way"] in BARS and row["step_ms"]]
-    return sorted(rows, key=lambda row: (row["batch_size"], list(BARS).index(row["way"])))
+    """The rows that the chart shows."""
+    return [row for row in json.loads(path.read_text())["rows"] if row["way"] in BARS and row["step_ms"]]
 
 
 def draw(files: list[Path], output: Path) -> None:
@@ -43,6 +42,7 @@ def draw(files: list[Path], output: Path) -> None:
     handles: dict[str, Any] = {}
     for axis, (phase, batch_size) in zip(axes[0], panels, strict=True):
         shown = [row for row in rows if (row["phase"], row["batch_size"]) == (phase, batch_size)]
+        shown.sort(key=lambda row: list(BARS).index(row["way"]))
         for position, row in enumerate(shown):
             label, color = BARS[row["way"]]
             handles[label] = axis.bar(position, row["step_ms"], color=color, width=0.8)
@@ -67,11 +67,11 @@ def draw(files: list[Path], output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=Path, default=RESULTS / "resnet50_train.json")
-    parser.add_argument("--infer", type=Path, default=RESULTS / "resnet50_infer.json")
+    recorded = [RESULTS / f"resnet50_{name}.json" for name in ("train", "infer", "default")]
+    parser.add_argument("--rows", type=Path, nargs="+", default=recorded)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images" / "benchmark_resnet50.png")
     args = parser.parse_args()
-    draw([args.train, args.infer], args.output)
+    draw(args.rows, args.output)
 
 
 if __name__ == "__main__":
