@@ -153,6 +153,7 @@ class Session:
     def end(self, *, keep_compiled: bool = False) -> None:
         """End the Trainer run, and restore the module unless ``keep_compiled`` is set."""
         self.running = False
+        self._limits.stopping = lambda: False  # because the trainer stays interrupted after an exception
         cache = self._cache if self._cache is not None and self._cache.active else None
         parts = (
             self._called.stop,
