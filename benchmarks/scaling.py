@@ -8,17 +8,19 @@
 Each row is a process with an empty cache; they run one after the other. "first step" is the first training step
 with compiling, "step" the median of the following ones. "gradient error" is the largest relative error of a gradient
 against the eager model's, before the first step. The CPU times are of all threads and of the C++ compiler; unlike the
-other times, they hardly depend on other processes of the machine. --chart draws the first step and the step against
-the depth.
+other times, they hardly depend on other processes of the machine. "of whole" is a time divided by the whole model's.
+--chart draws the first step and the step against the depth, with --cpu-times as CPU times. With --from-json, the script
+measures nothing and shows the rows of a file.
 
 python benchmarks/scaling.py [--device cpu] [--depths 12 24 48] [--width 512] [--mode reduce-overhead] [--steps 30]
-                             [--json FILE] [--chart FILE]
+                             [--json FILE] [--chart FILE] [--cpu-times] [--from-json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import multiprocessing
 import os
 import statistics
@@ -36,9 +38,9 @@ from compile_callbacks import compile_phases, report_of
 WAYS: dict[str, Any] = {"eager": None, "whole": None, "nested": "repeated", "separate": ["layers.*"]}
 COLORS = {"eager": "#9aa5b1", "whole": "#2e86c1", "nested": "#e67e22", "separate": "#7fb3d5"}
 COLUMNS = {
-    "depth": "{}", "way": "{}", "first_step_seconds": "{:.2f}", "step_ms": "{:.2f}", "spread_ms": "{:.2f}",
-    "first_step_cpu_seconds": "{:.1f}", "step_cpu_ms": "{:.1f}", "load_average": "{:.1f}",
-    "gradient_error": "{:.1e}", "targets": "{}",
+    "layers": "{}", "way": "{}", "first_step_seconds": "{:.2f}", "of_whole_first_step": "{:.0%}", "step_ms": "{:.2f}",
+    "of_whole_step": "{:.0%}", "spread_ms": "{:.2f}", "samples": "{}", "first_step_cpu_seconds": "{:.1f}",
+    "step_cpu_ms": "{:.1f}", "load_average": "{:.1f}", "gradient_error": "{:.1e}", "targets": "{}",
 }  # fmt: skip
 
 
@@ -92,7 +94,7 @@ def measure(way: str, depth: int, args: argparse.Namespace, cache: str, sender: 
     seconds = [step() for _ in range(args.steps)]
     quartiles = statistics.quantiles([1000 * wall for wall, _ in seconds], n=4)
     row = {
-        "depth": depth, "way": way, "device": args.device, "mode": args.mode, "width": args.width,
+        "layers": depth, "way": way, "device": args.device, "mode": args.mode, "width": args.width,
         "first_step_seconds": first, "step_ms": quartiles[1], "spread_ms": quartiles[2] - quartiles[0],
         "samples": args.steps, "first_step_cpu_seconds": first_cpu,
         "step_cpu_ms": 1000 * statistics.fmean(cpu for _, cpu in seconds),
@@ -122,7 +124,22 @@ def rows_of(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def draw(rows: list[Row], output: Path) -> None:
+def of_whole(rows: list[Row], *, cpu_times: bool) -> list[Row]:
+    """Return the rows with their times divided by those of the whole model."""
+    columns = dict(zip(("of_whole_first_step", "of_whole_step"), times_of(cpu_times=cpu_times), strict=True))
+    compared = []
+    for row in rows:
+        whole = find(rows, "whole", layers=row["layers"])
+        compared.append(row | {name: row[of] / whole[of] for name, of in columns.items() if whole})
+    return compared
+
+
+def times_of(*, cpu_times: bool) -> tuple[str, str]:
+    """Return the fields of the first step and of the later steps."""
+    return ("first_step_cpu_seconds", "step_cpu_ms") if cpu_times else ("first_step_seconds", "step_ms")
+
+
+def draw(rows: list[Row], output: Path, *, cpu_times: bool) -> None:
     """Draw the first step and the step time against the depth, on axes from zero."""
     import matplotlib as mpl
 
@@ -130,15 +147,14 @@ def draw(rows: list[Row], output: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
-    panels = {"first_step_seconds": "first step, s", "step_ms": "training step, ms"}
-    if "cpu" in rows[0]["device"]:
-        panels = {"first_step_cpu_seconds": "first step, CPU seconds", "step_cpu_ms": "training step, CPU ms"}
-    for axis, (name, title) in zip(axes, panels.items(), strict=True):
-        for way in in_order(rows, lambda row: row["way"]):
-            depths = sorted(row["depth"] for row in rows if row["way"] == way)
-            values = [find(rows, way, depth=depth)[name] for depth in depths]
-            axis.plot(depths, values, marker="o", label=way, color=COLORS[way])
-        axis.set(title=title, xlabel="layers", xticks=in_order(rows, lambda row: row["depth"]))
+    cpu = "CPU " if cpu_times else ""
+    titles = f"first step, {cpu}s", f"training step, {cpu}ms"
+    for axis, name, title in zip(axes, times_of(cpu_times=cpu_times), titles, strict=True):
+        for way, color in COLORS.items():
+            points = sorted((row["layers"], row[name]) for row in rows if row["way"] == way)
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", label=way, color=color)
+        axis.set(title=title, xlabel="layers", xticks=in_order(rows, lambda row: row["layers"]))
         axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False)
@@ -160,16 +176,18 @@ def main() -> None:
     add("--warmup-steps", type=int, default=5)
     add("--steps", type=int, default=30)
     add("--chart", type=Path, help="draw the chart to this file")
+    add("--cpu-times", action="store_true", help="draw and compare CPU times, if other processes used the machine")
+    add("--from-json", type=Path, metavar="FILE", help="measure nothing, show the rows of this file")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     args.mode = args.mode or ("reduce-overhead" if on_gpu else "default")
     args.width = args.width or (512 if on_gpu else 64)
     args.tokens = args.tokens or (256 if on_gpu else 32)
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
-    rows = rows_of(args)
-    print_columns(COLUMNS, rows)
+    rows = json.loads(args.from_json.read_text())["rows"] if args.from_json else rows_of(args)
+    print_columns(COLUMNS, of_whole(rows, cpu_times=args.cpu_times))
     if args.chart:
-        draw(rows, args.chart)
+        draw(rows, args.chart, cpu_times=args.cpu_times)
 
 
 if __name__ == "__main__":

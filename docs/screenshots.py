@@ -1,12 +1,12 @@
-"""Make the pictures in docs/images: the plot of a run, TensorBoard, and the report in a terminal.
+"""Make the pictures in docs/images: the plot of a run, TensorBoard, and the report in a terminal. Run the notebook.
 
 The script trains the module of the page "Get started" twice: once as on the page, and once with a last batch that is
-smaller, which recompiles. A headless Chromium then opens their logs in TensorBoard, and the pages. It needs Chromium
-with chromedriver, selenium, matplotlib, and scikit-learn for its handwritten digits.
+smaller, which recompiles. A headless Chromium then opens their logs in TensorBoard, and the pages. The notebook gets
+its outputs. The script needs Chromium with chromedriver, and `pip install nbclient ipykernel` for the notebook.
 
     python docs/screenshots.py              # trains first; a few minutes on two CPU cores
     python docs/screenshots.py LOGDIR       # uses the logs of an earlier run
-    python docs/screenshots.py --only site  # some of the pictures; "site" and "readme" need no logs
+    python docs/screenshots.py --only site  # some of the pictures; "site", "readme" and "notebook" need no logs
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 RUNS = {"start": True, "ragged": False}
 """The names of the runs in TensorBoard, and whether their last batch is dropped."""
-PICTURES = ("steps", "tensorboard", "terminal", "readme", "site")
+PICTURES = ("steps", "tensorboard", "terminal", "notebook", "readme", "site")
 
 
 def start_page() -> dict[str, Any]:
@@ -130,6 +130,24 @@ def show_terminal(logdir: Path) -> None:
         pre.screenshot(str(IMAGES / "terminal-report.png"))
 
 
+def run_notebook() -> None:
+    """Run the notebook with an empty compiler cache, and write its outputs into it, without the lines of loggers."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    path = ROOT / "examples" / "quickstart.ipynb"
+    notebook = nbformat.read(path, 4)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # the kernel is a process of its own
+        NotebookClient(notebook, timeout=600, record_timing=False).execute()
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    notebook.metadata = {name: notebook.metadata[name] for name in ("kernelspec", "language_info")}
+    nbformat.write(notebook, path)
+
+
 def show_site() -> None:
     """Build the site, and save a picture of its front page in build/, for a look at it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     (ROOT / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         logdir = args.logdir or Path(folder, "runs")
-        if args.logdir is None and set(args.only) - {"site", "readme"}:
+        if args.logdir is None and set(args.only) - {"site", "readme", "notebook"}:
             fit_all(logdir)
         if "steps" in args.only:
             save_steps(logdir)
@@ -178,6 +196,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             show_tensorboard(logdir)
         if "terminal" in args.only:
             show_terminal(logdir)
+        if "notebook" in args.only:
+            run_notebook()
         if "readme" in args.only:
             show_readme(ROOT / "build" / "readme.png")
         if "site" in args.only:  # last, because it contains the other pictures

@@ -44,10 +44,24 @@ def _messages() -> str:
 
 
 def _notebook(path: Path) -> str:
-    """The cells of a notebook as Markdown. The notebook in the repository has no outputs."""
-    cells = ((cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"])
-    text = "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells)
-    return text.replace("(../docs/", "(../")
+    """Return the cells of a notebook as Markdown, with their outputs: texts and PNG pictures."""
+    cells = json.loads(path.read_text())["cells"]
+    return "\n\n".join(_cell(cell) for cell in cells).replace("(../docs/", "(../")
+
+
+def _cell(cell: dict[str, Any]) -> str:
+    text = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return text
+    return "\n\n".join([f"```python\n{text}\n```", *map(_output, cell["outputs"])])
+
+
+def _output(output: dict[str, Any]) -> str:
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f"![The output of the cell](data:image/png;base64,{data['image/png'].replace(chr(10), '')})"
+    text = "".join(output.get("text") or data["text/plain"])
+    return f"```text\n{text.rstrip()}\n```"
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:

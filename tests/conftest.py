@@ -120,7 +120,7 @@ def dropped_backends_go():
         gc.collect()
 
 
-# torch, Lightning and scikit-learn set these.
+# torch, Lightning, scikit-learn and the packages of tests/models set these.
 _SET_BY_OTHERS = (
     "PYTEST",
     "TORCHINDUCTOR",
@@ -130,4 +130,7 @@ _SET_BY_OTHERS = (
     "CUDA_DEVICE_ORDER",
     "PYTORCH_NVML",
     "KMP_",
+    "CRC32C_SW_MODE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "RAY_CLIENT_MODE",
 )

@@ -107,7 +107,7 @@ def is_transformed() -> bool:
 
 
 def is_jit_tracing() -> bool:
-    """Return whether ``torch.jit.trace`` is running. ``torch.jit.is_tracing`` does the same, but is 0.2 µs slower."""
+    """Return whether ``torch.jit.trace`` is running, as ``torch.jit.is_tracing`` does, but 0.2 µs faster."""
     return torch._C._is_tracing()
 
 

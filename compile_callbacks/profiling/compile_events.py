@@ -154,8 +154,10 @@ class CompileRecorder:
 
         The last entry contains the compile seconds since the last graph."""
         self.with_graph_breaks: set[CompileKey] = set()
-        self.on_reset: Callable[[], None] = lambda: None
-        """A function that the recorder calls when it listens again after ``torch.compiler.reset()``."""
+        self.trace_settings = _torch.events.TraceSettings(
+            ours=lambda: self.key is not None, frozen=lambda: self.key is not None and self.key.frozen
+        )
+        """Sets torch's settings while torch traces a target."""
         self._traces_seen = 0  # the number of compiles without recordings of CUDA graphs
         self._clock = clock
         self._progress = progress or CompileProgress()
@@ -200,7 +202,7 @@ class CompileRecorder:
         """Listen again if ``torch.compiler.reset()`` was called. The check takes 0.1 µs."""
         if self._listening and self._listener not in _torch.events.callback_handler.start_callbacks:
             self.listen()
-            self.on_reset()
+            self.trace_settings.install()
 
     def stop(self) -> None:
         """Stop listening, and remove all listeners from torch."""

@@ -11,13 +11,13 @@ import mmap
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakValueDictionary
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks._utils.errors import warn_user
@@ -29,6 +29,7 @@ from compile_callbacks.report.report import CompileReport, ExportReport
 from compile_callbacks.report.table import to_markdown
 
 if TYPE_CHECKING:
+    from lightning.pytorch.loggers import TensorBoardLogger
     from torch.utils.tensorboard import SummaryWriter
 
 
@@ -123,7 +124,7 @@ def log_scalars(loggers: Sequence[Logger], scalars: Mapping[str, float], step: i
     for logger in loggers if scalars else ():
         with _warn_if_it_fails(logger):
             logger.log_metrics(metrics=dict(scalars), step=step)
-            if isinstance(logger, TensorBoardLogger) and _first_time("layout", logger):
+            if _writes_tensorboard(logger) and _first_time("layout", logger):
                 _add_layout_if_none(logger.experiment)
 
 
@@ -139,7 +140,7 @@ def log_summary(
     tag = f"compile_report/{name}" if name else "compile_report"
     for logger in loggers if report.has_figures else ():
         with _warn_if_it_fails(logger):
-            if isinstance(logger, TensorBoardLogger):
+            if _writes_tensorboard(logger):
                 logger.experiment.add_text(tag, to_markdown(report, environment()), step)
                 _add_plot(logger.experiment, report, step)
                 for graph in graphs:
@@ -153,8 +154,13 @@ def log_export(loggers: Sequence[Logger], report: ExportReport, step: int) -> No
         with _warn_if_it_fails(logger):
             if scalars := report.scalars():
                 logger.log_metrics(metrics=scalars, step=step)
-            if isinstance(logger, TensorBoardLogger):
+            if _writes_tensorboard(logger):
                 logger.experiment.add_text("export_report", textwrap.indent(str(report), "    "), step)
+
+
+def _writes_tensorboard(logger: Logger) -> TypeGuard[TensorBoardLogger]:
+    """Return whether a logger is a TensorBoardLogger of the package ``lightning`` or ``pytorch_lightning``."""
+    return any(cls.__name__ == "TensorBoardLogger" for cls in type(logger).__mro__)
 
 
 @contextlib.contextmanager

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
 from typing import TYPE_CHECKING, Any
+
+try:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+except ImportError as error:
+    raise ImportError("CompileReport.plot needs matplotlib: pip install matplotlib") from error
 
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.report.summary import describe_verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
     from compile_callbacks.report.report import CompileReport, PhaseReport
 
@@ -20,19 +27,22 @@ _ORDER = ("eager", "compiled", "compiling")
 _CANDIDATES = ("#b794f4", "#81c784", "#e6b800", "#f48fb1", "#4dd0e1", "#a1887f")
 
 
+class _NotebookFigure(Figure):
+    """A figure that notebooks show as a picture. Notebooks show other figures only after pyplot was imported."""
+
+    def _repr_png_(self) -> bytes:
+        picture = io.BytesIO()
+        self.savefig(picture)
+        return picture.getvalue()
+
+
 def plot_report(report: CompileReport) -> Figure:
     """Draw a report with a row for each phase: net seconds saved on the left, step times on the right."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ImportError("CompileReport.plot needs matplotlib: pip install matplotlib") from error
     phases = [phase for phase in PHASES if report.phase(phase).diagnostics.series]
     if not phases:
         message = "no step was timed yet, so there is nothing to plot: call plot() after a trainer has run"
         raise ValueError(message)
-    figure = Figure(figsize=(12, 3.9 * len(phases)), dpi=110, layout="constrained")
+    figure = _NotebookFigure(figsize=(12, 3.9 * len(phases)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot, which would select a backend for the process and keep the figure in memory
     for phase, row in zip(phases, figure.subfigures(len(phases), 1, squeeze=False)[:, 0], strict=True):
         found = report.phase(phase)

@@ -155,7 +155,7 @@ class GradModeSession(Session):
 
     def finalizer(self) -> Callable[[], None]:
         """Return a function that ends this session when the module is deleted, and does not keep the module alive."""
-        recorder, trace_settings, cache = self._recorder, self._switch.trace_settings, self._cache
+        recorder, cache = self._recorder, self._cache
         backends = [compiled_target.backend for compiled_target in self._switch.compiled_targets()]
 
         def end() -> None:
@@ -164,7 +164,7 @@ class GradModeSession(Session):
             recorder.stop()
             if cache is not None:
                 cache.end()
-            trace_settings.remove()
+            recorder.trace_settings.remove()
 
         return end
 

@@ -379,6 +379,17 @@ class CompiledTarget:
         self._fallback.settings = settings
 
     @property
+    def weights_in_graphs(self) -> tuple[int, int] | None:
+        """The number of weights that its graphs use, and of all its weights, or ``None`` if it cannot be compared.
+
+        A method may need only some weights of its module. Other weights are not inputs of a graph, or are shared.
+        """
+        member = self._members[0]
+        if len(self._members) > 1 or member.method is not None or member.sharded or self.key.frozen:
+            return None
+        return self._backend.weights, sum(1 for _ in member.module.parameters())
+
+    @property
     def blocks_differ(self) -> bool:
         """Whether torch compiled each repeated block separately instead of sharing a graph."""
         if self._regions is not None:

@@ -8,13 +8,18 @@ from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey, CompileRecorder, EventKind
+from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer
+from compile_callbacks.runtime.compiled_target import CompiledTarget
 from compile_callbacks.runtime.dispatcher import ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 
 RECENT_SAMPLES = 20
 """The number of the latest compiled step times that are compared with the eager step times."""
+
+LEAST_SHARE = 0.2
+"""The share of a target's weights that its graphs must use. With a smaller share, most of the target runs eagerly."""
 
 _CAUSES: dict[EventKind, str] = {
     "recompile": "recompile",
@@ -83,6 +88,7 @@ class SessionWarnings:
         for compiled_target in self._switch.compiled_targets(phase):
             if compiled_target.ran and not compiled_target.on_trial:
                 self._check_graphs(compiled_target.key)
+                self._check_share(compiled_target)
                 if compiled_target.blocks_differ:
                     self._warn_of_differing_blocks(compiled_target.key)
         if active.config is not None and active.config.fold_weights:
@@ -167,6 +173,25 @@ class SessionWarnings:
         reason = breaks[-1] if breaks else "torch gives no reason; the target may compute nothing that can be compiled"
         message = f"target {key.target!r} ran in the {key.phase} phase without a compiled graph: {reason}"
         self._warn.warn("CC101", message, about=key[:2])
+
+    def _check_share(self, compiled_target: CompiledTarget) -> None:
+        """Warn if graph breaks leave most of a target's weights out of its graphs, unless a fallback was reported."""
+        key, counts = compiled_target.key, compiled_target.weights_in_graphs
+        if counts is None or not compiled_target.backend.graphs or counts[0] >= LEAST_SHARE * counts[1]:
+            return
+        kinds: tuple[EventKind, ...] = ("graph_break", "fallback", "budget")
+        events = [e for kind in kinds for e in self._recorder.events_of(key.phase, kind) if e.target == key.target]
+        if not events or any(event.kind != "graph_break" for event in events):
+            return
+        first = events[0]
+        where = f" ({first.file}:{first.line})" if first.file else ""
+        message = (
+            f"hardly anything of target {key.target!r} is compiled in the {key.phase} phase: its graphs use "
+            f"{counts[0]} of its {counts[1]} weights ({counts[0] / counts[1]:.0%}), and the rest of the target runs "
+            f"eagerly. The first graph break: {short_reason(first.reason or '')}{where}. Name the parts that torch can "
+            f"trace in targets=[...], or leave the phase eager with {key.phase}_mode='eager'"
+        )
+        self._warn.warn("CC131", message, about=key[:2])
 
     def _warn_of_differing_blocks(self, key: CompileKey) -> None:
         reasons = self._reasons("recompile", key)

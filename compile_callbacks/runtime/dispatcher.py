@@ -151,12 +151,6 @@ class PhaseSwitch:
         self._installed = False
         self._selected: tuple[Phase, ActiveConfig, bool, bool] | None = None
         self._select_again: Callable[[], None] = lambda: None
-        self.trace_settings = _torch.events.TraceSettings(
-            ours=lambda: recorder.key is not None,
-            frozen=lambda: recorder.key is not None and recorder.key.frozen,
-        )
-        """Sets torch's settings while torch traces a target."""
-        recorder.on_reset = self.trace_settings.install
         self.add(targets)
 
     # ------------------------------------------------------------------------------------------ targets
@@ -232,7 +226,7 @@ class PhaseSwitch:
             if not self._installed:
                 dispatcher.install()
         self._installed = True
-        self.trace_settings.install()
+        self._recorder.trace_settings.install()
 
     def remove(self) -> None:
         """Remove the dispatchers."""
@@ -240,7 +234,7 @@ class PhaseSwitch:
             dispatcher.remove()
         self._installed = False
         self._selected = None
-        self.trace_settings.remove()
+        self._recorder.trace_settings.remove()
         for compiled_target in self.compiled_targets():
             compiled_target.free_folded_weights()
 

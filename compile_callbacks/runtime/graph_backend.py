@@ -38,6 +38,7 @@ class GraphBackend:
 
     Attributes:
         graphs: The number of compiled graphs.
+        weights: The number of weights that are inputs of the compiled graphs. Each graph counts its own.
         shares_regions: Whether several regions of a graph shared their code.
         must_compile_again: Whether a compile and the eager run of its graph both ran out of memory.
     """
@@ -53,7 +54,7 @@ class GraphBackend:
         fallback: EagerFallback,
         may_compile: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.graphs = 0
+        self.graphs = self.weights = 0
         self.shares_regions = False
         self.must_compile_again = False
         self._may_compile = may_compile
@@ -87,6 +88,7 @@ class GraphBackend:
         if isinstance(compiled, Exception):
             return self._run_eagerly(eager, compiled)
         self.graphs += 1
+        self.weights += sum(isinstance(value, torch.nn.Parameter) for value in example_inputs)
         self._recorder.count_graph()  # after the compile, because Dynamo may restart its analysis and call this again
         compiled = self._verification.wrap(
             compiled, eager, options, has_collective=has_collective, uses_cudagraphs=uses_cudagraphs

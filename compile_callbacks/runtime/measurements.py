@@ -156,7 +156,11 @@ class Measurements:
             self._baselines[phase].step(sample=is_sample)
         return workload
 
-    def idle_step(self, step: Step, phase: Phase, marker: tuple[int, int]) -> Step | None:
+    def restart_warmup(self, phase: Phase, active: ActiveConfig) -> None:
+        """Make the next step a warm-up step, because another config ran before it."""
+        self.timer.restart_warmup(phase, compiled=active.config is not None, candidate=active.candidate)
+
+    def counted_step(self, step: Step, phase: Phase, marker: tuple[int, int]) -> Step | None:
         """Return a step that stands for the next untimed steps, or ``None`` if they need more than a count."""
         if not self.timer.untimed_left or step.disturbed or not step.measured or self.baseline(phase).running:
             return None

@@ -72,7 +72,15 @@ class Session:
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(progress=self._progress)
         self._shapes = ShapeRecords()
-        self._limits = CompileLimits()
+        self._active: dict[Phase, ActiveConfig] = {
+            phase: ActiveConfig(config) if isinstance(config, InductorConfig) else EAGERLY
+            for phase, config in arguments.configs.items()
+        }
+        # A phase with a Tune needs no baseline, because eager is one of the candidates.
+        self._measurements = Measurements(
+            module, {phase: arguments.baseline_steps if active.config else 0 for phase, active in self._active.items()}
+        )
+        self._limits = CompileLimits(seconds_saved=self._measurements.timer.seconds_saved)
         self._switch = PhaseSwitch(
             targets,
             left_alone=arguments.left_alone,
@@ -89,15 +97,6 @@ class Session:
             for phase, config in arguments.configs.items()
             if isinstance(config, Tune)
         }
-        self._active: dict[Phase, ActiveConfig] = {
-            phase: ActiveConfig(config) if isinstance(config, InductorConfig) else EAGERLY
-            for phase, config in arguments.configs.items()
-        }
-        # A phase with a Tune needs no baseline, because eager is one of the candidates.
-        self._measurements = Measurements(
-            module, {phase: arguments.baseline_steps if active.config else 0 for phase, active in self._active.items()}
-        )
-        self._limits.seconds_saved = self._measurements.timer.seconds_saved
         self._warnings = SessionWarnings(
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
         )
@@ -106,7 +105,7 @@ class Session:
         self.running = False
         """Whether a Trainer run is in progress."""
         self._stage, self._step = Stage(), Step()
-        self._idle: Step | None = None  # stands for the next steps, if the session only counts them
+        self._counted: Step | None = None  # stands for the next steps, if the session only counts them
         self._compiled = False  # whether the selected config compiles
         self._before: CompileReport | None = None  # the report of the run that this run resumes
 
@@ -153,6 +152,7 @@ class Session:
     def end(self, *, keep_compiled: bool = False) -> None:
         """End the Trainer run, and restore the module unless ``keep_compiled`` is set."""
         self.running = False
+        self._limits.stopping = lambda: False  # because the trainer stays interrupted after an exception
         cache = self._cache if self._cache is not None and self._cache.active else None
         parts = (
             self._called.stop,
@@ -171,7 +171,7 @@ class Session:
     def interrupt(self) -> Stage:
         """Pause this run for a nested Trainer call. Pass the returned stage to `stage_begins` to continue the run."""
         self._measurements.timer.discard_step()
-        self._step, self._idle = Step(), None  # not measured
+        self._step, self._counted = Step(), None  # not measured
         return self._stage
 
     def free_compiled(self) -> None:
@@ -192,7 +192,7 @@ class Session:
 
     def stage_begins(self, stage: Stage) -> None:
         """Begin or continue a stage. It runs compiled until a step runs eagerly."""
-        self._stage, self._idle = stage, None
+        self._stage, self._counted = stage, None
         self._select(compiled=True)
 
     def step_begins(self, *, first: bool = False) -> bool:
@@ -200,36 +200,27 @@ class Session:
 
         A callback may have swapped the weights before the ``first`` step of a stage.
         """
-        idle, timer = self._idle, self._measurements.timer
-        # The compiles are compared here, too, because the user may compile between two steps.
-        if idle is not None and timer.untimed_left and not first and self._recorder.compiles_seen == idle.marker[0]:
-            idle.number += 1
-            self._step, self._recorder.step = idle, idle.number
-            timer.start_untimed()
+        if self._counted_step_begins(first=first):
             return False
-        self._idle = None
         if first:
             self._switch.invalidate_weights()
-        recorder, measurements, stage, phase = self._recorder, self._measurements, self._stage, self._stage.phase
-        is_sample = not (stage.sanity or stage.nested) and measurements.owns(phase)
-        finds_targets = self._finds_targets and not stage.nested and stage.name not in self._called.stages
-        if not stage.nested:
-            self._called.stages.add(stage.name)
-        measured = is_sample and not finds_targets
-        self._step = step = Step(first, measured, recorder.marker)
-        if (tuning := self._tunings.get(phase)) is not None:
-            self._active[phase] = active = tuning.step_begins(measured=measured)
-            if measured and tuning.begins_block:
-                timer.restart_warmup(phase, compiled=active.config is not None, candidate=active.candidate)
-        in_baseline = not (stage.sanity or stage.nested) and measurements.baseline(phase).running
-        if tuning is not None or stage.sanity or finds_targets or in_baseline:
-            self._select(compiled=not (stage.sanity or finds_targets or in_baseline))
+        stage, phase, tuning = self._stage, self._stage.phase, self._tunings.get(self._stage.phase)
+        recorded = not (stage.sanity or stage.nested) and self._measurements.owns(phase)
+        finds_targets = self._finds_targets_in(stage)
+        self._step = step = Step(first, recorded and not finds_targets, self._recorder.marker)
+        if tuning is not None:
+            self._active[phase] = tuning.step_begins(measured=step.measured)
+            if step.measured and tuning.begins_block:
+                self._measurements.restart_warmup(phase, self._active[phase])
+        eagerly = stage.sanity or finds_targets or self._in_baseline(stage)
+        if eagerly or tuning is not None:  # otherwise, the phase is already selected
+            self._select(compiled=not eagerly)
         step.compiled = self._compiled
         self.gpu.step_begins(trains_compiled=step.compiled and phase == "train")
-        if is_sample:
-            recorder.step = timer.next_step(phase)
+        if recorded:
+            self._recorder.step = self._measurements.timer.next_step(phase)
             tries = tuning is not None and tuning.winner is None
-            step.timed = measurements.step_begins(step, phase, self._active[phase], tries=tries)
+            step.timed = self._measurements.step_begins(step, phase, self._active[phase], tries=tries)
         if finds_targets:
             self._called.start()
         return step.timed
@@ -242,11 +233,9 @@ class Session:
 
     def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
         """End a step: record its time, and count it for the baseline or the candidate."""
-        stage, step = self._stage, self._step
-        if step is self._idle and self._recorder.compiles_seen == step.marker[0]:
-            self._measurements.timer.passed += 1
-            self._recorder.step = None
+        if self._counted_step_ends():
             return
+        stage, step, tuning = self._stage, self._step, self._tunings.get(self._stage.phase)
         if called := self._called.stop():
             self._switch.add(self._new_targets(called))
         step.disturbed, step.traced = self._recorder.compiled_since(step.marker)
@@ -254,7 +243,6 @@ class Session:
             # A compile leaves many objects. An automatic collection in a later step would take longer than most steps.
             gc.collect()
         self._recorder.step = None
-        tuning = self._tunings.get(stage.phase)
         self.gpu.step_ends()
         workload = workload_of(loader, batch, part) if step.timed else None
         workload = self._measurements.step_ends(step, stage, self._active[stage.phase], workload, tuned=bool(tuning))
@@ -268,7 +256,7 @@ class Session:
         if called or tuning is not None or not step.compiled:  # otherwise, the phase is already selected
             self._select(compiled=True)
         if tuning is None and not self.gpu.active and step.compiled == self._compiled:
-            self._idle = self._measurements.idle_step(step, stage.phase, self._recorder.marker)
+            self._counted = self._measurements.counted_step(step, stage.phase, self._recorder.marker)
 
     def stage_ends(self, phase: Phase) -> None:
         """End a stage: synchronize the winner of a `Tune` with other ranks, and issue warnings."""
@@ -345,6 +333,39 @@ class Session:
             self._measurements.resume(baselines)
 
     # ------------------------------------------------------------------------------------------ parts of the above
+
+    def _counted_step_begins(self, *, first: bool) -> bool:
+        """Begin a step that needs no more than a count. Return ``False`` if the step needs more.
+
+        Most steps of a long run on a CPU only take this path, so it compares as few values as possible.
+        """
+        counted, timer = self._counted, self._measurements.timer
+        # The compiles are compared here, too, because the user may compile between two steps.
+        if counted is None or first or not timer.untimed_left or self._recorder.compiles_seen != counted.marker[0]:
+            self._counted = None
+            return False
+        counted.number += 1
+        self._step, self._recorder.step = counted, counted.number
+        timer.start_untimed()
+        return True
+
+    def _counted_step_ends(self) -> bool:
+        if self._step is not self._counted or self._recorder.compiles_seen != self._step.marker[0]:
+            return False
+        self._measurements.timer.passed += 1
+        self._recorder.step = None
+        return True
+
+    def _finds_targets_in(self, stage: Stage) -> bool:
+        """Return whether the step that begins is the first step of its stage, whose calls become targets."""
+        if stage.nested:
+            return False
+        first = stage.name not in self._called.stages
+        self._called.stages.add(stage.name)
+        return first and self._finds_targets
+
+    def _in_baseline(self, stage: Stage) -> bool:
+        return not (stage.sanity or stage.nested) and self._measurements.baseline(stage.phase).running
 
     def _select(self, *, compiled: bool) -> None:
         """Run the targets with the active config of the phase, or eagerly."""

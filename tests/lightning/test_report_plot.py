@@ -86,7 +86,9 @@ def test_a_run_leaves_its_plot_in_tensorboard(tmp_path, monkeypatch):
     trainer(callback, logger=logger, max_epochs=2).fit(Classifier(), loader(8), loader(8))
     [image] = images(logger)[PLOT_TAG]
     assert image.encoded_image_string.startswith(b"\x89PNG")
-    assert len(callback.report.plot().axes) == 4
+    figure = callback.report.plot()
+    assert len(figure.axes) == 4
+    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
     kinds = {part["kind"]: part["steps"] for part in callback.report.train.diagnostics.series}
     assert sorted(step for steps in kinds.values() for step in steps) == list(range(1, 17))
     assert kinds["eager"] == [1, 2, 3, 4]

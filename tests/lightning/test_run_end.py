@@ -53,6 +53,17 @@ def test_a_report_that_cannot_be_made_does_not_hide_the_exception_of_the_run(mon
     assert no_dispatcher(module)
 
 
+def test_a_module_that_stays_compiled_compiles_after_an_exception():
+    module, callback = seeded(Failing), InductorCompile(targets=["net"], baseline_steps=0, keep_compiled=True)
+    run = trainer(callback)  # kept alive, because it remains interrupted
+    with pytest.raises(ValueError, match="the user's own"):
+        run.fit(module, loader(1))
+    with torch.no_grad():
+        module.net(torch.randn(4, FEATURES))
+    assert (callback.report.infer.verified, callback.report.infer.fallbacks) == ("equal 1", 0)
+    torch._dynamo.reset()
+
+
 class Collections(Callback):
     """Records after which steps Python collects all garbage before the next step begins."""
 

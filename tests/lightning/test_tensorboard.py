@@ -73,7 +73,7 @@ def test_layout_of_the_user_is_kept(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     module = Classifier()
 
-    module.on_train_epoch_end = lambda: logger.experiment.add_custom_scalars(USERS_LAYOUT)
+    module.on_fit_start = lambda: logger.experiment.add_custom_scalars(USERS_LAYOUT)
     fit(logger, module)
     assert layout(logger) == {"mine": {"loss": ["val_loss"]}}
 

@@ -1,4 +1,4 @@
-"""Targets that torch.compile cannot compile run eagerly: TorchScript modules and async functions."""
+"""Targets that torch.compile cannot compile: TorchScript modules, async functions, and modules of skipped layers."""
 
 from __future__ import annotations
 
@@ -106,3 +106,28 @@ def test_an_async_target_returns_a_coroutine_with_a_warning(method, targets):
     assert_same_values(module, trained(lambda: Awaits(method)))
     # The first steps call the module inside an async forward too, so it is a default target.
     assert callback.report.train.targets == (("net.net",) if targets is None else ())
+
+
+class _Skipped(nn.Module):
+    """Torch compiles only the last of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(8)))
+        self.head = nn.Linear(FEATURES, 3)
+
+    @torch.compiler.disable
+    def features(self, x):
+        return self.layers(x)
+
+    def forward(self, x):
+        return self.head(self.features(x))
+
+
+def test_a_target_of_which_hardly_anything_is_compiled_is_reported_with_the_share():
+    make = lambda: Classifier(_Skipped())  # noqa: E731
+    callback = InductorCompile(infer_mode="eager", targets="net", baseline_steps=0)
+    message = r"of target 'net' is compiled in the train phase: its graphs use 2 of its 18 weights \(11%\).*\.py:\d+"
+    with pytest.warns(CompileWarning, match=message):
+        module = trained(make, callback)
+    assert_same_values(module, trained(make))

@@ -145,8 +145,10 @@ def test_neuralforecast_equals_eager():
     check(neuralforecast_figures())
 
 
-def test_the_trainer_of_the_package_pytorch_lightning_runs_compiled():
+def test_the_trainer_of_the_package_pytorch_lightning_runs_compiled(tmp_path):
     import pytorch_lightning
+    from pytorch_lightning.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.data import DataLoader
 
     from compile_callbacks import InductorCompile
@@ -167,10 +169,14 @@ def test_the_trainer_of_the_package_pytorch_lightning_runs_compiled():
 
     module, callback = Module(), InductorCompile(baseline_steps=0)
     data = DataLoader([torch.randn(3, 4) for _ in range(6)], batch_size=None)
+    logger = TensorBoardLogger(tmp_path)
     trainer = pytorch_lightning.Trainer(
-        callbacks=[callback], max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        callbacks=[callback], max_epochs=1, accelerator="cpu", logger=logger, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, data, data)
     assert (callback.report.train.graphs, callback.report.infer.graphs) == (1, 1)
     assert "_compiled_call_impl" not in vars(module.net)
+    tags = EventAccumulator(logger.log_dir).Reload().Tags()
+    assert "compile/train/graphs" in tags["scalars"]
+    assert "compile_report/text_summary" in tags["tensors"]

@@ -203,6 +203,8 @@ def _values(result: Run) -> list[torch.Tensor]:
 def check(row: Mapping[str, Any], *, eager_targets: int = 0, chaotic: bool = False) -> None:
     """Assert that the compiled run equals the eager one, that training has graphs, and that no compile failed.
 
+    Without a graph break, torch traces a frame at most twice in each grad mode.
+
     Args:
         row: The row of the trial.
         eager_targets: How many targets the callback leaves eager in training.
@@ -215,3 +217,5 @@ def check(row: Mapping[str, Any], *, eager_targets: int = 0, chaotic: bool = Fal
         assert row["equal"], row["difference"]
     assert (row["train"]["fallbacks"], row["infer"]["fallbacks"]) == (eager_targets, 0), row
     assert row["train"]["graphs"], row["warnings"]
+    for phase in (row["train"], row["infer"]):
+        assert phase["graph_breaks"] or phase.get("traces_of_a_frame", 0) <= 2, row
