@@ -26,7 +26,7 @@ from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, sprea
 from compile_callbacks.report.file import environment
 from compile_callbacks.runtime.dispatcher import ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.target import Target
-from compile_callbacks.runtime.target_settings import TargetSettings
+from compile_callbacks.runtime.fallback import TargetSettings
 
 _BLOCKS = 10
 _WARMUP_STEPS = 4  # torch warms up a CUDA graph in the first step, records it in the second, then replays it

@@ -20,7 +20,7 @@ from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.dispatcher import compiled_target_names
 from compile_callbacks.runtime.fsdp import check_not_sharded
-from compile_callbacks.runtime.target_settings import NewShapes, OnError, TargetSettings, Verify
+from compile_callbacks.runtime.fallback import NewShapes, OnError, TargetSettings, Verify
 
 State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
 

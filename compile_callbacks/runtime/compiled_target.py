@@ -24,7 +24,7 @@ from compile_callbacks.runtime.repeated import RegionMarks
 from compile_callbacks.runtime.shapes import ObservedShapes
 from compile_callbacks.runtime.snapshot import CallInProgress
 from compile_callbacks.runtime.target import Compiled, RepeatedBlocks, Target
-from compile_callbacks.runtime.target_settings import EagerFallback, ShapePolicy, TargetSettings, describe
+from compile_callbacks.runtime.fallback import EagerFallback, ShapePolicy, TargetSettings, describe
 
 if TYPE_CHECKING:
     from compile_callbacks.folding.folded_graph import FoldedGraph

@@ -9,7 +9,7 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks.profiling.compile_events import CompileKey
-from compile_callbacks.runtime.target_settings import EagerFallback
+from compile_callbacks.runtime.fallback import EagerFallback
 
 
 def with_warmup_repair(

@@ -21,7 +21,7 @@ from compile_callbacks.runtime.freezing import unwatchable_reason
 from compile_callbacks.runtime.recompile_budget import CompileLimits
 from compile_callbacks.runtime.shapes import ShapeRecords
 from compile_callbacks.runtime.target import Compiled, RepeatedBlocks, Target
-from compile_callbacks.runtime.target_settings import TargetSettings
+from compile_callbacks.runtime.fallback import TargetSettings
 
 _CALL_SLOT = "_compiled_call_impl"  # nn.Module.compile() sets it, and nn.Module.__call__ calls it
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")

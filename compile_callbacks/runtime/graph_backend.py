@@ -21,7 +21,7 @@ from compile_callbacks.runtime.cudagraphs import with_cloned_outputs, with_warmu
 from compile_callbacks.runtime.double_backward import with_repeated_backward
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.runtime.target import Compiled, Target
-from compile_callbacks.runtime.target_settings import EagerFallback
+from compile_callbacks.runtime.fallback import EagerFallback
 from compile_callbacks.runtime.verification import Verification
 
 if TYPE_CHECKING:

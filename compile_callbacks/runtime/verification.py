@@ -31,7 +31,7 @@ from compile_callbacks.runtime.accuracy import (
 )
 from compile_callbacks.runtime.snapshot import RandomState
 from compile_callbacks.runtime.target import Target
-from compile_callbacks.runtime.target_settings import EagerFallback, describe
+from compile_callbacks.runtime.fallback import EagerFallback, describe
 
 
 class Verification:
