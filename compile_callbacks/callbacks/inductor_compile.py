@@ -204,7 +204,7 @@ class InductorCompile(Callback):
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         session = self._calls.session
-        if session is None or not session.gpu.active:
+        if session is None or not session.gpu.on_gpu:
             return
         if trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization:
             session.after_backward()

@@ -25,8 +25,8 @@ from compile_callbacks.profiling.compile_events import CompileEvent, CompileReco
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.report.file import environment
 from compile_callbacks.runtime.dispatcher import ActiveConfig, PhaseSwitch
-from compile_callbacks.runtime.target import Target
 from compile_callbacks.runtime.fallback import TargetSettings
+from compile_callbacks.runtime.target import Target
 
 _BLOCKS = 10
 _WARMUP_STEPS = 4  # torch warms up a CUDA graph in the first step, records it in the second, then replays it
@@ -81,7 +81,7 @@ class Candidate:
             self.recorder.listen()
             self.switch.install()
             # Freezing is safe, because infer steps do not change the weights.
-            self.switch.select(self.phase, ActiveConfig(self.config), frozen=self.config.freezes)
+            self.switch.select(self.phase, ActiveConfig(self.config), weights_frozen=self.config.freezes)
         torch.manual_seed(0)
         self.step()
         if self._on_gpu:

@@ -19,8 +19,8 @@ from compile_callbacks.inference.saved_state import Sample, SampleLike, as_sampl
 from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.dispatcher import compiled_target_names
-from compile_callbacks.runtime.fsdp import check_not_sharded
 from compile_callbacks.runtime.fallback import NewShapes, OnError, TargetSettings, Verify
+from compile_callbacks.runtime.fsdp import check_not_sharded
 
 State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
 

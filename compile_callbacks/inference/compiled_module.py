@@ -19,9 +19,9 @@ from compile_callbacks.inference.saved_state import Sample, on_device
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.arguments import CompileArguments
 from compile_callbacks.runtime.compile_phases import GradModeSession
+from compile_callbacks.runtime.fallback import TargetSettings
 from compile_callbacks.runtime.snapshot import Snapshot
 from compile_callbacks.runtime.target import Target
-from compile_callbacks.runtime.fallback import TargetSettings
 
 _is_training = operator.attrgetter("training")
 

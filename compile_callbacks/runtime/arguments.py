@@ -19,8 +19,8 @@ from compile_callbacks.config.tune import Mode, Settings, as_settings
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.testing import RecordedGraph, RecordGraphs
 from compile_callbacks.runtime.cache_dir import check_folder
-from compile_callbacks.runtime.repeated import REPEATED
 from compile_callbacks.runtime.fallback import NewShapes, OnError, TargetSettings, Verify
+from compile_callbacks.runtime.repeated import REPEATED
 from compile_callbacks.runtime.targets import check_target_names
 
 __all__ = ["CompileArguments", "Mode", "NewShapes", "OnError", "Verify", "explain_unknown_arguments"]

@@ -17,14 +17,14 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder, TargetCall
+from compile_callbacks.runtime.fallback import EagerFallback, TargetSettings, describe
 from compile_callbacks.runtime.freezing import WeightWatch
 from compile_callbacks.runtime.graph_backend import GraphBackend
 from compile_callbacks.runtime.recompile_budget import CompileLimits, RecompileBudget
 from compile_callbacks.runtime.repeated import RegionMarks
-from compile_callbacks.runtime.shapes import ObservedShapes
+from compile_callbacks.runtime.shapes import ObservedShapes, ShapePolicy
 from compile_callbacks.runtime.snapshot import CallInProgress
-from compile_callbacks.runtime.target import Compiled, RepeatedBlocks, Target
-from compile_callbacks.runtime.fallback import EagerFallback, ShapePolicy, TargetSettings, describe
+from compile_callbacks.runtime.target import AnyTarget, RepeatedBlocks, Target
 
 if TYPE_CHECKING:
     from compile_callbacks.folding.folded_graph import FoldedGraph
@@ -52,7 +52,7 @@ class CompiledTarget:
 
     def __init__(
         self,
-        target: Compiled,
+        target: AnyTarget,
         phase: Phase,
         config: InductorConfig,
         *,
@@ -111,7 +111,7 @@ class CompiledTarget:
         calling, fallback = self._calling, self._fallback
         outer = calling.current
         # In the steady state, only these comparisons run before the compiled function, because each call pays for them.
-        may_run_eagerly = outer is not None or fallback.active or self._uncompilable or not self.ran
+        may_run_eagerly = outer is not None or fallback.runs_eagerly or self._uncompilable or not self.ran
         if (may_run_eagerly or _torch.dynamo.is_transformed()) and self._runs_eagerly(outer, args, kwargs):
             return member.eager(*args, **kwargs)
         compiled = self._compiled
@@ -162,7 +162,9 @@ class CompiledTarget:
             self._traces_without_graph = 0
             return
         self._traces_without_graph += 1
-        if self._traces_without_graph == TRACES_WITHOUT_GRAPH and not (self._backend.graphs or self._fallback.active):
+        if self._traces_without_graph == TRACES_WITHOUT_GRAPH and not (
+            self._backend.graphs or self._fallback.runs_eagerly
+        ):
             reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls one after another and compiled no graph"
             self._fallback.run_eagerly("CC101", reason)
 
@@ -178,7 +180,7 @@ class CompiledTarget:
         self.ran = True
         # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within a
         # checkpoint, the compiled function therefore continues, and runs graphs that differ from eager eagerly.
-        if self._fallback.active and not _torch.autograd.saves_through_hooks():
+        if self._fallback.runs_eagerly and not _torch.autograd.saves_through_hooks():
             return True
         return bool(self._uncompilable) and signature(args, kwargs) in self._uncompilable
 
@@ -377,17 +379,6 @@ class CompiledTarget:
     def end_trial(self, settings: TargetSettings) -> None:
         """End the trial. The next call issues the warnings that waited for the end of the trial."""
         self._fallback.settings = settings
-
-    @property
-    def weights_in_graphs(self) -> tuple[int, int] | None:
-        """The number of weights that its graphs use, and of all its weights, or ``None`` if it cannot be compared.
-
-        A method may need only some weights of its module. Other weights are not inputs of a graph, or are shared.
-        """
-        member = self._members[0]
-        if len(self._members) > 1 or member.method is not None or member.sharded or self.key.frozen:
-            return None
-        return self._backend.weights, sum(1 for _ in member.module.parameters())
 
     @property
     def blocks_differ(self) -> bool:

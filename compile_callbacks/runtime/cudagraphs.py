@@ -84,7 +84,7 @@ class StepsOnGpu:
     """Prepares the steps of a session for CUDA graphs. If the module is not on a GPU, all methods do nothing."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.active = False
+        self.on_gpu = False
         """Whether the module is on a GPU."""
         self._module = module
         self._several_devices = False
@@ -93,19 +93,19 @@ class StepsOnGpu:
 
     def begin(self, device: torch.device) -> None:
         """Begin a Trainer run on a device."""
-        self.active = device.type == "cuda"
+        self.on_gpu = device.type == "cuda"
         self._several_devices = len({weight.device for weight in self._module.parameters()}) > 1
 
     def step_begins(self, *, trains_compiled: bool) -> None:
         """Begin a step."""
-        if self.active:
+        if self.on_gpu:
             torch.compiler.cudagraph_mark_step_begin()
             if trains_compiled and not self._several_devices:
                 self._backward_thread.begin()
 
     def step_ends(self) -> None:
         """End a step."""
-        if self.active:
+        if self.on_gpu:
             self._backward_thread.end()
 
     def keep_gradients(self) -> None:
@@ -127,7 +127,7 @@ class StepsOnGpu:
     def end(self) -> None:
         """End the run, also after an exception within a step."""
         self._backward_thread.end()
-        if not self.active:
+        if not self.on_gpu:
             return
         # After an exception within a step, gradients may be in memory that a later graph has overwritten. If Lightning
         # moved the module off the GPU now, torch would raise another error, which would hide the exception.

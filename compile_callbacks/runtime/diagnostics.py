@@ -176,7 +176,7 @@ class SessionWarnings:
 
     def _check_share(self, compiled_target: CompiledTarget) -> None:
         """Warn if graph breaks leave most of a target's weights out of its graphs, unless a fallback was reported."""
-        key, counts = compiled_target.key, compiled_target.weights_in_graphs
+        key, counts = compiled_target.key, compiled_target.backend.weights_in_graphs
         if counts is None or not compiled_target.backend.graphs or counts[0] >= LEAST_SHARE * counts[1]:
             return
         kinds: tuple[EventKind, ...] = ("graph_break", "fallback", "budget")

@@ -17,11 +17,11 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.runtime.compiled_target import CompiledTarget
+from compile_callbacks.runtime.fallback import TargetSettings
 from compile_callbacks.runtime.freezing import unwatchable_reason
 from compile_callbacks.runtime.recompile_budget import CompileLimits
 from compile_callbacks.runtime.shapes import ShapeRecords
-from compile_callbacks.runtime.target import Compiled, RepeatedBlocks, Target
-from compile_callbacks.runtime.fallback import TargetSettings
+from compile_callbacks.runtime.target import AnyTarget, RepeatedBlocks, Target
 
 _CALL_SLOT = "_compiled_call_impl"  # nn.Module.compile() sets it, and nn.Module.__call__ calls it
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -55,7 +55,7 @@ class Dispatcher:
     Attributes:
         target: The target.
         eager: The call of the target without this library.
-        active: The function that a call of the target runs now. `PhaseSwitch` sets it.
+        selected: The function that a call of the target runs now. `PhaseSwitch` sets it.
         compiled_by_user: The function that ``module.compile()`` had put into the slot.
         session: The session, if `report_of` and `restore` must find it from the module.
     """
@@ -68,7 +68,7 @@ class Dispatcher:
         for name in ("__self__", "__func__"):
             if hasattr(self.eager, name):
                 setattr(self, name, getattr(self.eager, name))
-        self.active: Callable[..., Any] = self.eager
+        self.selected: Callable[..., Any] = self.eager
         self.compiled_by_user: Callable[..., Any] | None = None
         self.session: Any = None
         self._attributes = vars(target.module)
@@ -82,7 +82,7 @@ class Dispatcher:
             return self.eager(*args, **kwargs)
         if "forward" in self._attributes and _runs_lightning_step(self._attributes["forward"]):
             return self.eager(*args, **kwargs)
-        return self.active(*args, **kwargs)
+        return self.selected(*args, **kwargs)
 
     def install(self) -> None:
         """Put this object into the slot."""
@@ -94,7 +94,7 @@ class Dispatcher:
 
     def remove(self) -> None:
         """Restore the former value of the slot, unless the user has replaced this object."""
-        self.active = self.eager  # the user may still have this object, for example in a wrapper
+        self.selected = self.eager  # the user may still have this object, for example in a wrapper
         module = self.target.module
         if vars(module).get(self._slot) is not self:
             return
@@ -123,7 +123,7 @@ class PhaseSwitch:
 
     def __init__(
         self,
-        targets: Sequence[Compiled],
+        targets: Sequence[AnyTarget],
         *,
         left_alone: frozenset[Phase] = frozenset(),
         passes: Sequence[Any] = (),
@@ -141,13 +141,13 @@ class PhaseSwitch:
         self._recorder = recorder
         self._settings = settings or TargetSettings()
         self._warn = warn or WarnOnce()
-        self._dispatchers: dict[Compiled, list[Dispatcher]] = {}
-        self._compiled: dict[tuple[Compiled, Phase, str | None, bool], CompiledTarget] = {}
+        self._dispatchers: dict[AnyTarget, list[Dispatcher]] = {}
+        self._compiled_targets: dict[tuple[AnyTarget, Phase, str | None, bool], CompiledTarget] = {}
         self._with_regions = with_regions
-        self._repeated: dict[Compiled, Compiled] = {}  # the targets with regions, for a config that is `repeated`
-        self._separate: set[tuple[Compiled, Phase]] = set()  # targets whose regions are compiled separately
-        self._to_separate: list[tuple[Compiled, Phase]] = []
-        self._parents: dict[Compiled, Compiled] = {}  # the target that contains each separate region
+        self._repeated: dict[AnyTarget, AnyTarget] = {}  # the targets with regions, for a config that is `repeated`
+        self._separate: set[tuple[AnyTarget, Phase]] = set()  # targets whose regions are compiled separately
+        self._to_separate: list[tuple[AnyTarget, Phase]] = []
+        self._parents: dict[AnyTarget, AnyTarget] = {}  # the target that contains each separate region
         self._installed = False
         self._selected: tuple[Phase, ActiveConfig, bool, bool] | None = None
         self._select_again: Callable[[], None] = lambda: None
@@ -156,7 +156,7 @@ class PhaseSwitch:
     # ------------------------------------------------------------------------------------------ targets
 
     @property
-    def targets(self) -> tuple[Compiled, ...]:
+    def targets(self) -> tuple[AnyTarget, ...]:
         """The targets."""
         return tuple(self._dispatchers)
 
@@ -165,7 +165,7 @@ class PhaseSwitch:
         """Whether several modules share compiled code, which therefore cannot contain frozen weights."""
         return any(len(target.members) > 1 or target.regions for target in self._dispatchers)
 
-    def targets_of(self, phase: Phase, active: ActiveConfig) -> list[Compiled]:
+    def targets_of(self, phase: Phase, active: ActiveConfig) -> list[AnyTarget]:
         """Return the targets of a phase: either a target with regions, or its regions if they are compiled instead."""
         targets = [self._target_of(target, active) for target in self._dispatchers]
         return [target for target in targets if self._is_active(target, phase)]
@@ -177,7 +177,7 @@ class PhaseSwitch:
         without = [target for target in self._dispatchers if not target.regions]
         return max((found.count for one in without for found in self._target_of(one, repeated).regions), default=0)
 
-    def _target_of(self, target: Compiled, active: ActiveConfig) -> Compiled:
+    def _target_of(self, target: AnyTarget, active: ActiveConfig) -> AnyTarget:
         """Return the target that a config compiles: the target itself, or the same target with regions."""
         if not active.repeated or isinstance(target, RepeatedBlocks) or target.regions:
             return target
@@ -185,11 +185,11 @@ class PhaseSwitch:
             self._repeated[target] = self._with_regions(target)
         return self._repeated[target]
 
-    def _is_active(self, target: Compiled, phase: Phase) -> bool:
+    def _is_active(self, target: AnyTarget, phase: Phase) -> bool:
         parent = self._parents.get(target)
         return (target, phase) not in self._separate and (parent is None or (parent, phase) in self._separate)
 
-    def _compile_regions_separately(self, target: Compiled, phase: Phase) -> None:
+    def _compile_regions_separately(self, target: AnyTarget, phase: Phase) -> None:
         """In a phase, run the regions of a target compiled and the target itself eagerly from now on."""
         self._to_separate.append((target, phase))
         if not _torch.autograd.saves_through_hooks():  # an activation checkpoint must recompute with the same code
@@ -204,7 +204,7 @@ class PhaseSwitch:
             self.add(new)
         self._to_separate.clear()
 
-    def add(self, targets: Sequence[Compiled]) -> None:
+    def add(self, targets: Sequence[AnyTarget]) -> None:
         """Add targets. They run eagerly until the next `select`."""
         self._selected = None
         for target in targets:
@@ -222,7 +222,7 @@ class PhaseSwitch:
         """Install the dispatchers. The targets run eagerly until a phase is selected."""
         self._selected = None
         for dispatcher in self._all_dispatchers():
-            dispatcher.active = dispatcher.eager
+            dispatcher.selected = dispatcher.eager
             if not self._installed:
                 dispatcher.install()
         self._installed = True
@@ -240,67 +240,81 @@ class PhaseSwitch:
 
     # ------------------------------------------------------------------------------------------ phases
 
-    def select(self, phase: Phase, active: ActiveConfig, *, frozen: bool = False, observes: bool = False) -> None:
+    def select(
+        self, phase: Phase, active: ActiveConfig, *, weights_frozen: bool = False, observes: bool = False
+    ) -> None:
         """Run the targets with the config of a phase from now on.
 
-        If the weights are ``frozen``, the code may contain them. If the phase will be compiled, eager calls
-        ``observe`` the shapes of their inputs.
+        With ``weights_frozen``, the weights are constant, so that the code may contain them. If the phase will be
+        compiled, eager calls ``observe`` the shapes of their inputs.
         """
         if self._to_separate:
             self._separate_regions()
-        selected = phase, active, frozen, observes
+        selected = phase, active, weights_frozen, observes
         if self._selected == selected:  # skip most steps, because a change takes 10 µs for each target
             return
-        self._select_again = functools.partial(self.select, phase, active, frozen=frozen, observes=observes)
+        self._select_again = functools.partial(
+            self.select, phase, active, weights_frozen=weights_frozen, observes=observes
+        )
         for target, dispatchers in self._dispatchers.items():
             for dispatcher in dispatchers:
-                call = self._call_of(target, dispatcher, phase, active, frozen=frozen)
+                call = self._call_of(target, dispatcher, phase, active, weights_frozen=weights_frozen)
                 if observes and call is dispatcher.eager:
                     call = self._shapes.of(target.name, phase).recording(call)
-                dispatcher.active = call
+                dispatcher.selected = call
         self._selected = selected
 
-    def select_by_grad_mode(self, active: Mapping[Phase, ActiveConfig], *, frozen: bool = False) -> None:
+    def select_by_grad_mode(self, active: Mapping[Phase, ActiveConfig], *, weights_frozen: bool = False) -> None:
         """Let the grad mode of each call select the phase: train if grad is enabled, else infer."""
         self._selected = None
-        self._select_again = functools.partial(self.select_by_grad_mode, active, frozen=frozen)
+        self._select_again = functools.partial(self.select_by_grad_mode, active, weights_frozen=weights_frozen)
         for target, dispatchers in self._dispatchers.items():
             for dispatcher in dispatchers:
-                dispatcher.active = _by_grad_mode(
+                dispatcher.selected = _by_grad_mode(
                     self._call_of(target, dispatcher, "train", active["train"]),
-                    self._call_of(target, dispatcher, "infer", active["infer"], frozen=frozen),
+                    self._call_of(target, dispatcher, "infer", active["infer"], weights_frozen=weights_frozen),
                 )
 
     def _call_of(
-        self, target: Compiled, dispatcher: Dispatcher, phase: Phase, active: ActiveConfig, *, frozen: bool = False
+        self,
+        target: AnyTarget,
+        dispatcher: Dispatcher,
+        phase: Phase,
+        active: ActiveConfig,
+        *,
+        weights_frozen: bool = False,
     ) -> Callable[..., Any]:
         """Return the function that a target runs in a phase."""
         if dispatcher.compiled_by_user is not None and phase in self._left_alone:
             return dispatcher.compiled_by_user
-        config, candidate, _ = active
-        target = self._target_of(target, active)
+        target, config = self._target_of(target, active), active.config
         if config is None or not self._is_active(target, phase):
             return dispatcher.eager
-        frozen = frozen and phase == "infer" and config.freezes and self._can_freeze(target)
-        key = target, phase, candidate, frozen
-        if key not in self._compiled:
-            self._compiled[key] = CompiledTarget(
-                target,
-                phase,
-                config,
-                passes=self._passes,
-                recorder=self._recorder,
-                warn=self._warn,
-                settings=self._settings if candidate is None else self._settings.for_trial(),
-                frozen=frozen,
-                candidate=candidate,
-                limits=self._limits,
-                observed=self._shapes.of(target.name, phase),
-                compile_regions_separately=functools.partial(self._compile_regions_separately, target, phase),
-            )
-        return functools.partial(self._compiled[key].call, dispatcher.target)
+        frozen = weights_frozen and phase == "infer" and config.freezes and self._can_freeze(target)
+        key = target, phase, active.candidate, frozen
+        if key not in self._compiled_targets:
+            self._compiled_targets[key] = self._new_compiled_target(target, phase, config, active.candidate, frozen)
+        return functools.partial(self._compiled_targets[key].call, dispatcher.target)
 
-    def _can_freeze(self, target: Compiled) -> bool:
+    def _new_compiled_target(
+        self, target: AnyTarget, phase: Phase, config: InductorConfig, candidate: str | None, frozen: bool
+    ) -> CompiledTarget:
+        return CompiledTarget(
+            target,
+            phase,
+            config,
+            passes=self._passes,
+            recorder=self._recorder,
+            warn=self._warn,
+            settings=self._settings if candidate is None else self._settings.for_trial(),
+            frozen=frozen,
+            candidate=candidate,
+            limits=self._limits,
+            observed=self._shapes.of(target.name, phase),
+            compile_regions_separately=functools.partial(self._compile_regions_separately, target, phase),
+        )
+
+    def _can_freeze(self, target: AnyTarget) -> bool:
         if len(target.members) > 1 or target.regions or target.members[0].sharded:
             return False
         if (reason := unwatchable_reason(target.members[0].module)) is None:
@@ -313,7 +327,7 @@ class PhaseSwitch:
 
     def compiled_targets(self, phase: Phase | None = None) -> list[CompiledTarget]:
         """Return the compiled targets of a phase, or of all phases."""
-        return [found for (_, of_phase, *_), found in self._compiled.items() if phase in (None, of_phase)]
+        return [found for (_, of_phase, *_), found in self._compiled_targets.items() if phase in (None, of_phase)]
 
     def called_targets(self, phase: Phase) -> set[str]:
         """Return the names of the targets that compiled steps of a phase called."""
@@ -321,14 +335,14 @@ class PhaseSwitch:
 
     def end_trial(self, phase: Phase, candidate: str) -> None:
         """End the trial of the chosen candidate."""
-        for key, compiled_target in self._compiled.items():
+        for key, compiled_target in self._compiled_targets.items():
             if key[1:3] == (phase, candidate):
                 compiled_target.end_trial(self._settings)
 
     def free_candidates(self, phase: Phase, *candidates: str) -> None:
         """Free the compiled code of candidates that will not run again."""
-        for key in [key for key in self._compiled if key[1] == phase and key[2] in candidates]:
-            self._compiled.pop(key).free_compiled()
+        for key in [key for key in self._compiled_targets if key[1] == phase and key[2] in candidates]:
+            self._compiled_targets.pop(key).free_compiled()
 
     def free_compiled(self) -> None:
         """Free the memory of all compiled code. The next call of a target compiles it again."""

@@ -13,8 +13,8 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks.profiling.compile_events import CompileKey
-from compile_callbacks.runtime.snapshot import RandomState
 from compile_callbacks.runtime.fallback import EagerFallback
+from compile_callbacks.runtime.snapshot import RandomState
 
 _STATISTICS = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
 """The positions of the running statistics, which a batch norm in training writes but does not read."""

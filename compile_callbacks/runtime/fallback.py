@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
-from compile_callbacks._utils.signatures import signature
 from compile_callbacks.passes.manager import find_pass_error
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 
@@ -20,12 +17,6 @@ OnError = Literal["eager", "raise"]
 
 NewShapes = Literal["auto", "recompile", "eager", "raise"]
 """The reaction to an input with a new shape: recompile within a budget, recompile, run eagerly, or raise an error."""
-
-RETURNING_SHAPE_CALLS = 8
-"""With ``new_shapes="eager"``, the number of calls with one shape after which the shape is compiled.
-
-torch's default ``recompile_limit`` is the same number.
-"""
 
 Verify = Literal["off", "warn", "eager", "raise"]
 """The reaction if a new graph differs from eager: warn, run eagerly, or raise an error. ``"off"`` compares nothing."""
@@ -64,42 +55,11 @@ class TargetSettings:
         return replace(self, on_error="eager", verify="off" if self.verify == "off" else "eager", on_trial=True)
 
 
-class ShapePolicy:
-    """Decides whether a call may compile. The decision depends on the shapes of earlier calls."""
-
-    def __init__(self, new_shapes: NewShapes) -> None:
-        self._new_shapes = new_shapes
-        self._known: set[Any] = set()
-        self._calls: Counter[Any] = Counter()
-
-    def allow(self, args: Any, kwargs: Any) -> None:
-        """Allow calls with these shapes to compile."""
-        self._known.add(signature(args, kwargs))
-
-    def stance(self, args: Any, kwargs: Any) -> str | None:
-        """Return the stance for a call, or ``None`` if the call may compile. See ``torch.compiler.set_stance``.
-
-        With the stance, torch still runs a compiled graph that accepts the shapes, such as a dynamic graph.
-        """
-        if self._new_shapes == "recompile":
-            return None
-        found = signature(args, kwargs)
-        if found in self._known:
-            return None
-        self._calls[found] += 1
-        returning = self._new_shapes == "eager" and self._calls[found] >= RETURNING_SHAPE_CALLS
-        # An activation checkpoint must not recompute with compiled code if its forward pass was eager.
-        if not self._known or (returning and not _torch.autograd.saves_through_hooks()):
-            self._known.add(found)
-            return None
-        return "eager_on_recompile" if self._new_shapes == "eager" else "fail_on_recompile"
-
-
 class EagerFallback:
     """The failures of one compiled target.
 
     Attributes:
-        active: Whether the target runs eagerly from now on.
+        runs_eagerly: Whether the target runs eagerly from now on.
         has_regions: Whether the target has regions.
         region_failure: The reason why the regions are compiled separately from now on.
         settings: The reaction to a failure.
@@ -115,7 +75,7 @@ class EagerFallback:
         *,
         has_regions: bool = False,
     ) -> None:
-        self.active = False
+        self.runs_eagerly = False
         self.has_regions = has_regions
         self.region_failure: str | None = None
         self.settings = settings
@@ -136,7 +96,7 @@ class EagerFallback:
 
     def run_eagerly(self, code: str, reason: str) -> None:
         """Run the target eagerly from now on, for a reason other than a failure. Record this and warn immediately."""
-        self.active = True
+        self.runs_eagerly = True
         self._recorder.record("fallback", self._key, reason=reason, code=code)
         if not self.settings.on_trial:
             target, phase = self._key[:2]

@@ -19,9 +19,9 @@ from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.cudagraphs import with_cloned_outputs, with_warmup_repair
 from compile_callbacks.runtime.double_backward import with_repeated_backward
-from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
-from compile_callbacks.runtime.target import Compiled, Target
 from compile_callbacks.runtime.fallback import EagerFallback
+from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
+from compile_callbacks.runtime.target import AnyTarget, Target
 from compile_callbacks.runtime.verification import Verification
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class GraphBackend:
 
     def __init__(
         self,
-        target: Compiled,
+        target: AnyTarget,
         key: CompileKey,
         config: InductorConfig,
         passes: Sequence[Any],
@@ -131,6 +131,17 @@ class GraphBackend:
         member = self._first()
         assert member is not None
         return member
+
+    @property
+    def weights_in_graphs(self) -> tuple[int, int] | None:
+        """The number of weights that the graphs use, and of all weights, or ``None`` if they cannot be compared.
+
+        A method may need only some weights of its module. Other weights are not inputs of a graph, or are shared.
+        """
+        member = self._first()
+        if member is None or self._shared or member.method is not None or member.sharded or self._key.frozen:
+            return None
+        return self.weights, sum(1 for _ in member.module.parameters())
 
     def _check_template(self, device: torch.device) -> None:
         """Report once if the template falls back on this device. The first graph tells the device."""

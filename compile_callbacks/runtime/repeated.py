@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks.runtime.fsdp import strip_fsdp1_names
-from compile_callbacks.runtime.target import Compiled, RepeatedBlocks, Target
+from compile_callbacks.runtime.target import AnyTarget, RepeatedBlocks, Target
 
 Repeated = Literal["repeated"]
 REPEATED: Repeated = "repeated"
@@ -28,7 +28,7 @@ _SHOWN = 3  # the maximum number of places in a name
 
 def group_targets(
     root: nn.Module, targets: Sequence[Target], shares: Callable[[Target], bool] = lambda target: True
-) -> Sequence[Compiled]:
+) -> Sequence[AnyTarget]:
     """Group the targets of the same structure, so that they share a compiled function.
 
     The function warns about a target that torch cannot compile, and omits it.
@@ -50,7 +50,7 @@ def group_targets(
     return [found[0] if len(found) == 1 else _sharing(root, found) for found in alike.values()]
 
 
-def group_repeated(root: nn.Module, targets: Sequence[Target]) -> Sequence[Compiled]:
+def group_repeated(root: nn.Module, targets: Sequence[Target]) -> Sequence[AnyTarget]:
     """Group the targets for ``targets="repeated"``: the blocks in each target become regions of its graph.
 
     Targets without repeated blocks share a compiled function if they have the same structure. If the steps call each

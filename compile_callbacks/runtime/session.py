@@ -37,7 +37,7 @@ from compile_callbacks.runtime.phase_tuning import PhaseTuning
 from compile_callbacks.runtime.recompile_budget import CompileLimits
 from compile_callbacks.runtime.repeated import REPEATED, group_repeated, group_targets, with_regions
 from compile_callbacks.runtime.shapes import ShapeRecords
-from compile_callbacks.runtime.target import Compiled, Target
+from compile_callbacks.runtime.target import AnyTarget, Target
 
 STATE_VERSION = 1
 """The version of `Session.state_dict`."""
@@ -52,7 +52,7 @@ class Session:
     def __init__(
         self,
         module: nn.Module,
-        targets: Sequence[Compiled],
+        targets: Sequence[AnyTarget],
         arguments: CompileArguments,
         *,
         finds_targets: bool = False,
@@ -67,7 +67,7 @@ class Session:
         warn = WarnOnce()
         folder = arguments.cache_dir if arguments.compiles else None
         self._cache = CompileCache(folder, functools.partial(warn.warn, "CC401")) if folder else None
-        self._record: ModelRecord | None = None
+        self._model_record: ModelRecord | None = None
         self._progress = CompileProgress(print_line)
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(progress=self._progress)
@@ -106,7 +106,7 @@ class Session:
         """Whether a Trainer run is in progress."""
         self._stage, self._step = Stage(), Step()
         self._counted: Step | None = None  # stands for the next steps, if the session only counts them
-        self._compiled = False  # whether the selected config compiles
+        self._runs_compiled = False  # whether the selected config compiles
         self._before: CompileReport | None = None  # the report of the run that this run resumes
 
     # ------------------------------------------------------------------------------------------ a Trainer run
@@ -137,8 +137,8 @@ class Session:
         model = model_fingerprint(self.module) if self._cache is not None or self._tunings else ""
         if self._cache is not None:
             self._cache.begin(clean=self._processes.is_global_zero)
-            self._record = ModelRecord(self._cache.folder, model, read_only=not self._processes.is_global_zero)
-            known = self._record.load()
+            self._model_record = ModelRecord(self._cache.folder, model, read_only=not self._processes.is_global_zero)
+            known = self._model_record.load()
             self._shapes.restore(known["shapes"])
             self._progress.restore(known["compile_seconds"])
         if self._trace is not None:
@@ -146,7 +146,7 @@ class Session:
         self._recorder.listen()
         self._switch.install()
         for tuning in self._tunings.values():
-            tuning.begin(device, model, passes=self._arguments.passes, precision=precision, record=self._record)
+            tuning.begin(device, model, passes=self._arguments.passes, precision=precision, record=self._model_record)
             self._active[tuning.phase] = tuning.active
 
     def end(self, *, keep_compiled: bool = False) -> None:
@@ -215,7 +215,7 @@ class Session:
         eagerly = stage.sanity or finds_targets or self._in_baseline(stage)
         if eagerly or tuning is not None:  # otherwise, the phase is already selected
             self._select(compiled=not eagerly)
-        step.compiled = self._compiled
+        step.compiled = self._runs_compiled
         self.gpu.step_begins(trains_compiled=step.compiled and phase == "train")
         if recorded:
             self._recorder.step = self._measurements.timer.next_step(phase)
@@ -228,7 +228,7 @@ class Session:
     def after_backward(self) -> None:
         """Copy the gradients out of the memory of CUDA graphs, because they outlive the step."""
         config = self._active["train"].config
-        if self.gpu.active and self._compiled and config is not None and config.uses_cudagraphs:
+        if self.gpu.on_gpu and self._runs_compiled and config is not None and config.uses_cudagraphs:
             self.gpu.keep_gradients()
 
     def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
@@ -255,7 +255,7 @@ class Session:
             self._active[tuning.phase] = tuning.active
         if called or tuning is not None or not step.compiled:  # otherwise, the phase is already selected
             self._select(compiled=True)
-        if tuning is None and not self.gpu.active and step.compiled == self._compiled:
+        if tuning is None and not self.gpu.on_gpu and step.compiled == self._runs_compiled:
             self._counted = self._measurements.counted_step(step, stage.phase, self._recorder.marker)
 
     def stage_ends(self, phase: Phase) -> None:
@@ -370,17 +370,17 @@ class Session:
     def _select(self, *, compiled: bool) -> None:
         """Run the targets with the active config of the phase, or eagerly."""
         stage, active = self._stage, self._active[self._stage.phase] if compiled else EAGERLY
-        self._compiled = active.config is not None
-        observes = not self._compiled and self._arguments.configs[stage.phase] is not None
-        self._switch.select(stage.phase, active, frozen=stage.weights_frozen, observes=observes)
+        self._runs_compiled = active.config is not None
+        observes = not self._runs_compiled and self._arguments.configs[stage.phase] is not None
+        self._switch.select(stage.phase, active, weights_frozen=stage.weights_frozen, observes=observes)
 
-    def _new_targets(self, called: Sequence[Target]) -> Sequence[Compiled]:
+    def _new_targets(self, called: Sequence[Target]) -> Sequence[AnyTarget]:
         """Return targets for called modules and methods that are not targets yet. Repeated blocks share a graph."""
         known = {(id(member.module), member.method) for target in self._switch.targets for member in target.members}
         group = group_repeated if self._arguments.targets == REPEATED else group_targets
         return group(self.module, [one for one in called if (id(one.module), one.method) not in known])
 
-    def _reported_targets(self, phase: Phase) -> Sequence[Compiled]:
+    def _reported_targets(self, phase: Phase) -> Sequence[AnyTarget]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
         called = self._switch.called_targets(phase)
         targets = self._switch.targets_of(phase, self._active[phase])
@@ -388,8 +388,8 @@ class Session:
 
     def _save_record(self) -> None:
         """Write the observed shapes and the compile times to the model's file."""
-        if self._record is not None:
+        if self._model_record is not None:
             for phase, varying in self._shapes.state().items():
-                self._record.update("shapes", phase, varying)
+                self._model_record.update("shapes", phase, varying)
             for phase, seconds in self._progress.state().items():
-                self._record.update("compile_seconds", phase, seconds)
+                self._model_record.update("compile_seconds", phase, seconds)

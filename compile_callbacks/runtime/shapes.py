@@ -1,8 +1,9 @@
-"""`ObservedShapes`: records which input dimensions of a target vary. `CompiledTarget` marks them as dynamic."""
+"""`ObservedShapes`: records which input dimensions of a target vary. `ShapePolicy`: decides which calls may compile."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,14 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks._utils.signatures import inputs_of
+from compile_callbacks._utils.signatures import inputs_of, signature
+from compile_callbacks.runtime.fallback import NewShapes
+
+RETURNING_SHAPE_CALLS = 8
+"""With ``new_shapes="eager"``, the number of calls with one shape after which the shape is compiled.
+
+torch's default ``recompile_limit`` is the same number.
+"""
 
 SPECIALIZED = (0, 1)
 """Sizes for which torch compiles a separate graph, even if the dimension is dynamic."""
@@ -118,6 +126,37 @@ class ShapeRecords:
             for target, varying in of_phase.items() if isinstance(of_phase, Mapping) else ():
                 if isinstance(target, str):
                     self.of(target, phase).restore(varying)
+
+
+class ShapePolicy:
+    """Decides whether a call may compile. The decision depends on the shapes of earlier calls."""
+
+    def __init__(self, new_shapes: NewShapes) -> None:
+        self._new_shapes = new_shapes
+        self._known: set[Any] = set()
+        self._calls: Counter[Any] = Counter()
+
+    def allow(self, args: Any, kwargs: Any) -> None:
+        """Allow calls with these shapes to compile."""
+        self._known.add(signature(args, kwargs))
+
+    def stance(self, args: Any, kwargs: Any) -> str | None:
+        """Return the stance for a call, or ``None`` if the call may compile. See ``torch.compiler.set_stance``.
+
+        With the stance, torch still runs a compiled graph that accepts the shapes, such as a dynamic graph.
+        """
+        if self._new_shapes == "recompile":
+            return None
+        found = signature(args, kwargs)
+        if found in self._known:
+            return None
+        self._calls[found] += 1
+        returning = self._new_shapes == "eager" and self._calls[found] >= RETURNING_SHAPE_CALLS
+        # An activation checkpoint must not recompute with compiled code if its forward pass was eager.
+        if not self._known or (returning and not _torch.autograd.saves_through_hooks()):
+            self._known.add(found)
+            return None
+        return "eager_on_recompile" if self._new_shapes == "eager" else "fail_on_recompile"
 
 
 def _key(name: str, value: torch.Tensor | int) -> str:

@@ -119,7 +119,7 @@ class RepeatedBlocks:
         return f"{self.name} ({self.count} blocks{compiled})"
 
 
-Compiled: TypeAlias = Target | RepeatedBlocks
+AnyTarget: TypeAlias = Target | RepeatedBlocks
 """A target, or several targets that share one compiled function."""
 
 

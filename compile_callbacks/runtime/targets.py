@@ -19,7 +19,7 @@ from compile_callbacks.runtime.repeated import (
     group_targets,
     is_block,
 )
-from compile_callbacks.runtime.target import Compiled, Target, call_targets, only_if_named, overlap
+from compile_callbacks.runtime.target import AnyTarget, Target, call_targets, only_if_named, overlap
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # steps call their members, because they have no forward
 
@@ -46,7 +46,7 @@ def check_target_names(targets: object) -> tuple[str, ...] | Repeated | None:
 
 def resolve_targets(
     root: nn.Module, names: Sequence[str] | None, base: type[nn.Module], others: Sequence[Target] = ()
-) -> Sequence[Compiled]:
+) -> Sequence[AnyTarget]:
     """Return the targets for a checked ``targets`` argument.
 
     Names are dotted names of submodules or methods, or globs of submodule names. ``"forward"`` is the call of the root

@@ -29,9 +29,9 @@ from compile_callbacks.runtime.accuracy import (
     sketches,
     tolerance,
 )
+from compile_callbacks.runtime.fallback import EagerFallback, describe
 from compile_callbacks.runtime.snapshot import RandomState
 from compile_callbacks.runtime.target import Target
-from compile_callbacks.runtime.fallback import EagerFallback, describe
 
 
 class Verification:
@@ -94,7 +94,7 @@ class Verification:
                 return first.eager.forward, first.eager.forward(*inputs)
             if self._fallback.settings.on_error == "raise":
                 raise self._fallback.as_compile_error(failure.error) from failure.error
-            self._fallback.active = True
+            self._fallback.runs_eagerly = True
             self._fallback.compiler_failed(failure.error, what="its compiled code raised an error that eager does not")
             accepted = False
         if accepted:
@@ -112,7 +112,7 @@ class Verification:
         if comparison.verdict != "differs":
             return True
         if settings.on_trial:
-            self._fallback.active = True
+            self._fallback.runs_eagerly = True
             return False
         message = f"target {target!r} differs from eager in the {phase} phase: {comparison.reason}"
         if "numerics" in _torch.inductor.option_names() and options.get("numerics", "default") == "default":
@@ -122,7 +122,7 @@ class Verification:
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
         if settings.verify == "eager":
             self._recorder.record("fallback", self._key, reason=comparison.reason)
-            self._fallback.active = True
+            self._fallback.runs_eagerly = True
             message += "; it runs eagerly from here on (verify='eager')"
         self._fallback.warn_after_call("CC302", message)
         return settings.verify != "eager"

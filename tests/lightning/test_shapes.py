@@ -17,7 +17,7 @@ from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime import recompile_budget
 from compile_callbacks.runtime.recompile_budget import CompileLimits, RecompileBudget
-from compile_callbacks.runtime.fallback import RETURNING_SHAPE_CALLS
+from compile_callbacks.runtime.shapes import RETURNING_SHAPE_CALLS
 from tests.support.models import FEATURES, Classifier, loader, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
