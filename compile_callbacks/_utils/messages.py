@@ -13,13 +13,13 @@ from typing import Any
 
 from compile_callbacks._utils.errors import with_code
 
-_MAX_CHOICES = 12  # a longer list does not help the reader
+_MAX_CHOICES = 20  # more than the modes and templates; a longer list does not help the reader
 
 
-def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
-    """Check that a value is one of the choices."""
+def check_choice(argument: str, value: object, choices: Sequence[str | None], hint: str = "") -> None:
+    """Check that a value is one of the choices. ``hint`` ends the message about another value."""
     if value not in choices:
-        raise ValueError(with_code("CC201", unknown(argument, value, choices)))
+        raise ValueError(with_code("CC201", unknown(argument, value, choices) + hint))
 
 
 def check_type(argument: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
@@ -30,7 +30,7 @@ def check_type(argument: str, value: object, kinds: type | tuple[type, ...], exp
         raise TypeError(with_code("CC202", message))
 
 
-def unknown(argument: str, value: object, choices: Iterable[str]) -> str:
+def unknown(argument: str, value: object, choices: Iterable[str | None]) -> str:
     """Return the message for a value that is not one of the choices, with similar names and a few of the choices.
 
     Example::
@@ -39,13 +39,13 @@ def unknown(argument: str, value: object, choices: Iterable[str]) -> str:
         "train_mode='defualt' is unknown; did you mean 'default'? Choices: 'default', 'lite'."
     """
     names = list(choices)
-    near = difflib.get_close_matches(value, names) if isinstance(value, str) else []
+    near = difflib.get_close_matches(value, filter(None, names)) if isinstance(value, str) else []
     if near and len(names) > _MAX_CHOICES:
         return f"{argument}={value!r} is unknown; did you mean {' or '.join(map(repr, near))}?"
-    hint = f" did you mean {near[0]!r}?" if near else ""
-    names = near + [name for name in names if name not in near]
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    names = [*near, *(name for name in names if name not in near)]
     more = f", and {len(names) - _MAX_CHOICES} more" if len(names) > _MAX_CHOICES else ""
-    return f"{argument}={value!r} is unknown;{hint} Choices: {', '.join(map(repr, names[:_MAX_CHOICES]))}{more}."
+    return f"{argument}={value!r} is unknown{hint} Choices: {', '.join(map(repr, names[:_MAX_CHOICES]))}{more}."
 
 
 def check_fields(data: Any, dataclass: type, hint: str = "") -> None:

@@ -232,6 +232,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks and print their results. Return status 1 if a check failed."""
+    if not args.json:
+        sys.stdout.write("checking this machine and compiling an addition, which takes up to 20 s ...\n\n")
+        sys.stdout.flush()
     checks = run_checks()
     failures = sum(check.status == "failed" for check in checks.values())
     if args.json:
@@ -242,7 +245,8 @@ def run(args: argparse.Namespace) -> int:
     for name, check in checks.items():
         if check.impact:
             sys.stdout.write(f"\n{name}: {check.impact}\n  to fix it: {check.fix}\n")
-    sys.stdout.write(f"\n{failures} of {len(checks)} checks failed\n" if failures else "\nnothing failed\n")
+    next_step = "nothing failed: add InductorCompile() to your Trainer's callbacks"
+    sys.stdout.write(f"\n{failures} of {len(checks)} checks failed\n" if failures else f"\n{next_step}\n")
     return 1 if failures else 0
 
 

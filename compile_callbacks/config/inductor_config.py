@@ -252,7 +252,7 @@ Mode = str | Mapping[str, Any] | InductorConfig | None
 unchanged and `as_config` checks its entries."""
 
 
-def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> InductorConfig | None:
+def as_config(value: object, argument: str, also: tuple[str | None, ...] = (EAGER,)) -> InductorConfig | None:
     """Convert a mode to a config. Return ``None`` for ``None`` and ``"eager"``, which compile nothing."""
     if isinstance(value, Mapping) and "class_path" in value:
         _, value = class_and_arguments(value, argument, (InductorConfig,))
@@ -269,13 +269,13 @@ def as_config(value: object, argument: str, also: tuple[str, ...] = ()) -> Induc
     name = str(value)
     if name in templates.names():
         return InductorConfig(template=name)
-    check_mode(name, argument, also=(EAGER, *also, *templates.names()))
+    check_mode(name, argument, also=(*templates.names(), *also))
     return InductorConfig(mode=name)
 
 
 def as_compiling_config(value: object, argument: str = "mode") -> InductorConfig:
     """Convert a mode to a config, and refuse modes that compile nothing."""
-    config = as_config(value, argument)
+    config = as_config(value, argument, also=())
     if config is None:
         raise ValueError(with_code("CC203", f"{argument}={value!r} compiles nothing; use a mode of torch.compile"))
     return config

@@ -21,10 +21,11 @@ _BACKEND_LISTS = re.compile(r"max_autotune_(gemm|conv\w*)_backends")
 _NAMES = re.compile(r"\w+(,\w+)*")
 
 
-def check_mode(mode: object, argument: str = "mode", also: tuple[str, ...] = ()) -> None:
+def check_mode(mode: object, argument: str = "mode", also: tuple[str | None, ...] = ()) -> None:
     """Check that a value is a mode of ``torch.compile``, or one of ``also``."""
     check_type(argument, mode, str, "the name of a mode, such as 'default'")
-    check_choice(argument, mode, [*_torch.inductor.mode_names(), *also])
+    hint = " `compile-callbacks modes` explains the modes and templates."
+    check_choice(argument, mode, [*_torch.inductor.mode_names(), *also], hint)
 
 
 def as_options(options: Any) -> Mapping[str, Any]:

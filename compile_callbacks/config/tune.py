@@ -11,7 +11,7 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments
 from compile_callbacks._utils.messages import check_fields, check_type, part_of
-from compile_callbacks.config.inductor_config import InductorConfig, as_config
+from compile_callbacks.config.inductor_config import EAGER, InductorConfig, as_config
 from compile_callbacks.config.inductor_config import Mode as OneMode
 
 LEAST_SAMPLES = 5
@@ -138,7 +138,7 @@ def as_settings(value: object, argument: str) -> Settings:
         with part_of(argument):
             check_fields(data, Tune)
             return Tune(**data)
-    return as_config(value, argument, also=(AUTO,))
+    return as_config(value, argument, also=(AUTO, EAGER, None))
 
 
 def _checked(candidates: object) -> object:

@@ -218,6 +218,7 @@ def test_compile_phases_leaves_a_phase_with_mode_none_alone():
     ("arguments", "error", "message"),
     [
         ({"train_mode": "max-autotun"}, ValueError, "train_mode='max-autotun' is unknown; did you mean 'max-autotune'"),
+        ({"train_mode": "none"}, ValueError, "'none' is unknown. Choices: 'default'.*'auto', 'eager', None. `compile"),
         ({"train_mode": False}, TypeError, "train_mode=False .*'eager' runs .*None leaves the phase alone.*CC202"),
         ({"mode": "lite"}, TypeError, r"InductorCompile\(train_mode='lite', infer_mode='lite'\).*CC201"),
         ({"backend": "inductor"}, TypeError, r"Set the modes: InductorCompile\(train_mode=..., infer_mode=...\)"),
