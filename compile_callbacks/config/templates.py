@@ -2,8 +2,8 @@
 
 Example::
 
-    >>> get("triton").mode
-    'max-autotune-no-cudagraphs'
+    >>> get("max_autotune").mode
+    'max-autotune'
 """
 
 from __future__ import annotations
@@ -129,6 +129,16 @@ def _templates() -> dict[str, Template]:
             name="aten",
             description="Matrix products and convolutions from ATen only; Inductor generates fused operators",
             options={"max_autotune_gemm_backends": "ATEN", "max_autotune_conv_backends": "ATEN"},
+        ),
+        Template(
+            name="cudagraphs",
+            description="CUDA graphs: a step is one launch, for CPU-bound models on a GPU",
+            mode="reduce-overhead",
+        ),
+        Template(
+            name="max_autotune",
+            description="Kernels chosen by measuring, and CUDA graphs: the fastest steps, the longest compile",
+            mode="max-autotune",
         ),
         Template(
             name="freezing",

@@ -24,8 +24,9 @@ from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, 
 
 pytestmark = pytest.mark.all_versions
 
-NAMES = ["triton", "cpp_wrapper", "cutlass", "aten", "freezing", "tma"]
+NAMES = ["triton", "cpp_wrapper", "cutlass", "aten", "cudagraphs", "max_autotune", "freezing", "tma"]
 NEED_A_GPU = {"triton", "cutlass", "tma"}
+WARNED_OF = {"cudagraphs": "CUDA graphs", "max_autotune": "CUDA graphs", "freezing": "'freezing' has no effect"}
 
 
 @graph_pass
@@ -33,7 +34,7 @@ def changes_nothing(graph, is_inference):
     pass
 
 
-def test_the_installed_torch_knows_the_options_of_the_templates():
+def test_the_installed_torch_knows_the_options_of_the_eight_templates():
     assert templates.names() == NAMES
     for name in NAMES:
         template = templates.get(name)
@@ -70,8 +71,8 @@ def test_a_template_runs_on_a_cpu_or_names_its_fallback(name):
             assert reason.startswith(f"template {name!r} needs ")
             assert "falls back to max-autotune-no-cudagraphs" in reason
             assert sum(f"{phase_name}_mode: {reason}" in message for message in messages) == 1
-    if name == "freezing":
-        assert any("'freezing' has no effect" in message for message in messages)
+    if name in WARNED_OF:
+        assert any(WARNED_OF[name] in message for message in messages)
     elif name not in NEED_A_GPU:
         assert not [message for message in messages if "slower than eager" not in message]
 
@@ -96,7 +97,7 @@ def transformer():
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)  # Triton's choices for the convolutions of a ResNet-18 and their gradients
-@pytest.mark.parametrize("name", [*NAMES, "max-autotune"])  # the mode uses CUDA graphs, which no template does
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("make", [one_dimensional, resnet18, transformer])
 def test_a_template_runs_on_a_gpu_or_names_its_fallback(make, name):
     callback = InductorCompile(
@@ -112,14 +113,15 @@ def test_a_template_runs_on_a_gpu_or_names_its_fallback(make, name):
     report = callback.report
     for phase in (report.infer, report.train):
         if phase.mode not in ("eager", "user"):
-            # Gradients are not compared with CUDA graphs. Inference has a graph for `no_grad`, in fit, and one for
-            # `inference_mode`.
-            of_training = "outputs only 1" if name == "max-autotune" else "equal 1"
+            # Gradients are not compared if the template uses CUDA graphs. Inference has a graph for `no_grad`, in fit,
+            # and one for `inference_mode`.
+            graphed = templates.get(name).resolved_options().get("triton.cudagraphs")
+            of_training = "outputs only 1" if graphed else "equal 1"
             assert phase.verified == (of_training if phase is report.train else "equal 2")
             assert phase.fallbacks == 0
             assert phase.graphs > 0
     reasons = set(template_reasons(report.infer))
-    assert bool(reasons) == (name in NAMES and templates.get(name).missing(torch.device("cuda")) is not None)
+    assert bool(reasons) == (templates.get(name).missing(torch.device("cuda")) is not None)
     assert all(any(reason in str(warning.message) for warning in caught) for reason in reasons)
 
 
