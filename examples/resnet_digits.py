@@ -1,7 +1,7 @@
 """Train a ResNet-18 on scikit-learn's handwritten digits, with separate compiled code for training and inference.
 
 scikit-learn contains the data (1,797 images of 8x8 pixels), so the example downloads nothing. It takes about a minute
-on two CPU cores. `InductorCompile` in the Trainer's callbacks is the only addition to a normal Lightning script.
+on two idle CPU cores. `InductorCompile` in the Trainer's callbacks is the only addition to a normal Lightning script.
 
     python examples/resnet_digits.py --train-mode default --infer-mode default
 """
@@ -59,6 +59,11 @@ class DigitClassifier(LightningModule):
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self._evaluate(batch, "test")
+
+    def on_train_epoch_end(self) -> None:
+        if not sys.stdout.isatty():  # the Trainer shows no progress bar then
+            epoch, accuracy = self.current_epoch + 1, self.trainer.callback_metrics["val/accuracy"]
+            print(f"epoch {epoch} of {self.trainer.max_epochs}, val accuracy {accuracy:.2f}", flush=True)
 
     def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self(batch[0]).argmax(dim=1)
