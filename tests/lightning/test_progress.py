@@ -75,7 +75,8 @@ def test_a_recompile_is_a_line_with_its_reason_and_what_avoids_it(logged):
     callback = InductorCompile({"dynamic": False}, None, targets=["net"], baseline_steps=0, new_shapes="recompile")
     trainer(callback).fit(Classifier(), DataLoader(batches, batch_size=None))
     lines = [line for line in logged() if "recompil" in line]
-    assert lines[0] == "recompiling 'net' (train): batch size 2, was 8; drop_last=True or dynamic=True avoids it"
+    fix = 'drop_last=True in the DataLoader, or train_mode={"dynamic": True}, avoids it'
+    assert lines[0] == f"recompiling 'net' (train): batch size 2, was 8; {fix}"
     assert len(lines) == progress.MAX_LINES + 1
     assert lines[-1].startswith("further recompiles in the train phase: 2; their reasons: ")
     recompiles = [e for e in callback.report.train.diagnostics.events if e["kind"] == "recompile"]
