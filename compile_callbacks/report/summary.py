@@ -131,6 +131,10 @@ def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     yield cached if unpaid and report.break_even_steps != math.inf else None
     yield f"run more {phase} steps, with baseline_steps=10" if verdict == "too few samples" else None
     yield f"{phase}_mode='auto' tries other modes" if verdict == "no difference" and not doubtful else None
+    events = [event for event in report.diagnostics.events if event.get("verdict") == "not compared"]
+    random = next((event for event in events if event.get("fix")), None)
+    compared = f"{phase} has a graph that was not compared with eager"
+    yield f"{compared} ({random['reason']}): {random['fix']}" if random else None
 
 
 def _variation(report: PhaseReport) -> float:

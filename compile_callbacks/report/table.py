@@ -69,7 +69,8 @@ def sections(report: CompileReport) -> list[Section]:
             if reason := event.get("reason"):
                 where = f"{event['file']}:{event.get('line', '?')}" if event.get("file") else _NOTHING
                 row = phase, event["target"], where, f"{reason}; {event['fix']}" if event.get("fix") else reason
-                reasons.setdefault(event["kind"], Counter())[row] += 1
+                kind = event.get("verdict") or event["kind"]  # only the kind "verify" has a verdict
+                reasons.setdefault(kind, Counter())[row] += 1
     found = [
         Section(
             _TITLES.get(kind, kind.replace("_", " ").capitalize()),
@@ -95,6 +96,8 @@ _TITLES = {
     "fold": "Weights not folded",
     "template": "Templates that fell back",
     "separate_blocks": "Repeated blocks compiled separately",
+    "differs": "Differs from eager",
+    "not compared": "Not compared with eager",
 }
 
 

@@ -82,6 +82,13 @@ def test_noise_is_no_reason_to_change_the_settings():
         assert todo(verdict, 100.0, 112.0, (90.0, 9.0)) == again
 
 
+def test_a_graph_that_was_not_compared_is_the_last_advice():
+    dropout = {"kind": "verify", "verdict": "not compared", "reason": "dropout", "fix": "this helps"}
+    advice = "train has a graph that was not compared with eager (dropout): this helps"
+    assert todo("faster", 100.0, 50.0, events=(dropout,)) == advice
+    assert "train_mode='eager'" in todo("slower", 100.0, 112.0, events=(dropout,))
+
+
 def test_a_line_names_the_eager_steps_of_the_earlier_run():
     earlier = "than the eager steps of the earlier run"
     restored = {"restored": ("eager_step_ms", "eager_spread_ms")}
