@@ -125,6 +125,8 @@ def test_what_was_not_measured_is_none():
     assert report.train.speedup is None
     assert report.train.break_even_steps is None
     assert report.train.compiled_step_ms > 0
+    samples = report.train.diagnostics.eager_samples, report.train.diagnostics.compiled_samples
+    assert samples == (0, report.train.samples)
     assert report.train.samples == 6 - 2 - WARMUP_STEPS  # the first step is eager, the second one compiles
     assert report.infer.compile_seconds is None
     assert report.infer.samples is None

@@ -114,3 +114,13 @@ def test_a_line_and_the_table_show_the_same_spread():
     cells = dict(main_table([found])[0].rows)
     assert cells["eager step ms"] == "21.70 ± 1.40"
     assert "spread ±1.40" in describe_verdict("train", found)
+
+
+@pytest.mark.parametrize(
+    ("samples", "details", "cell"),
+    [(10, {"eager_samples": 10, "compiled_samples": 241}, "10 / 241"), (10, {}, "10"), (None, {}, None)],
+)
+def test_the_table_shows_the_samples_of_both_sides(samples, details, cell):
+    found = PhaseReport(mode="default", samples=samples, diagnostics=PhaseDiagnostics(**details))
+    rows = [row for group in main_table([found]) for row in group.rows]
+    assert dict(rows).get("samples, eager / compiled") == cell
