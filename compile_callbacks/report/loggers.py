@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PLOT_TAG = "compile_report/steps"
 _CHARTS = {
-    "step time in ms, eager and compiled": ("step/{phase}/eager_ms", "step/{phase}/compiled_ms"),
+    "step time in ms: eager (flat line), compiled (median so far)": ("step/{phase}/eager_ms", "step/{phase}/compiled_ms"),
     "net seconds saved": ("step/{phase}/net_seconds_saved",),
     "seconds spent compiling": ("compile/{phase}/seconds",),
     "recompiles": ("compile/{phase}/recompiles",),
