@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 import pytest
@@ -32,16 +31,6 @@ class Slow(GraphPass):
 def impatient(monkeypatch):
     monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 0.2)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.3)
-
-
-@pytest.fixture
-def logged():
-    """The lines of Lightning's logger, which propagates them only if it was imported after pytest's plugin."""
-    lines, handler, logger = [], logging.Handler(), logging.getLogger("lightning.pytorch")
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    yield lambda: lines
-    logger.removeHandler(handler)
 
 
 def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took_last_time(impatient, logged, tmp_path):
