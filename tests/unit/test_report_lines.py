@@ -1,6 +1,8 @@
-"""The sentences of a report: what each verdict line claims, and what the line advises to do next."""
+"""The sentences of a report: the claims of each verdict line, and the advice. Also the rows of the table."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,8 @@ from compile_callbacks import CompileReport, PhaseReport
 from compile_callbacks.report.report import PhaseDiagnostics
 from compile_callbacks.report.summary import describe_verdict, next_step
 from compile_callbacks.report.table import main_table
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "report.md"
 
 pytestmark = pytest.mark.all_versions
 
@@ -124,3 +128,25 @@ def test_the_table_shows_the_samples_of_both_sides(samples, details, cell):
     found = PhaseReport(mode="default", samples=samples, diagnostics=PhaseDiagnostics(**details))
     rows = [row for group in main_table([found]) for row in group.rows]
     assert dict(rows).get("samples, eager / compiled") == cell
+
+
+def test_the_page_explains_each_row_of_the_table():
+    details = PhaseDiagnostics(
+        cache_misses=1,
+        eager_peak_memory_mib=1.0,
+        peak_memory_mib=1.0,
+        saved_for_backward_mib=1.0,
+        folded_mib=1.0,
+        weight_refreshes=1,
+        max_abs_error=0.0,
+        skipped_passes=1,
+        trials=({"candidate": "NAME", "median_ms": 1.0, "verdict": "chosen"},),
+    )
+    figures = {"samples": 5, "speedup": 2.0, "net_seconds_saved": 1.0, "break_even_steps": 9.0, "targets": ("net",)}
+    counts = dict.fromkeys(("graphs", "graph_breaks", "recompiles", "fallbacks"), 1)
+    times = {"compile_seconds": 1.0, "eager_step_ms": 2.0, "compiled_step_ms": 1.0, "verified": "equal 1"}
+    found = PhaseReport(**figures, **counts, **times, diagnostics=details)
+    labels = [row[0] for group in main_table([found]) for row in group.rows]
+    assert len(labels) == 23
+    section = PAGE.read_text().partition("## Rows of the table")[2].partition("\n## ")[0]
+    assert [label for label in labels if f"`{label}`" not in section] == []
