@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.metadata
+import logging
 import os
 import re
 import shutil
@@ -134,3 +135,13 @@ _SET_BY_OTHERS = (
     "CUBLAS_WORKSPACE_CONFIG",
     "RAY_CLIENT_MODE",
 )
+
+
+@pytest.fixture
+def logged():
+    """The lines of Lightning's logger, which propagates them only if it was imported after pytest's plugin."""
+    lines, handler, logger = [], logging.Handler(), logging.getLogger("lightning.pytorch")
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    yield lambda: lines
+    logger.removeHandler(handler)

@@ -238,10 +238,14 @@ def write_at_end(trainer: Trainer, own: InductorCompile, call: TrainerCall, exce
     loggers.log_scalars(trainer.loggers, report.scalars(name), trainer.global_step)
     graphs = own.arguments.recorded_graphs()
     loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs, name)
-    loggers.write_report(call.report_folder, trainer, report, exception, name)
-    if exception is not None or call.nested or own.session is None or not report.has_figures:
+    path = loggers.write_report(call.report_folder, trainer, report, exception, name)
+    if call.nested or own.session is None or not report.has_figures:
         return
-    own.session.check_run()
-    if trainer.is_global_zero and (trainer.state.fn == "fit" or not own._calls.printed):
+    if exception is None:
+        own.session.check_run()
+        if not trainer.is_global_zero or (trainer.state.fn != "fit" and own._calls.printed):
+            return
         own._calls.printed = True
         print_report(report, name)
+    if path is not None:
+        print_line(trainer, f"{f'report {name}'.rstrip()}: {path}")

@@ -73,7 +73,9 @@ class CompiledInference:
         self._module = module
         self._device = device
         self._placement = Placement(module)
-        arguments = CompileArguments(configs={"train": None, "infer": config}, target_settings=settings)
+        arguments = CompileArguments(
+            configs={"train": None, "infer": config}, target_settings=settings, mode_argument="mode"
+        )
         self._session = GradModeSession(module, [Target("forward", module)], arguments)
         try:
             module.to(device).eval()

@@ -135,7 +135,11 @@ class CompileRecorder:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, *, progress: CompileProgress | None = None
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        progress: CompileProgress | None = None,
+        mode_argument: str = "{phase}_mode",
     ) -> None:
         self.calling = _Calling()
         self.events: list[CompileEvent] = []
@@ -161,6 +165,7 @@ class CompileRecorder:
         self._traces_seen = 0  # the number of compiles without recordings of CUDA graphs
         self._clock = clock
         self._progress = progress or CompileProgress()
+        self._mode_argument = mode_argument
         self._backward_seconds = 0.0
         self._saved_bytes = 0
         self._keys: dict[str, CompileKey] = {}  # by torch's compile id
@@ -247,7 +252,7 @@ class CompileRecorder:
         frame = _torch.events.frame_of(record.compile_id)
         key = next((key for known, key in self._keys.items() if _torch.events.frame_of(known) == frame), None)
         if key is not None and key not in self.recompile_limits:
-            last = _explain(record.recompile_reason)
+            last = self._explain(key, record.recompile_reason)
             self.recompile_limits[key] = last.reason
             reason = f"torch's recompile limit is reached; the last reason: {last.reason}"
             self.record("fallback", key, reason=reason, fix=last.fix)
@@ -270,7 +275,7 @@ class CompileRecorder:
         if key is None:
             return
         if by_dynamo and (reason := _torch.events.recompile_reason()):
-            explained = _explain(reason)
+            explained = self._explain(key, reason)
             if OTHER_GRAD_MODE in explained.reason:
                 self._maybe_cached[args.compile_id] = explained
             else:
@@ -328,6 +333,15 @@ class CompileRecorder:
         """Return the events of one phase and kind."""
         return [event for event in self.events if event.phase == phase and event.kind == kind]
 
+    def mode_argument(self, phase: Phase) -> str:
+        """Return the name of the user's argument with the settings of a phase, for advice."""
+        return self._mode_argument.format(phase=phase)
+
+    def _explain(self, key: CompileKey, torchs_reason: str | None) -> Recompile:
+        if not torchs_reason or torchs_reason == "Unable to find recompilation reasons":
+            return Recompile("torch gives no reason")
+        return explain_recompile(torchs_reason, self.mode_argument(key.phase))
+
     def count_graph(self) -> None:
         """Count a graph of the running compile. The backend of a target calls this method."""
         self._graphs += 1
@@ -341,12 +355,6 @@ class CompileRecorder:
     def count_weight_refresh(self, key: CompileKey) -> None:
         """Count that a graph recomputed its folded weights."""
         self.weight_refreshes[key.phase] += 1
-
-
-def _explain(torchs_reason: str | None) -> Recompile:
-    if not torchs_reason or torchs_reason == "Unable to find recompilation reasons":
-        return Recompile("torch gives no reason")
-    return explain_recompile(torchs_reason)
 
 
 _PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}

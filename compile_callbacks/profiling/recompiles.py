@@ -16,8 +16,9 @@ _ATTRIBUTE = re.compile(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
 OTHER_GRAD_MODE = "is used under inference_mode, was under no_grad"
 """A part of the reason of a recompile: torch also compiles an inference graph in the other grad mode."""
 
-_DYNAMIC = "dynamic=True avoids it"
-_RAGGED = "drop_last=True or dynamic=True avoids it"
+# `Recompile.fix` contains the name of the argument instead of {mode}.
+_DYNAMIC = '{mode}={{"dynamic": True}} avoids it'
+_RAGGED = 'drop_last=True in the DataLoader, or {mode}={{"dynamic": True}}, avoids it'
 
 
 class Recompile(NamedTuple):
@@ -72,8 +73,8 @@ _RULES: tuple[tuple[str, Callable[[re.Match[str], str], str], str | None], ...] 
 )
 
 
-def explain_recompile(torchs_reason: str) -> Recompile:
-    """Translate a failed guard into a plain sentence.
+def explain_recompile(torchs_reason: str, mode: str = "mode") -> Recompile:
+    """Translate a failed guard into a plain sentence. ``mode`` is the argument with the settings, for the advice.
 
     Example::
 
@@ -85,7 +86,7 @@ def explain_recompile(torchs_reason: str) -> Recompile:
     of = _subject(subject[1]) if subject else "a tensor"
     for pattern, words, fix in _RULES:
         if found := re.search(pattern, first):
-            return Recompile(words(found, of), fix)
+            return Recompile(words(found, of), fix and fix.format(mode=mode))
     if found := re.search(r"GLOBAL_STATE changed: (\w+(?:\(\w+\)_enabled)?)", first):
         return Recompile(f"global state changed: {found[1]}")
     guard = re.sub(r"___as_tensor\((.+)\)\.item\(\)", r"\1", first.split("  #")[0].strip())
@@ -94,11 +95,12 @@ def explain_recompile(torchs_reason: str) -> Recompile:
         return Recompile(f"{_subject(found[1])} is in {now} mode, was in {before} mode")
     if found := re.fullmatch(r"(\d+) <= (.+)\.size\(\)\[(\d+)\]", guard):
         which = "batch size" if found[3] == "0" else f"dimension {found[3]}"
-        return Recompile(f"{which} of {_subject(found[2])} below {found[1]}", _RAGGED if found[3] == "0" else None)
+        fix = _RAGGED.format(mode=mode) if found[3] == "0" else None
+        return Recompile(f"{which} of {_subject(found[2])} below {found[1]}", fix)
     if found := re.fullmatch(rf"({_NAME}) == (\S+)", guard):
         is_number = re.fullmatch(r"-?\d\S*", found[2])
-        fix = "passing a tensor avoids it" if is_number else None
-        return Recompile(f"value of {_subject(found[1])}: no longer {found[2]}", fix)
+        tensor = "passing a tensor avoids it" if is_number else None
+        return Recompile(f"value of {_subject(found[1])}: no longer {found[2]}", tensor)
     if found := re.fullmatch(rf"({_NAME}) is ({_NAME})", guard):
         other = "None" if found[2] == "None" else f"the same object as {_subject(found[2])}"
         return Recompile(f"{_subject(found[1])} is no longer {other}")

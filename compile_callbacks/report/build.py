@@ -94,6 +94,8 @@ def build_phase_report(
         net_seconds_saved=savings.net_seconds if savings else None,
         diagnostics=PhaseDiagnostics(
             cache_misses=sum(event.cache_misses for event in of("cache")),
+            eager_samples=len(times.eager_ms) if counts else None,
+            compiled_samples=len(times.compiled_ms) if counts else None,
             eager_spread_ms=spread_ms(times.eager_ms),
             compiled_spread_ms=spread_ms(times.compiled_ms),
             eager_peak_memory_mib=eager_peak.mib,

@@ -37,8 +37,12 @@ def make_record(
     }
 
 
-def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> None:
-    """Append a record to the file in a folder, and create the folder if needed. A damaged file is replaced."""
+def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> str:
+    """Append a record to the file in a folder, and create the folder if needed. A damaged file is replaced.
+
+    Returns:
+        The path of the file.
+    """
     path = f"{folder.rstrip('/')}/{FILE_NAME}"
     records: list[Any] = []
     try:
@@ -51,6 +55,7 @@ def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> No
     # Writes to a temporary file first, because a killed process must not leave half of a file.
     filesystem.pipe_file(f"{path}.tmp", json.dumps([*records, record][-_MAX_RECORDS:]).encode())
     filesystem.mv(f"{path}.tmp", path)
+    return path
 
 
 def read_records(path: Path) -> list[Any]:

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 PLOT_TAG = "compile_report/steps"
 _CHARTS = {
-    "step time in ms, eager and compiled": ("step/{phase}/eager_ms", "step/{phase}/compiled_ms"),
+    "step time in ms: eager (flat line), compiled (median so far)": (
+        "step/{phase}/eager_ms",
+        "step/{phase}/compiled_ms",
+    ),
     "net seconds saved": ("step/{phase}/net_seconds_saved",),
     "seconds spent compiling": ("compile/{phase}/seconds",),
     "recompiles": ("compile/{phase}/recompiles",),
@@ -105,17 +108,24 @@ def report_folder(trainer: Trainer) -> str | None:
 @rank_zero_only
 def write_report(
     folder: str | None, trainer: Trainer, report: CompileReport, exception: BaseException | None, name: str = ""
-) -> None:
-    """Append a record of the trainer call to ``compile_report.json``, if anything was compiled."""
+) -> str | None:
+    """Append a record of the trainer call to ``compile_report.json``, if anything was compiled.
+
+    Returns:
+        The path of the file, or ``None`` if nothing was written. The path is relative if the working directory contains
+        the file.
+    """
     if folder is None or not report.has_figures:
-        return
+        return None
     try:
         call = str(trainer.state.fn.value) if trainer.state.fn is not None else "unknown"
         record = report_file.make_record(report, call, step=trainer.global_step, exception=exception, name=name)
-        report_file.append_record(get_filesystem(folder), folder, record)
+        path = report_file.append_record(get_filesystem(folder), folder, record)
+        return path.removeprefix(f"{Path.cwd()}/")
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         warn_user("CC403", f"the compile report was not written to {folder}: {reason}. The run continues without it")
+        return None
 
 
 @rank_zero_only

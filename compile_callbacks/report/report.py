@@ -46,6 +46,8 @@ class PhaseDiagnostics(_Data):
 
     Attributes:
         cache_misses: Number of graphs that were not in torch's cache on disk.
+        eager_samples: Number of eager samples.
+        compiled_samples: Number of compiled samples.
         eager_spread_ms: Interquartile range of the eager step times, in milliseconds.
         compiled_spread_ms: Interquartile range of the compiled step times, in milliseconds.
         eager_peak_memory_mib: Peak GPU memory of an eager step, in MiB. See `PeakMemory`.
@@ -74,6 +76,8 @@ class PhaseDiagnostics(_Data):
     """
 
     cache_misses: int = 0
+    eager_samples: int | None = None
+    compiled_samples: int | None = None
     eager_spread_ms: float | None = None
     compiled_spread_ms: float | None = None
     eager_peak_memory_mib: float | None = None

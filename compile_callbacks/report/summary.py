@@ -15,6 +15,13 @@ from compile_callbacks.profiling.step_stats import MIN_SAMPLES
 if TYPE_CHECKING:
     from compile_callbacks.report.report import CompileReport, PhaseReport
 
+MAX_VARIATION = 0.25
+"""The largest ± of a step time, as a share of its median, for which the verdict line does not ask for another run. ± is
+half of the interquartile range. At this value, the quartiles are 0.75 and 1.25 times the median, so equal steps differ
+by a factor of 1.67, which is as much as compiling often gains."""
+
+_CLEAR_DIFFERENCE = 1.1  # the factor between two medians that a reader does not call equal
+
 _TRIALS = {
     "failed": "failed",
     "wrong": "is wrong",
@@ -31,27 +38,38 @@ def verdict_lines(report: CompileReport) -> list[str]:
 
 def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     """Return the verdict of a phase in a sentence, or an empty string if the phase has no verdict."""
-    found = report.diagnostics
     eager_ms, compiled_ms, net = report.eager_step_ms, report.compiled_step_ms, report.net_seconds_saved
     times = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms"
     compiling = _duration(report.compile_seconds or 0)
     speedup = report.speedup or 1.0
+    earlier = "the eager steps of the earlier run" if report.diagnostics.restored else ""
+    than, unlike = (f" than {earlier}", f" from {earlier}") if earlier else ("", "")
+    noise = ""
+    if _is_noisy(report):
+        vary = f"step times vary by ±{_variation(report):.0%}"
+        noise = f"; {vary}, so other programs may use the machine: measure again"
     match report.verdict:
         case "faster":
-            return f"{_times(speedup)} faster ({times}), saved {_duration(net or 0)} net of {compiling} compiling"
+            saved = f"saved {_duration(net or 0)} after {compiling} of compiling"
+            return f"{_times(speedup)} faster{than} ({times}), {saved}{noise}"
         case "compile time not repaid":
             steps = report.break_even_steps
             when = "never" if steps is None or math.isinf(steps) else f"after {steps:,.0f} compiled steps"
             return (
-                f"{_times(speedup)} faster ({times}), but {compiling} compiling are not repaid: "
-                f"lost {_duration(-(net or 0))} so far, break-even {when}"
+                f"{_times(speedup)} faster{than} ({times}), but {compiling} compiling are not repaid: "
+                f"lost {_duration(-(net or 0))} so far, break-even {when}{noise}"
             )
         case "slower":
-            return f"slower by {1 / speedup - 1:.0%} ({times}): {_why_slower(report)}; try {phase}_mode={EAGER!r}"
+            ratio = 1 / speedup
+            slower = f"slower by {ratio - 1:.0%}" if ratio < 1.95 else f"{_times(ratio)} slower"
+            return f"{slower}{than} ({times}): {_why_slower(report)}{noise or f'; try {phase}_mode={EAGER!r}'}"
         case "no difference":
-            spread = max(found.eager_spread_ms or 0, found.compiled_spread_ms or 0)
-            both = f"{_ms(eager_ms)} vs {_ms(compiled_ms)} ms, spread {_ms(spread)}"
-            return f"no difference ({both}), {compiling} spent compiling"
+            spread = max(report.diagnostics.eager_spread_ms or 0, report.diagnostics.compiled_spread_ms or 0)
+            both = f"{_ms(eager_ms)} vs {_ms(compiled_ms)} ms, spread ±{_ms(spread / 2)}"
+            if _is_unclear(report):
+                why = f"step times vary too much ({both})"
+                return f"no clear difference{unlike}: {why}, {compiling} spent compiling"
+            return f"no difference{unlike} ({both}), {compiling} spent compiling{noise}"
         case "too few samples" if eager_ms is None or compiled_ms is None:
             side = "eager" if eager_ms is None else "compiled"
             return f"too few samples: no {side} steps of the same workload to compare, {compiling} spent compiling"
@@ -99,9 +117,12 @@ def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     yield f"read why a part of {phase} runs eagerly: compile-callbacks explain {_code(failed)}" if failed else None
     recompile = _last_event(report, "recompile")
     fix = recompile.get("fix") if recompile else None
-    again = f"{phase} recompiled {'once' if report.recompiles == 1 else f'{report.recompiles} times'}"
-    yield f"{again} ({recompile['reason']}): {fix}" if recompile and fix else None
-    yield f"{phase}_mode={EAGER!r} leaves the phase eager" if verdict == "slower" else None
+    recompiled = f"{phase} recompiled {'once' if report.recompiles == 1 else f'{report.recompiles} times'}"
+    yield f"{recompiled} ({recompile['reason']}): {fix}" if recompile and fix else None
+    doubtful = _is_noisy(report) or _is_unclear(report)
+    again = f"measure {phase} again while no other program uses the machine"
+    yield again if doubtful and verdict in ("slower", "no difference") else None
+    yield f"{phase}_mode={EAGER!r} leaves the phase eager" if verdict == "slower" and not doubtful else None
     broken = _last_event(report, "graph_break")
     where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken and broken.get("file") else ""
     yield f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {_reason(broken)}" if broken else None
@@ -109,17 +130,40 @@ def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
     yield cached if unpaid and report.break_even_steps != math.inf else None
     yield f"run more {phase} steps, with baseline_steps=10" if verdict == "too few samples" else None
-    yield f"{phase}_mode='auto' tries other modes" if verdict == "no difference" else None
+    yield f"{phase}_mode='auto' tries other modes" if verdict == "no difference" and not doubtful else None
+    events = [event for event in report.diagnostics.events if event.get("verdict") == "not compared"]
+    random = next((event for event in events if event.get("fix")), None)
+    compared = f"{phase} has a graph that was not compared with eager"
+    yield f"{compared} ({random['reason']}): {random['fix']}" if random else None
+
+
+def _variation(report: PhaseReport) -> float:
+    """Return the ± of the step time that varies more, eager or compiled, as a share of its median."""
+    found = report.diagnostics
+    sides = (report.eager_step_ms, found.eager_spread_ms), (report.compiled_step_ms, found.compiled_spread_ms)
+    return max((spread / 2 / median for median, spread in sides if median and spread), default=0.0)
+
+
+def _is_noisy(report: PhaseReport) -> bool:
+    return _variation(report) > MAX_VARIATION
+
+
+def _is_unclear(report: PhaseReport) -> bool:
+    """Return whether noise hides the difference between two medians that are not close."""
+    medians = report.eager_step_ms or 0, report.compiled_step_ms or 0
+    return report.verdict == "no difference" and max(medians) > _CLEAR_DIFFERENCE * min(medians)
 
 
 def _why_slower(report: PhaseReport) -> str:
+    """Return what may have made the steps slower. The figures do not show that it did."""
     if skipped := _last_event(report, "cudagraph_skip"):
         return _reason(skipped)
     if failed := _last_event(report, "fallback"):
-        return f"a part runs eagerly, because {_reason(failed)}"
+        return f"possible cause: a part runs eagerly, because {_reason(failed)}"
     for kind, count in (("recompile", report.recompiles), ("graph_break", report.graph_breaks)):
         if count:
-            return f"{_count(count, kind.replace('_', ' '))}, the last because of {_reason(_last_event(report, kind))}"
+            last = f"{'the last: ' if count > 1 else ''}{_reason(_last_event(report, kind))}"
+            return f"possible cause: {_count(count, kind.replace('_', ' '))} ({last})"
     return "torch reports no cause"
 
 

@@ -69,7 +69,8 @@ def sections(report: CompileReport) -> list[Section]:
             if reason := event.get("reason"):
                 where = f"{event['file']}:{event.get('line', '?')}" if event.get("file") else _NOTHING
                 row = phase, event["target"], where, f"{reason}; {event['fix']}" if event.get("fix") else reason
-                reasons.setdefault(event["kind"], Counter())[row] += 1
+                kind = event.get("verdict") or event["kind"]  # only the kind "verify" has a verdict
+                reasons.setdefault(kind, Counter())[row] += 1
     found = [
         Section(
             _TITLES.get(kind, kind.replace("_", " ").capitalize()),
@@ -95,6 +96,8 @@ _TITLES = {
     "fold": "Weights not folded",
     "template": "Templates that fell back",
     "separate_blocks": "Repeated blocks compiled separately",
+    "differs": "Differs from eager",
+    "not compared": "Not compared with eager",
 }
 
 
@@ -150,6 +153,13 @@ def _step(median: float | None, spread: float | None) -> str:
     return _number(median, ".2f") + ("" if spread is None else f" ± {spread / 2:.2f}")
 
 
+def _samples(report: PhaseReport) -> str:
+    eager, compiled = report.diagnostics.eager_samples, report.diagnostics.compiled_samples
+    if eager is None or compiled is None:  # a file of an older version contains only the smaller number
+        return _number(report.samples, "d")
+    return f"{eager} / {compiled}"
+
+
 def _cache(report: PhaseReport) -> str:
     hits, misses = report.cache_hits, report.diagnostics.cache_misses
     return f"{hits} / {misses}" if hits or misses else _NOTHING
@@ -168,7 +178,7 @@ _Row = tuple[str, Callable[["PhaseReport"], str]]
 _SPEED: tuple[_Row, ...] = (
     ("eager step ms", lambda p: _step(p.eager_step_ms, p.diagnostics.eager_spread_ms)),
     ("compiled step ms", lambda p: _step(p.compiled_step_ms, p.diagnostics.compiled_spread_ms)),
-    ("samples", lambda p: _number(p.samples, "d")),
+    ("samples, eager / compiled", _samples),
     ("speedup", lambda p: _NOTHING if p.speedup is None else f"{p.speedup:.2f}x"),
     ("net seconds saved", lambda p: _number(p.net_seconds_saved, ".1f")),
     ("break-even steps", lambda p: "never" if p.break_even_steps == math.inf else _number(p.break_even_steps, ".0f")),

@@ -42,6 +42,7 @@ class CompileArguments:
         target_settings: The reactions to failures, differences from eager and new shapes.
         cache_dir: The folder for compiled code and for the winners of a `Tune`.
         baseline_steps: The number of eager steps to time in each phase.
+        mode_argument: The name of the user's argument with the settings of a phase.
     """
 
     configs: Mapping[Phase, Settings]
@@ -51,6 +52,7 @@ class CompileArguments:
     target_settings: TargetSettings = field(default_factory=TargetSettings)
     cache_dir: Path | None = None
     baseline_steps: int = 0
+    mode_argument: str = "{phase}_mode"
 
     @classmethod
     def checked(

@@ -219,6 +219,8 @@ class SessionWarnings:
 
 def _describe(cause: CompileEvent | None) -> str:
     if cause is None:
-        return "torch reports no cause: no recompile, no fallback, no skipped CUDA graph"
+        none = "torch reports no recompile, no fallback and no skipped CUDA graph"
+        return f"{none}. Other programs that use the machine are a possible cause"
     reason = " ".join((cause.reason or "torch gives no reason").split())
-    return f"The last {_CAUSES[cause.kind]} of target {cause.target!r}: {reason}"
+    last = f"the last {_CAUSES[cause.kind]} of target {cause.target!r} ({reason})"
+    return f"Possible causes are {last}, and other programs that use the machine"

@@ -70,7 +70,7 @@ class Session:
         self._model_record: ModelRecord | None = None
         self._progress = CompileProgress(print_line)
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
-        self._recorder = CompileRecorder(progress=self._progress)
+        self._recorder = CompileRecorder(progress=self._progress, mode_argument=arguments.mode_argument)
         self._shapes = ShapeRecords()
         self._active: dict[Phase, ActiveConfig] = {
             phase: ActiveConfig(config) if isinstance(config, InductorConfig) else EAGERLY

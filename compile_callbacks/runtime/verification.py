@@ -33,6 +33,8 @@ from compile_callbacks.runtime.fallback import EagerFallback, describe
 from compile_callbacks.runtime.snapshot import RandomState
 from compile_callbacks.runtime.target import Target
 
+_DROPOUT, _RANDOM_NUMBERS = "dropout", "random numbers"
+
 
 class Verification:
     """Compares the graphs of one target with eager, and handles differences."""
@@ -108,7 +110,11 @@ class Verification:
             self._fallback.region_failure = f"the result differs from eager: {comparison.reason}"
             return False
         settings, (target, phase) = self._fallback.settings, self._key[:2]
-        self._recorder.record("verify", self._key, **vars(comparison))
+        fix = None
+        if comparison.verdict == "not compared" and comparison.reason in (_DROPOUT, _RANDOM_NUMBERS):
+            mode = self._recorder.mode_argument(phase)
+            fix = f'{mode}={{"options": {{"fallback_random": True}}}} makes it comparable, but slower'
+        self._recorder.record("verify", self._key, fix=fix, **vars(comparison))
         if comparison.verdict != "differs":
             return True
         if settings.on_trial:
@@ -204,7 +210,7 @@ class _FirstCall:
             return _not_compared(error)
         if drew and not _torch.inductor.draws_as_eager(self.options):
             named = any("dropout" in f"{node.target} {node.kwargs}" for node in self.eager.graph.nodes)
-            return Comparison("not compared", "dropout" if named else "random numbers")
+            return Comparison("not compared", _DROPOUT if named else _RANDOM_NUMBERS)
         try:
             if with_gradients:
                 with _unnoticed(random_state):

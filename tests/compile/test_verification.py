@@ -13,7 +13,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from compile_callbacks import CompileError, CompileWarning, report_of
+from compile_callbacks import CompileError, CompileWarning, InductorBackend, report_of
+from compile_callbacks.report.table import sections
 from tests.support.models import FEATURES, mlp
 from tests.support.wrong_passes import WrongBackward, WrongForward
 
@@ -251,6 +252,11 @@ def test_dropout_is_not_compared_in_training_and_compared_in_inference(compiled)
     assert verified(module) == "not compared 1 (dropout)"
     assert verified(module, "infer") == "equal 1"
     assert "not compared 1 (dropout)" in str(report)
+    fix = 'train_mode={"options": {"fallback_random": True}} makes it comparable, but slower'
+    assert str(report).endswith(f"next: train has a graph that was not compared with eager (dropout): {fix}")
+    assert [(part.title, part.rows) for part in sections(report)] == [
+        ("Not compared with eager", [("train", "forward", "1", "-", f"dropout; {fix}")])
+    ]
 
 
 class Noise(nn.Module):
@@ -260,6 +266,13 @@ class Noise(nn.Module):
 
     def forward(self, x):
         return self.net(x + torch.randn_like(x))
+
+
+def test_the_advice_about_random_numbers_names_the_argument_of_a_backend():
+    backend = InductorBackend().build(Noise(), inputs())
+    backend.deactivate()
+    assert backend.report.infer.verified == "not compared 1 (random numbers)"
+    assert ': mode={"options": {"fallback_random": True}} makes it comparable' in str(backend.report)
 
 
 def test_comparing_draws_no_random_numbers(compiled):

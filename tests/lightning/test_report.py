@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from compile_callbacks.report.report import PhaseDiagnostics
+from compile_callbacks.report.summary import describe_verdict
 from tests.support.models import Classifier, loader, seeded, trainer
 from tests.support.step_times import TimedSteps, Times
 
@@ -44,23 +47,41 @@ def test_compiled_steps_that_are_slower_are_warned_about_with_the_remedy(monkeyp
     assert callback.report.train.break_even_steps == math.inf
 
 
-def test_a_resumed_run_knows_its_baseline_and_says_so(tmp_path):
-    first = InductorCompile(baseline_steps=4)
+def test_a_resumed_run_knows_its_baseline_and_says_so(tmp_path, monkeypatch):
+    Times(monkeypatch, train=lambda name, workload: 10 if name == "eager" else next(milliseconds))
+    milliseconds = itertools.count(4, 0.001)
+    first = InductorCompile(baseline_steps=5)
     run = trainer(first, enable_checkpointing=True, default_root_dir=tmp_path)
-    run.fit(seeded(), loader(14))
+    run.fit(seeded(), loader(16))
     run.save_checkpoint(tmp_path / "run.ckpt")
 
-    second = InductorCompile(baseline_steps=4)
+    second = InductorCompile(baseline_steps=5)
     module = seeded()
-    trainer(second, max_epochs=2).fit(module, loader(14), ckpt_path=tmp_path / "run.ckpt")
+    trainer(second, max_epochs=2).fit(module, loader(16), ckpt_path=tmp_path / "run.ckpt")
     report = second.report
     assert report.before == first.report
     assert report.train.eager_step_ms == first.report.train.eager_step_ms
     assert report.train.diagnostics.restored == ("eager_step_ms", "eager_spread_ms")
-    assert report.train.samples == 4
+    assert report.train.samples == 5
     assert report.train.compiled_step_ms != first.report.train.compiled_step_ms
     assert "train: eager steps were measured in the run before this one" in str(report)
-    assert len(module.losses) == 14
+    assert "the eager steps of the earlier run" in describe_verdict("train", report.train)
+    assert len(module.losses) == 16
+
+
+def test_a_resumed_run_measures_again_if_the_checkpoint_has_no_state_of_the_callback(tmp_path):
+    run = trainer(InductorCompile(baseline_steps=4), enable_checkpointing=True, default_root_dir=tmp_path)
+    run.fit(seeded(), loader(14))
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=False)
+    del checkpoint["compile_callbacks"]
+    torch.save(checkpoint, tmp_path / "new_baseline.ckpt")
+
+    second = InductorCompile(baseline_steps=4)
+    trainer(second, max_epochs=2).fit(seeded(), loader(14), ckpt_path=tmp_path / "new_baseline.ckpt")
+    assert second.report.before is None
+    assert second.report.train.eager_step_ms is not None
+    assert second.report.train.diagnostics.restored == ()
 
 
 def test_the_table_is_printed_once_after_a_fit(capsys):
@@ -104,6 +125,8 @@ def test_what_was_not_measured_is_none():
     assert report.train.speedup is None
     assert report.train.break_even_steps is None
     assert report.train.compiled_step_ms > 0
+    samples = report.train.diagnostics.eager_samples, report.train.diagnostics.compiled_samples
+    assert samples == (0, report.train.samples)
     assert report.train.samples == 6 - 2 - WARMUP_STEPS  # the first step is eager, the second one compiles
     assert report.infer.compile_seconds is None
     assert report.infer.samples is None

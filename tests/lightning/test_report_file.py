@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
 from compile_callbacks.report.file import FILE_NAME
@@ -56,8 +58,42 @@ def test_without_a_folder_of_a_logger_the_file_is_in_the_root_folder(logger, tmp
     assert [record["call"] for record in read(tmp_path)] == ["fit"]
 
 
-def test_folder_may_be_a_url():
+def lines_about_the_file(logged):
+    return [line for line in logged() if FILE_NAME in line]
+
+
+def test_a_line_at_the_end_of_a_run_names_the_file(tmp_path, monkeypatch, logged):
+    monkeypatch.chdir(tmp_path)
+    callback, module = InductorCompile(baseline_steps=0), Classifier()
+    run = trainer(callback, logger=TensorBoardLogger("runs", name="start"), default_root_dir=".")
+    run.fit(module, loader(3), loader(2))
+    run.test(module, loader(2), verbose=False)
+    path = f"runs/start/version_0/{FILE_NAME}"
+    assert len(read(Path(path).parent)) == 2
+    assert lines_about_the_file(logged) == [f"report: {path}"]  # with the printed report, so not after the test
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    run.fit(module, loader(3))
+    assert len(lines_about_the_file(logged)) == 1
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_line_names_the_file_of_an_interrupted_run(where, tmp_path, monkeypatch, logged):
+    class Interrupted(Classifier):
+        def on_train_epoch_end(self):
+            raise KeyboardInterrupt
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path if where == "inside" else tmp_path / "elsewhere")
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        fit(tmp_path, module=Interrupted())
+    assert [record["exception"] for record in read(tmp_path)] == ["KeyboardInterrupt"]
+    path = FILE_NAME if where == "inside" else f"{tmp_path}/{FILE_NAME}"
+    assert lines_about_the_file(logged) == [f"report: {path}"]
+
+
+def test_folder_may_be_a_url(logged):
     fit("memory://runs/digits")
+    assert lines_about_the_file(logged) == [f"report: memory://runs/digits/{FILE_NAME}"]
     files = fsspec.filesystem("memory")
     assert files.ls("/runs/digits", detail=False) == [f"/runs/digits/{FILE_NAME}"]
     assert json.loads(files.cat_file(f"/runs/digits/{FILE_NAME}"))[0]["call"] == "fit"
@@ -78,9 +114,10 @@ def test_an_exception_is_recorded_and_the_log_folder_is_read_once_in_setup(tmp_p
 
 
 @pytest.mark.parametrize("settings", [{"fast_dev_run": 2}, {"callback": InductorCompile(None, None)}])
-def test_nothing_is_written_in_a_fast_dev_run_or_if_nothing_is_compiled(settings, tmp_path):
+def test_nothing_is_written_in_a_fast_dev_run_or_if_nothing_is_compiled(settings, tmp_path, logged):
     fit(tmp_path, **settings)
     assert list(tmp_path.iterdir()) == []
+    assert lines_about_the_file(logged) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000])

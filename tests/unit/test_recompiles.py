@@ -43,3 +43,18 @@ def test_reasons_in_words(reason, words):
 def test_a_tensor_is_advised_only_for_a_number():
     fixes = {value: explain_recompile(f"0/0: args[1] == {value}").fix for value in ("-2", "0.5", "'a'", "True")}
     assert [value for value, fix in fixes.items() if fix] == ["-2", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [
+        ("0/0: tensor 'args[0]' size mismatch at index 0. expected 32, actual 8",
+         'drop_last=True in the DataLoader, or infer_mode={"dynamic": True}, avoids it'),
+        ("0/1: 2 <= args[0].size()[0]", 'drop_last=True in the DataLoader, or infer_mode={"dynamic": True}, avoids it'),
+        ("0/0: tensor 'args[0]' size mismatch at index 1. expected 32, actual 8",
+         'infer_mode={"dynamic": True} avoids it'),
+    ],
+)  # fmt: skip
+def test_the_advice_names_the_argument_of_the_user(reason, fix):
+    assert explain_recompile(reason, "infer_mode").fix == fix
+    assert explain_recompile(reason).fix == fix.replace("infer_mode", "mode")

@@ -1,0 +1,152 @@
+"""The sentences of a report: the claims of each verdict line, and the advice. Also the rows of the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compile_callbacks import CompileReport, PhaseReport
+from compile_callbacks.report.report import PhaseDiagnostics
+from compile_callbacks.report.summary import describe_verdict, next_step
+from compile_callbacks.report.table import main_table
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "report.md"
+
+pytestmark = pytest.mark.all_versions
+
+
+def report(verdict, eager_ms, compiled_ms, spreads=(1.0, 1.0), **details):
+    """The report of a phase with 20 s of compiling and a net of 61 s."""
+    speedup = None if verdict == "no difference" else eager_ms / compiled_ms
+    return PhaseReport(
+        mode="default",
+        verdict=verdict,
+        compile_seconds=20.0,
+        recompiles=sum(event["kind"] == "recompile" for event in details.get("events", ())),
+        eager_step_ms=eager_ms,
+        compiled_step_ms=compiled_ms,
+        speedup=speedup,
+        break_even_steps=300,
+        net_seconds_saved=-61.0 if verdict == "compile time not repaid" else 61.0,
+        diagnostics=PhaseDiagnostics(eager_spread_ms=spreads[0], compiled_spread_ms=spreads[1], **details),
+    )
+
+
+def line(*arguments, **details):
+    return describe_verdict("train", report(*arguments, **details))
+
+
+def todo(*arguments, **details):
+    return next_step(CompileReport(train=report(*arguments, **details)))
+
+
+RECOMPILE = {"kind": "recompile", "target": "net", "phase": "train", "reason": "batch size 13, was 32"}
+SAVED = "saved 1 min 1 s after 20 s of compiling"
+
+
+@pytest.mark.parametrize("spreads", [(40.0, 269.7), (300.0, 10.0)])
+@pytest.mark.parametrize(
+    ("verdict", "compiled_ms"),
+    [("faster", 119.6), ("compile time not repaid", 119.6), ("slower", 800.0), ("no difference", 557.0)],
+)
+def test_a_line_whose_step_times_vary_too_much_says_measure_again(verdict, compiled_ms, spreads):
+    larger = max(spreads[0] / 558.0, spreads[1] / compiled_ms) / 2
+    text = line(verdict, 558.0, compiled_ms, spreads)
+    noise = f"; step times vary by ±{larger:.0%}, so other programs may use the machine: measure again"
+    assert text.endswith(noise) == (larger > 0.25)
+    assert ("vary" in text) == (larger > 0.25)
+
+
+def test_a_line_of_steady_step_times_claims_its_figures():
+    assert line("faster", 558.0, 119.6, (20.0, 59.0)) == f"4.7x faster (558 → 120 ms), {SAVED}"
+    noisy = f"4.7x faster (558 → 120 ms), {SAVED}; step times vary by ±113%, so other programs may use the machine: "
+    assert line("faster", 558.0, 119.6, (20.0, 269.7)) == f"{noisy}measure again"
+
+
+@pytest.mark.parametrize(
+    ("compiled_ms", "size"),
+    [(112.0, "slower by 12%"), (194.0, "slower by 94%"), (199.9, "2.0x slower"), (450, "4.5x slower")],
+)
+def test_a_slower_phase_is_a_percentage_below_twice_the_time(compiled_ms, size):
+    assert line("slower", 100.0, compiled_ms).startswith(f"{size} (100 → {compiled_ms:.0f} ms): torch reports no cause")
+
+
+def test_the_cause_of_slower_steps_is_only_a_possible_cause():
+    text = line("slower", 100.0, 112.0, events=(RECOMPILE,))
+    assert "possible cause: 1 recompile (batch size 13, was 32); try train_mode='eager'" in text
+    text = line("slower", 100.0, 112.0, events=(RECOMPILE, RECOMPILE))
+    assert "possible cause: 2 recompiles (the last: batch size 13, was 32)" in text
+
+
+def test_noise_is_no_reason_to_change_the_settings():
+    assert todo("slower", 100.0, 112.0) == "train_mode='eager' leaves the phase eager"
+    for verdict in ("slower", "no difference"):
+        again = "measure train again while no other program uses the machine"
+        assert todo(verdict, 100.0, 112.0, (90.0, 9.0)) == again
+
+
+def test_a_graph_that_was_not_compared_is_the_last_advice():
+    dropout = {"kind": "verify", "verdict": "not compared", "reason": "dropout", "fix": "this helps"}
+    advice = "train has a graph that was not compared with eager (dropout): this helps"
+    assert todo("faster", 100.0, 50.0, events=(dropout,)) == advice
+    assert "train_mode='eager'" in todo("slower", 100.0, 112.0, events=(dropout,))
+
+
+def test_a_line_names_the_eager_steps_of_the_earlier_run():
+    earlier = "than the eager steps of the earlier run"
+    restored = {"restored": ("eager_step_ms", "eager_spread_ms")}
+    assert line("faster", 558.0, 291.0, **restored).startswith(f"1.92x faster {earlier} (558 → 291 ms), saved")
+    assert line("compile time not repaid", 558.0, 291.0, **restored).startswith(f"1.92x faster {earlier} (558 →")
+    assert line("slower", 100.0, 112.0, **restored).startswith(f"slower by 12% {earlier} (100 →")
+    assert line("no difference", 10.0, 10.1, **restored).startswith(
+        f"no difference {earlier.replace('than', 'from')} ("
+    )
+
+
+def test_medians_that_are_not_close_are_not_called_equal():
+    assert line("no difference", 21.7, 20.6, (2.8, 1.0)) == (
+        "no difference (21.7 vs 20.6 ms, spread ±1.40), 20 s spent compiling"
+    )
+    assert line("no difference", 17.1, 83.1, (1.0, 99.6)) == (
+        "no clear difference: step times vary too much (17.1 vs 83.1 ms, spread ±49.8), 20 s spent compiling"
+    )
+
+
+def test_a_line_and_the_table_show_the_same_spread():
+    found = report("no difference", 21.7, 20.6, (2.8, 1.0))
+    cells = dict(main_table([found])[0].rows)
+    assert cells["eager step ms"] == "21.70 ± 1.40"
+    assert "spread ±1.40" in describe_verdict("train", found)
+
+
+@pytest.mark.parametrize(
+    ("samples", "details", "cell"),
+    [(10, {"eager_samples": 10, "compiled_samples": 241}, "10 / 241"), (10, {}, "10"), (None, {}, None)],
+)
+def test_the_table_shows_the_samples_of_both_sides(samples, details, cell):
+    found = PhaseReport(mode="default", samples=samples, diagnostics=PhaseDiagnostics(**details))
+    rows = [row for group in main_table([found]) for row in group.rows]
+    assert dict(rows).get("samples, eager / compiled") == cell
+
+
+def test_the_page_explains_each_row_of_the_table():
+    details = PhaseDiagnostics(
+        cache_misses=1,
+        eager_peak_memory_mib=1.0,
+        peak_memory_mib=1.0,
+        saved_for_backward_mib=1.0,
+        folded_mib=1.0,
+        weight_refreshes=1,
+        max_abs_error=0.0,
+        skipped_passes=1,
+        trials=({"candidate": "NAME", "median_ms": 1.0, "verdict": "chosen"},),
+    )
+    figures = {"samples": 5, "speedup": 2.0, "net_seconds_saved": 1.0, "break_even_steps": 9.0, "targets": ("net",)}
+    counts = dict.fromkeys(("graphs", "graph_breaks", "recompiles", "fallbacks"), 1)
+    times = {"compile_seconds": 1.0, "eager_step_ms": 2.0, "compiled_step_ms": 1.0, "verified": "equal 1"}
+    found = PhaseReport(**figures, **counts, **times, diagnostics=details)
+    labels = [row[0] for group in main_table([found]) for row in group.rows]
+    assert len(labels) == 23
+    section = PAGE.read_text().partition("## Rows of the table")[2].partition("\n## ")[0]
+    assert [label for label in labels if f"`{label}`" not in section] == []
