@@ -3,7 +3,7 @@
     python docs/report_gallery.py                    # all runs, about five minutes on an idle machine
     python docs/report_gallery.py --only "slower"    # print the report of one run
 
-Each run starts in a new process with an empty compiler cache. If its verdict is not the expected one, or asks to measure
+Each run starts in a new process with an empty compiler cache. If its verdict is not the expected one or asks to measure
 again, because other programs use the machine, the run is repeated, at most twice.
 tests/lightning/test_report_gallery.py makes the same runs with fixed step times.
 """
@@ -151,7 +151,7 @@ _HEAD = """\
 # Nine runs and their reports
 
 `docs/report_gallery.py` made these runs with one CPU thread and an empty compiler cache. Each run shows one outcome. A
-run that had another outcome, or whose step times varied too much, because other programs used the machine, was repeated.
+run that had another outcome or step times that varied too much, because other programs used the machine, was repeated.
 """
 
 
