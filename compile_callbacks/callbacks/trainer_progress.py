@@ -50,8 +50,7 @@ def remaining_steps(trainer: Trainer) -> Mapping[Phase, float]:
 def _train_batches(trainer: Trainer) -> float:
     epochs = math.inf if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
     batches = trainer.num_training_batches
-    done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-    left = epochs * batches - done if epochs else 0
+    left = epochs * batches - _batches_done(trainer, batches) if epochs else 0
     if trainer.max_steps >= 0:
         # With manual optimization, as in a GAN, the trainer counts the steps of all optimizers. We assume that each
         # optimizer steps once in each batch.
@@ -60,6 +59,22 @@ def _train_batches(trainer: Trainer) -> float:
         steps = (trainer.max_steps - trainer.global_step) // steps_a_batch
         left = min(left, steps * trainer.accumulate_grad_batches)
     return max(0.0, float(left))
+
+
+def _batches_done(trainer: Trainer, batches: float) -> float:
+    """Return the number of finished training batches.
+
+    This assumes that each past epoch had the batches of the current epoch, because a resumed run may have other
+    dataloaders.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    done = float(progress.total.ready)
+    if math.isinf(batches) or trainer.current_epoch * batches <= done <= (trainer.current_epoch + 1) * batches:
+        return done
+    of_epoch = float(progress.current.ready)
+    if of_epoch >= batches:  # the count of the last epoch, unless the validation at the end of this epoch runs
+        of_epoch = batches if trainer.validating else 0.0
+    return trainer.current_epoch * batches + of_epoch
 
 
 def _validation_batches(trainer: Trainer, train_batches: float) -> float:

@@ -150,14 +150,13 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
 
         The identity covers
 
-        - the source file of the class, and the files of your modules that this file imports from;
-        - the versions of the installed packages that these files import from;
+        - the code of the class, and of its base classes outside torch;
+        - the functions, classes and values that this code refers to by a global name;
         - the constructor's arguments, the hook point and this library's version.
 
         The method can describe numbers, strings, dtypes, devices, enums, small tensors, functions, classes,
-        passes, and lists and mappings of these. For any other value, for a class within a function, and for code
-        without a source file, it returns ``None``, and torch does not cache the graph. The identity does not cover
-        global variables that the program changes. Pass such values as arguments.
+        passes, and lists and mappings of these. For any other value, it returns ``None``, and torch does not cache the
+        graph.
 
         The first call computes the identity, and later calls return the same.
         """

@@ -119,7 +119,7 @@ class CompiledTarget:
             compiled = self._current_function()
         self._recorder.listen_after_reset()
         stance = self._stance(member, args, kwargs) if self._limits_shapes or self._budget.exhausted else None
-        failure = None
+        failure, graphs = None, self._backend.graphs
         calling.current = call = CallInProgress(self, member, args, kwargs, stance is not None)
         try:
             if stance is None:
@@ -141,20 +141,19 @@ class CompiledTarget:
             if call.snapshot is not None:
                 call.snapshot.restore()
             result = self._call_after_failure(member, failure, args, kwargs)
-        if call.snapshot is not None or failure is not None or self._traces_without_graph:
-            self._after_trace(call, member, args, kwargs)
+        traced, has_new_graph = call.snapshot is not None, self._backend.graphs > graphs
+        if traced or has_new_graph or self._traces_without_graph or fallback.region_failure is not None:
+            self._after_trace(member, args, kwargs, traced=traced, has_new_graph=has_new_graph)
         if fallback.pending:
             fallback.issue_warnings()
         return result
 
-    def _after_trace(self, call: CallInProgress, member: Target, args: Any, kwargs: Any) -> None:
-        traced = call.snapshot is not None
-        compiled = traced and self._backend.graphs > call.graphs_before
-        if compiled:
+    def _after_trace(self, member: Target, args: Any, kwargs: Any, *, traced: bool, has_new_graph: bool) -> None:
+        if has_new_graph:  # also if no recorder listens, so that the trace was not noticed (keep_compiled)
             self._graphs_were_compiled(member, args, kwargs)
         if self._fallback.region_failure is not None:
             self._give_up_regions(self._fallback.region_failure)
-        self._count_traces(traced=traced, compiled=compiled)
+        self._count_traces(traced=traced, compiled=has_new_graph)
 
     def _count_traces(self, *, traced: bool, compiled: bool) -> None:
         """Run the target eagerly if torch traces each call without compiling a graph."""

@@ -19,7 +19,7 @@ RECENT_SAMPLES = 20
 """The number of the latest compiled step times that are compared with the eager step times."""
 
 LEAST_SHARE = 0.2
-"""The share of a target's weights that its graphs must use. With a smaller share, most of the target runs eagerly."""
+"""The share of a target's trained weights that its graphs must use. With a smaller share, most of it runs eagerly."""
 
 _CAUSES: dict[EventKind, str] = {
     "recompile": "recompile",
@@ -187,9 +187,9 @@ class SessionWarnings:
         where = f" ({first.file}:{first.line})" if first.file else ""
         message = (
             f"hardly anything of target {key.target!r} is compiled in the {key.phase} phase: its graphs use "
-            f"{counts[0]} of its {counts[1]} weights ({counts[0] / counts[1]:.0%}), and the rest of the target runs "
-            f"eagerly. The first graph break: {short_reason(first.reason or '')}{where}. Name the parts that torch can "
-            f"trace in targets=[...], or leave the phase eager with {key.phase}_mode='eager'"
+            f"{counts[0]} weights, {counts[0] / counts[1]:.0%} of the {counts[1]} that get gradients, and the rest of "
+            f"the target runs eagerly. The first graph break: {short_reason(first.reason or '')}{where}. Name the parts "
+            f"that torch can trace in targets=[...], or leave the phase eager with {key.phase}_mode='eager'"
         )
         self._warn.warn("CC131", message, about=key[:2])
 

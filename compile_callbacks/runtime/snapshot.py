@@ -80,11 +80,10 @@ class CallInProgress:
 
     Attributes:
         nested_calls_eager: Whether other targets run eagerly within this call.
-        graphs_before: The number of the target's graphs before Dynamo traced it.
         snapshot: The state of the module before Dynamo traced it, which is restored if the compile fails.
     """
 
-    __slots__ = ("_args", "_kwargs", "_member", "_target", "graphs_before", "nested_calls_eager", "snapshot")
+    __slots__ = ("_args", "_kwargs", "_member", "_target", "nested_calls_eager", "snapshot")
 
     def __init__(
         self, target: CompiledTarget, member: Target, args: Any, kwargs: Any, nested_calls_eager: bool
@@ -102,5 +101,4 @@ class CallInProgress:
         """Take the snapshot and prepare the target. Called when Dynamo begins to trace within the call."""
         if self.snapshot is None:
             self.snapshot = Snapshot(self._member.module)
-            self.graphs_before = self._target.backend.graphs
             self._target.trace_begins(self._args, self._kwargs)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
-import time
 import types
 
 import pytest
@@ -48,81 +45,101 @@ def test_a_uuid_covers_arguments_source_and_hook():
 # ------------------------------------------------------------------------------------------ code
 
 USER_MODULE = """
+import functools
+import logging
+import re
+
+import torch
 from compile_callbacks import GraphPass
-from user_package import helpers
+
+FACTOR = 10
+TABLE = {torch.ops.aten.mul.Tensor: 2}
+logger = logging.getLogger(__name__)
 
 class Mixin:
+    pattern = re.compile("mul")
+
     @property
     def factor(self):
         return 10
 
+def by_function():
+    return 20
+
+@functools.cache
+def by_cached_function():
+    return 30
+
+@torch.no_grad()
+def by_decorated_function():
+    return 40
+
+class Helper:
+    factor = 50
+
 class Scale(Mixin, GraphPass):
     def __call__(self, graph, is_inference):
-        print(self.factor, helpers.by_function())
+        logger.info("runs")
+        factors = [x for x in (self.factor, by_function(), by_cached_function(), Helper.factor, below(), FACTOR)]
+        print(factors, by_decorated_function(), TABLE, [later for later in (below,)])
 
-class ScaleMore(Scale):
-    pass
+def below():
+    print("recursive")
+    return below
 """
-HELPERS = "def by_function():\n    return 20\n"
 
 
-@pytest.fixture
-def user_package(tmp_path, monkeypatch):
-    """Return a function that writes and imports a package of the user's."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
-    def write(source: str = USER_MODULE, helpers: str = HELPERS, edited: float = 0.0) -> types.ModuleType:
-        for name, text in {"__init__": "", "helpers": helpers, "passes": source}.items():
-            file = tmp_path / "user_package" / f"{name}.py"
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(text)
-            os.utime(file, (edited, edited))
-        for name in [name for name in sys.modules if name.partition(".")[0] == "user_package"]:
-            del sys.modules[name]
-        importlib.invalidate_caches()
-        return importlib.import_module("user_package.passes")
-
-    return write
-
-
-def test_a_uuid_covers_the_module_of_the_pass_and_the_modules_that_it_imports(user_package):
-    changed = {"source": USER_MODULE.replace("return 10", "return 11")}, {"helpers": HELPERS.replace("20", "21")}
-    uuids = [user_package(**changes).Scale().uuid() for changes in ({}, *changed)]
-    assert None not in uuids
-    assert len(set(uuids)) == 3
-    assert user_package().Scale().uuid() == uuids[0] != user_package().ScaleMore().uuid()
-
-
-def test_a_uuid_is_none_if_a_file_was_edited_after_the_process_started(user_package):
-    assert user_package(edited=time.time() + 60).Scale().uuid() is None
-
-
-def test_a_uuid_is_none_without_a_source_file(monkeypatch):
+def uuid_of(source: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """Return the uuid of ``Scale()`` in a module with this source."""
     module = types.ModuleType("user_module")
     monkeypatch.setitem(sys.modules, "user_module", module)
-    exec(USER_MODULE.replace("from user_package import helpers", ""), vars(module))
-    assert module.Scale().uuid() is None
+    exec(compile(source, "user_module.py", "exec"), vars(module))
+    identity: str | None = module.Scale().uuid()
+    return identity
 
 
-def test_a_uuid_of_a_nested_function_covers_the_values_around_it():
+def test_a_uuid_covers_mixins_and_what_the_pass_calls_in_its_module(monkeypatch):
+    changes = [
+        ("return 10", "return 11"),
+        ("return 20", "return 21"),
+        ("return 30", "return 31"),
+        ("return 40", "return 41"),
+        ("factor = 50", "factor = 51"),
+        ('re.compile("mul")', 're.compile("add")'),
+        ('print("recursive")', 'print("changed")'),
+        ("FACTOR = 10", "FACTOR = 11"),
+        ("aten.mul.Tensor: 2", "aten.mul.Tensor: 3"),
+        ("[later for", "[(later, 1) for"),
+    ]
+    sources = [USER_MODULE, *(USER_MODULE.replace(*change) for change in changes)]
+    uuids = [uuid_of(source, monkeypatch) for source in sources]
+    assert None not in uuids
+    assert len(set(uuids)) == len(set(sources)) == len(changes) + 1
+    assert uuid_of(USER_MODULE, monkeypatch) == uuids[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("FACTOR = 10", "FACTOR = object()"), ("factor = 50", "factor = object()"), ("return below", "return missing")],
+)
+def test_a_uuid_is_none_if_the_module_contains_what_cannot_be_described(monkeypatch, change):
+    assert uuid_of(USER_MODULE.replace(*change), monkeypatch) is None
+
+
+def test_a_recursive_nested_function_has_a_uuid():
     def make(factor):
-        @graph_pass
-        def scale(graph, is_inference):
-            print(factor)
+        def visit(node):
+            return [visit(other) for other in node.users] * factor
 
-        return scale
+        @graph_pass
+        def recursive(graph, is_inference):
+            visit(next(iter(graph.nodes)))
+            print(recursive.name)
+
+        return recursive
 
     assert make(2).uuid() is not None
     assert make(2).uuid() == make(2).uuid() != make(3).uuid()
-
-
-def test_a_uuid_of_a_class_within_a_function_is_none():
-    class Local(GraphPass):
-        def __call__(self, graph, is_inference):
-            pass
-
-    assert Local().uuid() is None
 
 
 def test_a_uuid_is_none_while_a_closure_cell_is_empty():
@@ -130,12 +147,14 @@ def test_a_uuid_is_none_while_a_closure_cell_is_empty():
         def nested(graph, is_inference):
             print(later)
 
-        early = graph_pass(nested).uuid()
+        early = graph_pass(nested)
+        uuids = [early.uuid()]
         later = 2
-        return early, graph_pass(nested).uuid()
+        return [*uuids, early.uuid(), graph_pass(nested).uuid()]
 
-    early, complete = make()
-    assert early is None
+    first, second, complete = make()
+    assert first is None
+    assert second is None  # a uuid is computed once
     assert complete is not None
 
 
