@@ -19,7 +19,7 @@ RECENT_SAMPLES = 20
 """The number of the latest compiled step times that are compared with the eager step times."""
 
 LEAST_SHARE = 0.2
-"""The share of a target's trained weights that its graphs must use. With a smaller share, most of it runs eagerly."""
+"""The share of a target's weights that its graphs must use. With a smaller share, most of it may run eagerly."""
 
 _CAUSES: dict[EventKind, str] = {
     "recompile": "recompile",
@@ -175,7 +175,7 @@ class SessionWarnings:
         self._warn.warn("CC101", message, about=key[:2])
 
     def _check_share(self, compiled_target: CompiledTarget) -> None:
-        """Warn if graph breaks leave most of a target's weights out of its graphs, unless a fallback was reported."""
+        """Warn if graph breaks may leave most of a target eager, unless a fallback was reported."""
         key, counts = compiled_target.key, compiled_target.backend.weights_in_graphs
         if counts is None or not compiled_target.backend.graphs or counts[0] >= LEAST_SHARE * counts[1]:
             return
@@ -186,9 +186,9 @@ class SessionWarnings:
         first = events[0]
         where = f" ({first.file}:{first.line})" if first.file else ""
         message = (
-            f"hardly anything of target {key.target!r} is compiled in the {key.phase} phase: its graphs use "
-            f"{counts[0]} weights, {counts[0] / counts[1]:.0%} of the {counts[1]} that get gradients, and the rest of "
-            f"the target runs eagerly. The first graph break: {short_reason(first.reason or '')}{where}. Name the parts "
+            f"the compiled graphs of target {key.target!r} use {counts[0]} of its {counts[1]} weights "
+            f"({counts[0] / counts[1]:.0%}) in the {key.phase} phase, so its other layers run eagerly or are not used. "
+            f"The first graph break: {short_reason(first.reason or '')}{where}. If the other layers run, name the parts "
             f"that torch can trace in targets=[...], or leave the phase eager with {key.phase}_mode='eager'"
         )
         self._warn.warn("CC131", message, about=key[:2])

@@ -134,15 +134,14 @@ class GraphBackend:
 
     @property
     def weights_in_graphs(self) -> tuple[int, int] | None:
-        """The number of weights that the graphs use, and of weights that got gradients, or ``None`` if not comparable.
+        """The number of weights that the graphs use, and of all weights, or ``None`` if they cannot be compared.
 
-        Weights without a gradient may be unused. A method may need only some weights of its module. Other weights are
-        not inputs of a graph, or are shared.
+        A method may need only some weights of its module. Other weights are not inputs of a graph, or are shared.
         """
         member = self._first()
-        if member is None or self._shared or member.method is not None or member.sharded or self._key.phase == "infer":
+        if member is None or self._shared or member.method is not None or member.sharded or self._key.frozen:
             return None
-        return self.weights, sum(weight.grad is not None for weight in member.module.parameters())
+        return self.weights, sum(1 for _ in member.module.parameters())
 
     def _check_template(self, device: torch.device) -> None:
         """Report once if the template falls back on this device. The first graph tells the device."""

@@ -61,3 +61,12 @@ def test_remaining_steps_of_a_fit(settings, steps):
     batches = stream() if settings.pop("stream", False) else loader(8)
     trainer(seen, **settings).fit(Classifier(), batches, loader(4))
     assert seen.steps == steps
+
+
+@pytest.mark.all_versions
+def test_remaining_steps_of_a_resumed_fit_count_the_present_batches(tmp_path):
+    first, seen = trainer(max_epochs=2), Remaining()
+    first.fit(Classifier(), loader(8))
+    first.save_checkpoint(tmp_path / "of_longer_epochs.ckpt")
+    trainer(seen, max_epochs=6).fit(Classifier(), loader(2), ckpt_path=tmp_path / "of_longer_epochs.ckpt")
+    assert seen.steps == [(8, 0)]

@@ -161,6 +161,17 @@ def test_auto_tries_candidates_that_may_amortize_their_compile_time(device, step
         assert not tuner.lasts
 
 
+def test_a_failed_compile_of_repeated_blocks_does_not_double_the_estimate_of_the_next():
+    tuner = Tuner(Tune("auto"))
+    tuner.steps_left = 3000
+    trials = [Trial("regions", compile_cost=0.5, repeated=True), Trial("whole")]
+    times = {Workload("train"): [10.0] * 5}
+    tuner.block_ends(Block(times, 0.05, 0, None, 8))
+    tuner.start(trials)
+    tuner.block_ends(Block(times, 0.05, 8.0, ("failed", "the blocks share no code"), 8))
+    assert tuner.trials["whole"].verdict == "undecided"
+
+
 def test_steps_of_equal_workload_are_compared():
     class RaggedIsQuick(Machine):
         def step_ms(self, name):
