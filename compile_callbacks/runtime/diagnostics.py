@@ -188,8 +188,8 @@ class SessionWarnings:
         message = (
             f"the compiled graphs of target {key.target!r} use {counts[0]} of its {counts[1]} weights "
             f"({counts[0] / counts[1]:.0%}) in the {key.phase} phase, so its other layers run eagerly or are not used. "
-            f"The first graph break: {short_reason(first.reason or '')}{where}. If the other layers run, name the parts "
-            f"that torch can trace in targets=[...], or leave the phase eager with {key.phase}_mode='eager'"
+            f"The first graph break: {short_reason(first.reason or '')}{where}. If the other layers run, name the "
+            f"parts that torch can trace in targets=[...], or leave the phase eager with {key.phase}_mode='eager'"
         )
         self._warn.warn("CC131", message, about=key[:2])
 
