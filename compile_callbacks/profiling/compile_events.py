@@ -158,6 +158,8 @@ class CompileRecorder:
 
         The last entry contains the compile seconds since the last graph."""
         self.with_graph_breaks: set[CompileKey] = set()
+        self.import_seconds = 0.0
+        """The time that the import of the compiler took, which belongs to the phase that compiles first."""
         self.trace_settings = _torch.events.TraceSettings(
             ours=lambda: self.key is not None, frozen=lambda: self.key is not None and self.key.frozen
         )

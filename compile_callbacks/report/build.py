@@ -59,6 +59,8 @@ def build_phase_report(
         times = replace(times, compiled_ms=())  # because these steps ran eagerly
     eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
     outside = sum(event.seconds or 0 for event in compiles if event.step is None)
+    if next((event.phase for event in recorder.events if event.kind == "compile"), None) == phase:
+        outside += recorder.import_seconds
     savings = timer.savings(phase, outside) if compiles else None
     verdict = compare(times) if details else None
     speedup = eager_ms / compiled_ms if verdict in ("faster", "slower") and eager_ms and compiled_ms else None

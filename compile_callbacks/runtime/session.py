@@ -133,7 +133,7 @@ class Session:
         for phase, active in self._active.items() if self._processes.is_global_zero else ():
             self._warnings.check_settings(phase, active.config, sharded=is_sharded(self.module), device=device)
         if self._arguments.compiles:
-            _torch.inductor.import_inductor()
+            self._recorder.import_seconds += _torch.inductor.import_inductor()
         model = model_fingerprint(self.module) if self._cache is not None or self._tunings else ""
         if self._cache is not None:
             self._cache.begin(clean=self._processes.is_global_zero)

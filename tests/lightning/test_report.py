@@ -39,6 +39,14 @@ def test_a_row_whose_figures_are_all_zero_is_not_in_the_table():
         assert ("saved for backward MiB" in str(CompileReport(train=train))) == shown
 
 
+def test_net_seconds_count_the_import_of_the_compiler_in_the_phase_that_compiles_first(monkeypatch):
+    monkeypatch.setattr("compile_callbacks._torch.inductor.import_inductor", lambda: 1000.0)
+    callback = InductorCompile(baseline_steps=5)
+    trainer(callback, max_epochs=3).fit(Classifier(), loader(12), loader(12))
+    assert callback.report.train.net_seconds_saved < -999
+    assert -100 < callback.report.infer.net_seconds_saved < 100
+
+
 def test_compiled_steps_that_are_slower_are_warned_about_with_the_remedy(monkeypatch):
     Times(monkeypatch, train={"eager": 10, None: 12})
     callback = InductorCompile("default", None, baseline_steps=6)
