@@ -110,7 +110,7 @@ class CompiledTarget:
         """Call a member of the target compiled, or eagerly if it cannot be compiled."""
         calling, fallback = self._calling, self._fallback
         outer = calling.current
-        # In the steady state, only these comparisons run before the compiled function, because they take time in each call.
+        # In the steady state, only these comparisons run before the compiled function. Each call takes time for them.
         may_run_eagerly = outer is not None or fallback.runs_eagerly or self._uncompilable or not self.ran
         if (may_run_eagerly or _torch.dynamo.is_transformed()) and self._runs_eagerly(outer, args, kwargs):
             return member.eager(*args, **kwargs)
