@@ -59,9 +59,8 @@ def incoming_gradients(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None
     return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list) else arguments
 
 
-def graph_is_kept() -> bool:
-    """Return whether the running backward pass keeps its graph (``retain_graph=True``)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Returns whether the running backward pass keeps its graph (``retain_graph=True``)."""
 
 
 def mutated_inputs(node: Any) -> Sequence[int]:

@@ -197,9 +197,10 @@ class InductorCompile(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._begin_step(batch_idx)
-        if self._step_is_timed:
-            self._global_step_before = trainer.global_step
+        if (session := self._calls.session) is not None:
+            self._step_is_timed = session.step_begins(first=batch_idx == 0)
+            if self._step_is_timed:
+                self._global_step_before = trainer.global_step
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -240,7 +241,8 @@ class InductorCompile(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._begin_step(batch_idx)
+        if (session := self._calls.session) is not None:
+            self._step_is_timed = session.step_begins(first=batch_idx == 0)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -277,10 +279,6 @@ class InductorCompile(Callback):
         session.stage_begins(stage_of(trainer, phase, nested=nested))
         if not trainer.sanity_checking and not nested:
             session.plan(remaining_steps(trainer))
-
-    def _begin_step(self, batch_idx: int) -> None:
-        if (session := self._calls.session) is not None:
-            self._step_is_timed = session.step_begins(first=batch_idx == 0)
 
     def _end_stage(self, phase: Phase) -> None:
         if self.session and not self._calls.nested:

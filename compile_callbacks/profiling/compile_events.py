@@ -175,6 +175,7 @@ class CompileRecorder:
         self._running: tuple[CompileKey | None, float] | None = None
         self._listening = False
         self._listener = self._start  # one object, because a comparison of two bound methods takes 0.3 µs
+        self._listeners = _torch.events.callback_handler.start_callbacks  # torch.compiler.reset() clears this list
         self._graphs = 0
         self._part: CompilePart = "graph"
         self._breaks_seen = 0
@@ -192,7 +193,7 @@ class CompileRecorder:
 
     def listen(self) -> None:
         """Start listening. A second call checks whether ``torch.compiler.reset()`` removed the listener."""
-        if self._listener in _torch.events.callback_handler.start_callbacks:
+        if self._listener in self._listeners:
             self._listening = True
             return
         if self._listening:
@@ -207,7 +208,7 @@ class CompileRecorder:
 
     def listen_after_reset(self) -> None:
         """Listen again if ``torch.compiler.reset()`` was called. The check takes 0.1 µs."""
-        if self._listening and self._listener not in _torch.events.callback_handler.start_callbacks:
+        if self._listening and self._listener not in self._listeners:
             self.listen()
             self.trace_settings.install()
 

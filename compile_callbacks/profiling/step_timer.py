@@ -114,17 +114,22 @@ class StepTimer:
     def start(self, device: torch.device | None = None, *, wanted: bool = True) -> bool:
         """Start a step."""
         self._running = True
-        if self.untimed_left and not wanted:
-            self.start_untimed()
+        if not wanted and self.start_untimed():
             return False
         self._span = Span(device, self._clock)
         return True
 
-    def start_untimed(self) -> None:
-        """Start a step that is not timed. If the last step was of the same kind, its end may only increase `passed`."""
+    def start_untimed(self) -> bool:
+        """Start a step that is not timed. Return ``False`` if the next step needs timing.
+
+        If the last step was of the same kind, the end of the step may only increase `passed`.
+        """
+        if not self.untimed_left:
+            return False
         self.untimed_left -= 1
         self._running, self._span = True, None
         self._started = self._clock()  # needed if torch compiles during the step
+        return True
 
     def restart_warmup(self, phase: Phase, *, compiled: bool, candidate: str | None = None) -> None:
         """Make the next step of a variant a warm-up step, because another variant ran before it."""

@@ -72,6 +72,7 @@ class CompiledTarget:
         self.ran = False
         self.observed = observed or ObservedShapes()
         self._config = config
+        self._frozen = frozen
         self._members = target.members
         self._shares_as_asked = isinstance(target, RepeatedBlocks) and target.asked_for
         self._regions = RegionMarks(target.regions) if target.regions else None
@@ -102,7 +103,7 @@ class CompiledTarget:
         self._while_tracing = contextlib.ExitStack()
         self._traces_without_graph = 0
         self._compiled_of: dict[Any, set[Target]] = {}
-        self._compiled: Callable[..., Any] | None = self._compile()
+        self._compiled: Callable[..., Any] | None = None  # until the first call
 
     # ------------------------------------------------------------------------------------------ a call
 
@@ -115,7 +116,7 @@ class CompiledTarget:
         if (may_run_eagerly or _torch.dynamo.is_transformed()) and self._runs_eagerly(outer, args, kwargs):
             return member.eager(*args, **kwargs)
         compiled = self._compiled
-        if compiled is None or self.key.frozen or self._hooks_seen != _torch.dynamo.hooks_registered():
+        if compiled is None or self._frozen or self._hooks_seen != _torch.dynamo.hooks_registered():
             compiled = self._current_function()
         self._recorder.listen_after_reset()
         stance = self._stance(member, args, kwargs) if self._limits_shapes or self._budget.exhausted else None
@@ -195,7 +196,7 @@ class CompiledTarget:
 
     def _current_function(self) -> Callable[..., Any]:
         """Return the function of torch.compile, after a check for changes that torch's guards do not notice."""
-        if self.key.frozen:
+        if self._frozen:
             self._refreeze_if_weights_changed()
         if self._hooks_seen != _torch.dynamo.hooks_registered():
             self._look_for_hooks()
@@ -296,7 +297,7 @@ class CompiledTarget:
         if self._guards_hooks:
             compiled = _torch.dynamo.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
         ddp_is_configured = self.key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
-        if torch.distributed.is_available() and not ddp_is_configured:
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and not ddp_is_configured:
             # Compile whole graphs, which were faster than DDP's buckets (docs/how_to/several_gpus.md).
             compiled = _torch.distributed.outside_ddp(compiled)
         self._compiled, self._raises_limit = compiled, False

@@ -21,6 +21,8 @@ _STATISTICS = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
 
 _INCREMENTS = {"add_", operator.iadd}
 
+_version = operator.attrgetter("_version")
+
 
 def with_repeated_backward(
     compiled: Callable[..., Any], eager: torch.fx.GraphModule, key: CompileKey, fallback: EagerFallback
@@ -53,8 +55,9 @@ class _BackwardPasses:
         devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         self._autocast = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices]
         self._examined = False
-        self._versioned: tuple[int, ...] = ()  # positions of the inputs that have a version
-        self._position: int | None = None  # the position of an output that leads to autograd's node
+        self._versioned: list[bool] = []  # for each input: whether it has a version
+        # The position of an output that leads to autograd's node, or None if the inputs need not be stored.
+        self._position: int | None = None
         self._is_direct = False  # whether autograd's node is the grad_fn of that output
         self._outputs: dict[
             int, tuple[int, bool]
@@ -69,26 +72,24 @@ class _BackwardPasses:
         """
         if not self._examined:
             self._examine(inputs, outputs)
-        if self._position is None or self._problem:
+        if self._position is None:
             return
         node = outputs[self._position].grad_fn
         if not self._is_direct:
             node, _, _ = _compiled_node(outputs[self._position]) or (None, 0, False)
-        if node is not None:
-            node.computed_from = inputs, [inputs[i]._version for i in self._versioned]
+        if node is not None:  # each call takes time for this, so compute the versions without a frame of Python
+            node.computed_from = inputs, list(map(_version, itertools.compress(inputs, self._versioned)))
 
     def _examine(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Find autograd's node in the first call, and replace its backward pass. All calls have the same nodes."""
         self._examined = True
         # An inference tensor has no version.
-        versioned = [isinstance(value, torch.Tensor) and not value.is_inference() for value in inputs]
-        self._versioned = tuple(itertools.compress(range(len(inputs)), versioned))
+        self._versioned = [isinstance(value, torch.Tensor) and not value.is_inference() for value in inputs]
         earlier = {value.grad_fn for value in inputs if isinstance(value, torch.Tensor)} - {None}
         found = {i: node for i, output in enumerate(outputs) if (node := _compiled_node(output, earlier)) is not None}
         if not found:
             return  # because no output has a gradient
-        self._position, (node, _, is_view) = next(iter(found.items()))
-        self._is_direct = not is_view
+        position, (node, _, is_view) = next(iter(found.items()))
         self._outputs = {nr: (i, is_view) for i, (_, nr, is_view) in found.items()}
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         mutated = _torch.autograd.mutated_inputs(node)
@@ -100,23 +101,29 @@ class _BackwardPasses:
             self._problem = "its graph contains a torch.autograd.Function"
         else:
             self._write_only = set(mutated)
+            self._position, self._is_direct = position, not is_view
         _torch.autograd.wrap_backward(node, self._wrap)
 
     def _wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that replaces a compiled backward pass."""
 
-        def backward(node: Any, *arguments: Any) -> Any:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def run_again(node: Any, *arguments: Any) -> Any:
             if torch.is_grad_enabled():
                 return self._recompute(node, _torch.autograd.incoming_gradients(arguments))
-            if _torch.autograd.graph_is_kept():
-                with _torch.autograd.donated_buffers_kept(node) as context:
-                    return compiled(context, *arguments)
+            with _torch.autograd.donated_buffers_kept(node) as context:
+                return compiled(context, *arguments)
+
+        # Dynamo would compile these functions if a target calls autograd itself. Each step calls the second function,
+        # and `disable` takes time in each call.
+        @_torch.dynamo.skip
+        def backward(node: Any, *arguments: Any) -> Any:
+            if torch.is_grad_enabled() or _torch.autograd.graph_is_kept():
+                return run_again(node, *arguments)
             vars(node).pop("computed_from", None)
             return compiled(node, *arguments)
 
-        # Disabled, because Dynamo would compile this function if a target calls autograd itself.
-        disabled: Callable[..., Any] = torch.compiler.disable(backward)
-        return disabled
+        return backward
 
     def _recompute(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Return differentiable gradients of the inputs of a call."""
@@ -164,7 +171,8 @@ class _BackwardPasses:
             _ = node.saved_tensors  # raises torch's error if an earlier backward pass has freed the graph
             raise self._refusal("the inputs of the call are not known")
         inputs, versions = node.computed_from
-        changed = {i for i, before in zip(self._versioned, versions, strict=True) if inputs[i]._version != before}
+        versioned = itertools.compress(range(len(inputs)), self._versioned)
+        changed = {i for i, before in zip(versioned, versions, strict=True) if inputs[i]._version != before}
         if changed - self._write_only:
             raise self._refusal("an input, a weight or a buffer was changed after the call")
         had_gradients = iter(function is not None for function, _ in node.next_functions)

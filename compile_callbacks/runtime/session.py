@@ -200,8 +200,16 @@ class Session:
 
         A callback may have swapped the weights before the ``first`` step of a stage.
         """
-        if self._counted_step_begins(first=first):
+        # Most steps of a long run on a CPU are only counted, so these lines do as little as possible. The compiles are
+        # compared here, too, because the user may compile between two steps.
+        counted, recorder = self._counted, self._recorder
+        may_count = not first and counted is not None and recorder.compiles_seen == counted.marker[0]
+        if may_count and self._measurements.timer.start_untimed():
+            assert counted is not None
+            counted.number += 1
+            self._step, recorder.step = counted, counted.number
             return False
+        self._counted = None
         if first:
             self._switch.invalidate_weights()
         stage, phase, tuning = self._stage, self._stage.phase, self._tunings.get(self._stage.phase)
@@ -233,7 +241,10 @@ class Session:
 
     def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
         """End a step: record its time, and count it for the baseline or the candidate."""
-        if self._counted_step_ends():
+        recorder = self._recorder
+        if self._step is self._counted and recorder.compiles_seen == self._step.marker[0]:
+            self._measurements.timer.passed += 1
+            recorder.step = None
             return
         stage, step, tuning = self._stage, self._step, self._tunings.get(self._stage.phase)
         if called := self._called.stop():
@@ -333,28 +344,6 @@ class Session:
             self._measurements.resume(baselines)
 
     # ------------------------------------------------------------------------------------------ parts of the above
-
-    def _counted_step_begins(self, *, first: bool) -> bool:
-        """Begin a step that needs no more than a count. Return ``False`` if the step needs more.
-
-        Most steps of a long run on a CPU only take this path, so it compares as few values as possible.
-        """
-        counted, timer = self._counted, self._measurements.timer
-        # The compiles are compared here, too, because the user may compile between two steps.
-        if counted is None or first or not timer.untimed_left or self._recorder.compiles_seen != counted.marker[0]:
-            self._counted = None
-            return False
-        counted.number += 1
-        self._step, self._recorder.step = counted, counted.number
-        timer.start_untimed()
-        return True
-
-    def _counted_step_ends(self) -> bool:
-        if self._step is not self._counted or self._recorder.compiles_seen != self._step.marker[0]:
-            return False
-        self._measurements.timer.passed += 1
-        self._recorder.step = None
-        return True
 
     def _finds_targets_in(self, stage: Stage) -> bool:
         """Return whether the step that begins is the first step of its stage, whose calls become targets."""
