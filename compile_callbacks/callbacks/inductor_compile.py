@@ -222,12 +222,12 @@ class InductorCompile(Callback):
             session.step_ends("train", batch, part)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
         if every and (batch_idx + 1) % every == 0:
-            trainer_calls.log_scalars(trainer, self, details=False)
+            trainer_calls.report_scalars(trainer, self, details=False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_stage("train")
-        trainer_calls.log_scalars(trainer, self)
+        trainer_calls.report_scalars(trainer, self)
 
     # ------------------------------------------------------------- infer phase: validation, test and predict alike
 
@@ -266,7 +266,7 @@ class InductorCompile(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_stage("infer")
         if not trainer.sanity_checking:
-            trainer_calls.log_scalars(trainer, self)
+            trainer_calls.report_scalars(trainer, self)
         if trainer.state.fn == "fit":
             self._begin_stage(trainer, pl_module, "train")
 

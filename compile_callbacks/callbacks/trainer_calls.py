@@ -224,7 +224,7 @@ def current_report(own: InductorCompile) -> CompileReport:
     return own._calls.last.report or uncompiled_report(own.arguments.configs, own.arguments.left_alone)
 
 
-def log_scalars(trainer: Trainer, own: InductorCompile, *, details: bool = True) -> None:
+def report_scalars(trainer: Trainer, own: InductorCompile, *, details: bool = True) -> None:
     """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
     if own.session and trainer.loggers and trainer.is_global_zero:
         name = several.name_in_logs(several.callbacks_of(trainer, own), own)

@@ -174,7 +174,7 @@ class CompileRecorder:
         self._maybe_cached: dict[str, Recompile] = {}  # by torch's compile id
         self._running: tuple[CompileKey | None, float] | None = None
         self._listening = False
-        self._listener = self._start  # one object, because a comparison of two bound methods takes 0.3 µs
+        self._listener = self.compile_begins  # one object, because a comparison of two bound methods takes 0.3 µs
         self._listeners = _torch.events.callback_handler.start_callbacks  # torch.compiler.reset() clears this list
         self._graphs = 0
         self._part: CompilePart = "graph"
@@ -204,7 +204,7 @@ class CompileRecorder:
         for _ in _torch.events.compilation_records(self._records_seen):
             pass
         _torch.events.callback_handler.register_start_callback(self._listener)
-        _torch.events.callback_handler.register_end_callback(self._end)
+        _torch.events.callback_handler.register_end_callback(self.compile_ends)
 
     def listen_after_reset(self) -> None:
         """Listen again if ``torch.compiler.reset()`` was called. The check takes 0.1 µs."""
@@ -216,7 +216,7 @@ class CompileRecorder:
         """Stop listening, and remove all listeners from torch."""
         self.collect()
         self._listening = False
-        _torch.events.unregister(self._listener, self._end)
+        _torch.events.unregister(self._listener, self.compile_ends)
 
     def compiled_since(self, before: tuple[int, int]) -> tuple[bool, bool]:
         """Return whether torch has compiled since `marker`, with and without recordings of CUDA graphs."""
@@ -260,7 +260,8 @@ class CompileRecorder:
             reason = f"torch's recompile limit is reached; the last reason: {last.reason}"
             self.record("fallback", key, reason=reason, fix=last.fix)
 
-    def _start(self, args: Any) -> None:
+    def compile_begins(self, args: Any) -> None:
+        """Store which target compiles. torch calls this method when a compile begins."""
         self.collect()
         self.compiles_seen += 1
         by_dynamo = args.callback_trigger is _torch.events.DYNAMO_TRIGGER
@@ -287,7 +288,8 @@ class CompileRecorder:
             self.calling.current.on_trace()
         self._progress.compile_begins(key)
 
-    def _end(self, args: Any) -> None:
+    def compile_ends(self, args: Any) -> None:
+        """Record the compile. torch calls this method when a compile ends."""
         if self._running is None:
             return
         key, started = self._running
