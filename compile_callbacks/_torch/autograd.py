@@ -32,13 +32,12 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def set_grad_enabled(enabled: bool) -> None:
-    """Set the grad mode.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Sets the grad mode.
 
-    Workaround (until `torch.set_grad_enabled` is as fast): it takes 1 µs per call in torch 2.11 to 2.15, and this takes
-    0.1 µs.
-    """
-    torch._C._set_grad_enabled(enabled)
+Workaround (until `torch.set_grad_enabled` is as fast): it takes 1 µs per call in torch 2.11 to 2.15, and this takes
+0.05 µs.
+"""
 
 
 def is_compiled_node(node: Any) -> bool:
