@@ -9,37 +9,20 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
 from compile_callbacks import InductorCompile
-from tests.support.models import loader, seeded, trainer
+from tests.support.models import fit, loader, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 KEY = "compile_callbacks"
 
 
-def fit(ours, ckpt_path=None, epochs=1, **settings):
-    run = trainer(ours, max_epochs=epochs, num_sanity_val_steps=0, **settings)
-    run.fit(seeded(), loader(20), ckpt_path=ckpt_path)
-    return run
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """The checkpoint of a fit, as data."""
-    path = tmp_path_factory.mktemp("run") / "run.ckpt"
-    fit(InductorCompile(baseline_steps=4, verify="off")).save_checkpoint(path)
+    run = trainer(InductorCompile(baseline_steps=4, verify="off"))
+    run.fit(seeded(), loader(20))
+    run.save_checkpoint(path := tmp_path_factory.mktemp("run") / "run.ckpt")
     return torch.load(path, weights_only=True)
-
-
-def resumed(checkpoint, tmp_path, change):
-    """The report of a fit that resumes the checkpoint after a change of the callback's state."""
-    changed = copy.deepcopy(checkpoint)
-    changed[KEY] = change(changed[KEY])
-    torch.save(changed, tmp_path / "changed.ckpt")
-    ours = InductorCompile(baseline_steps=4, verify="off")
-    fit(ours, tmp_path / "changed.ckpt", epochs=2)
-    assert ours.report.train.graphs == 1
-    str(ours.report)
-    return ours.report
 
 
 def of_state(change):
@@ -59,6 +42,7 @@ def replaced(name, value):
     "change",
     [
         replaced("of a later version", {"a": 1}),
+        lambda states: None,
         lambda states: [1],
         lambda states: dict.fromkeys(states, 3),
         of_state(dict.clear),
@@ -66,13 +50,22 @@ def replaced(name, value):
         replaced("report", [[1]]),
         replaced("baselines", {"train": [[["train", "kind", [[4]]], [float("nan")] * 9]]}),
     ],
-    ids=["whole", "list", "number", "empty", "version", "report", "baselines"],
+    ids=["whole", "missing", "list", "number", "empty", "version", "report", "baselines"],
 )
 def test_a_state_of_another_form_costs_its_figures(checkpoint, tmp_path, change, request):
-    report = resumed(checkpoint, tmp_path, change)
-    changed = request.node.callspec.id
-    assert bool(report.train.diagnostics.restored) == (changed in ("whole", "report"))
-    assert (report.before is None) == (changed not in ("whole", "baselines"))
+    """A resumed run measures again what the state of the callback does not tell."""
+    changed = copy.deepcopy(checkpoint)
+    if (state := change(changed.pop(KEY))) is not None:
+        changed[KEY] = state
+    torch.save(changed, tmp_path / "changed.ckpt")
+    ours = InductorCompile(baseline_steps=4, verify="off")
+    fit(ours, train=20, max_epochs=2, ckpt_path=tmp_path / "changed.ckpt")
+    report, case = ours.report, request.node.callspec.id
+    str(report)
+    assert report.train.graphs == 1
+    assert report.train.eager_step_ms is not None
+    assert bool(report.train.diagnostics.restored) == (case in ("whole", "report"))
+    assert (report.before is None) == (case not in ("whole", "baselines"))
 
 
 def test_a_checkpoint_that_is_loaded_within_a_run_is_no_resume():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.profilers import AdvancedProfiler
@@ -14,7 +13,8 @@ from torch._dynamo.utils import counters
 from torchmetrics import Metric
 
 from compile_callbacks import CompileWarning, InductorCompile
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.against_eager import assert_same_module, assert_same_values
+from tests.support.models import CLASSES, FEATURES, Classifier, fit
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 
@@ -53,36 +53,32 @@ class Ema(nn.Module):
 
 
 class WithParameters(Metric):
-    """A metric with a network, as metrics of images have."""
+    """A metric with a network, as LPIPS and FID are."""
 
     def __init__(self):
         super().__init__()
-        self.network = nn.Linear(CLASSES, 1)
+        self.network = nn.Linear(CLASSES, 1).requires_grad_(False)
         self.add_state("total", torch.zeros(()))
 
     def update(self, out):
-        self.total += self.network(out.detach()).sum().detach()
+        self.total += self.network(out.detach()).square().sum()
 
     def compute(self):
         return self.total
 
 
-class Steps(pl.LightningModule):
+class Steps(Classifier):
     """Its training step calls a function with the module and the inputs."""
 
     def __init__(self, call):
-        super().__init__()
-        self.net = Parts()
+        super().__init__(Parts())
         self.ema = Ema(nn.Linear(FEATURES, CLASSES))
         self.metric = WithParameters()
         self.scale = nn.Softplus()
         self.call = call
-        self.losses = []
 
-    def training_step(self, batch, batch_idx):
-        loss = nn.functional.cross_entropy(self.call(self, batch[0]), batch[1])
-        self.losses.append(loss.item())
-        return loss
+    def logits(self, x):
+        return self.call(self, x)
 
     def validation_step(self, batch, batch_idx):
         self.metric(self.ema.module(batch[0]))
@@ -100,17 +96,15 @@ CALLS = {
 }
 
 
-def fit(module, *callbacks, batches=4, **settings):
-    trainer(*callbacks, num_sanity_val_steps=0, **settings).fit(module, loader(batches), loader(2))
-    return module
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_default_targets_are_the_called_modules_and_methods(call):
     function, called = CALLS[call]
     callback = InductorCompile(baseline_steps=0, verify="raise", on_error="raise")
-    losses = [fit(seeded(lambda: Steps(function)), *callbacks).losses for callbacks in ([callback], [])]
-    torch.testing.assert_close(*losses)
+    settings = {"make": lambda: Steps(function), "train": 4, "num_sanity_val_steps": 0}
+    compiled, eager = fit(callback, **settings), fit(**settings)
+    assert_same_values(compiled, eager)
+    assert_same_module(compiled, eager)
+    torch.testing.assert_close(compiled.metric.compute(), eager.metric.compute())  # each sample counts once
     train, infer = callback.report.train, callback.report.infer
     assert {event["target"] for event in train.diagnostics.events if event["kind"] == "compile"} == called
     assert set(train.targets) == called
@@ -129,7 +123,7 @@ def test_a_child_that_is_called_later_is_compiled_then():
             return nn.functional.cross_entropy(self.head(out) if batch_idx > 1 else out, batch[1])
 
     callback = InductorCompile(baseline_steps=0)
-    fit(Later(), callback)
+    fit(callback, make=Later, train=4)
     assert set(callback.report.train.targets) == {"net", "head"}
 
 
@@ -140,13 +134,13 @@ def test_a_target_that_only_a_compiled_function_calls_is_warned_about(targets):
             super().__init__()
             self.function = torch.compile(lambda net, x: net(x) * 2)
 
-        def training_step(self, batch, batch_idx):
-            return nn.functional.cross_entropy(self.function(self.net, batch[0]), batch[1])
+        def logits(self, x):
+            return self.function(self.net, x)
 
     before = counters["stats"]["unique_graphs"]
     callback = InductorCompile("max-autotune-no-cudagraphs", None, targets=targets, on_error="raise", baseline_steps=2)
     with pytest.warns(CompileWarning, match="nothing is compiled in the train phase, because its steps call none of"):
-        trainer(callback, limit_val_batches=0).fit(Compiled(), loader(20))
+        fit(callback, make=Compiled, train=20, validation=None)
     train = callback.report.train
     assert (train.graphs, train.compiled_step_ms, train.speedup) == (0, None, None)
     assert train.eager_step_ms is not None
@@ -158,9 +152,9 @@ def test_recording_ends_with_an_exception_and_leaves_a_users_profiler_alone(tmp_
         raise KeyError(module.net.encode(x).shape)
 
     with pytest.raises(KeyError):
-        fit(Steps(fail), InductorCompile())
+        fit(InductorCompile(), make=lambda: Steps(fail))
     assert sys.getprofile() is None
     callback = InductorCompile(baseline_steps=0)
-    fit(Classifier(), callback, profiler=AdvancedProfiler(tmp_path, "profile"))
+    fit(callback, profiler=AdvancedProfiler(tmp_path, "profile"))
     assert callback.report.train.graphs == 1
     assert "training_step" in (tmp_path / "fit-profile.txt").read_text()

@@ -6,27 +6,14 @@ import lightning.pytorch as pl
 import lightning.pytorch.callbacks as lightning_callbacks
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    OnExceptionCheckpoint,
-)
+from lightning.pytorch.callbacks import BackboneFinetuning, OnExceptionCheckpoint
 from torch import nn
 
 from compile_callbacks import InductorCompile
 from tests.support.against_eager import assert_run_equals_eager, assert_same_module, assert_same_values
-from tests.support.models import CLASSES, Classifier, loader, seeded, trainer
+from tests.support.models import CLASSES, Classifier, fit, loader, seeded, trainer
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
-
-
-def fit(*callbacks, make=Classifier, ckpt_path=None, **settings):
-    module = seeded(make)
-    settings = {"max_epochs": 3} | settings
-    trainer(*callbacks, **settings).fit(module, loader(), loader(2, seed=2), ckpt_path=ckpt_path)
-    return module
-
-
-# ------------------------------------------------------------------------------------------ weights
 
 
 @pytest.mark.skipif(
@@ -34,7 +21,8 @@ def fit(*callbacks, make=Classifier, ckpt_path=None, **settings):
 )
 def test_an_average_of_weights_equals_eager():
     def run(*ours):
-        return fit(lightning_callbacks.EMAWeightAveraging(decay=0.7), *ours, val_check_interval=4)
+        averages = lightning_callbacks.EMAWeightAveraging(decay=0.7)
+        return fit(averages, *ours, val_check_interval=4, max_epochs=3)
 
     assert_run_equals_eager(run)
 
@@ -50,10 +38,8 @@ class Transfer(Classifier):
     def forward(self, x):
         return self.head(self.backbone(x))
 
-    def training_step(self, batch, batch_idx):
-        loss = nn.functional.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
-        self.losses.append(loss.item())
-        return loss
+    def logits(self, x):
+        return self.head(self.backbone(x))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.head.parameters(), lr=0.1)
@@ -79,7 +65,7 @@ def test_parameters_that_freeze_and_thaw_equal_eager():
     def run(*ours):
         thaw = BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=0.05, train_bn=False, should_align=False)
         histories.append(FreezesAgain())
-        return fit(*ours, thaw, histories[-1], make=Transfer)
+        return fit(*ours, thaw, histories[-1], make=Transfer, max_epochs=3)
 
     assert_run_equals_eager(run, baseline_steps=2)
     for first, second, third in (history.seen for history in histories):
@@ -87,14 +73,9 @@ def test_parameters_that_freeze_and_thaw_equal_eager():
         assert torch.equal(second, third)
 
 
-# ------------------------------------------------------------------------------------------ exceptions
-
-
-class FailsAt(Classifier):
-    batch: int | None = 5
-
+class FailsInTheSixthStep(Classifier):
     def training_step(self, batch, batch_idx):
-        if batch_idx == self.batch:
+        if batch_idx == 5:
             raise OSError("disk full")
         return super().training_step(batch, batch_idx)
 
@@ -106,7 +87,7 @@ class FailsAt(Classifier):
 )
 def test_a_checkpoint_on_exception_equals_eager_and_resumes(tmp_path):
     def fail(folder, *ours):
-        module = seeded(FailsAt)
+        module = seeded(FailsInTheSixthStep)
         with pytest.raises(OSError, match="disk full"):
             trainer(*ours, OnExceptionCheckpoint(folder), enable_checkpointing=True).fit(module, loader(), loader(2))
         return module, torch.load(folder / "on_exception.ckpt", weights_only=False)

@@ -14,16 +14,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch._dynamo
 import torch._dynamo.symbolic_convert
-import torch._inductor.graph
 from torch import nn
-from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile, InductorConfig
-from tests.support.against_eager import assert_same_values
-from tests.support.faults import FAULTS, MATRIX, PLACES, Fault, Net, fit
-from tests.support.models import CLASSES, FEATURES, seeded, trainer
+from tests.support.against_eager import assert_fits_as_eager
+from tests.support.faults import FAULTS, MATRIX, PLACES, Fault, Net, run_of
+from tests.support.models import batches_of, fit
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
@@ -32,8 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_codegen")
 def test_a_failure_costs_speed_and_nothing_else(fault, place):
     callback = fault.callback(place)
     with pytest.warns(CompileWarning) as caught, fault.strike(place):
-        compiled = fit(lambda: fault.net(place), callback)
-    assert_same_values(compiled, fit(lambda: fault.net(place)))
+        assert_fits_as_eager(callback, **run_of(lambda: fault.net(place)))
 
     said = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
     assert len(said) == 1
@@ -66,23 +62,21 @@ def test_raise_names_target_and_phase_of_a_failure(fault, place):
         fault.strike(place),
         pytest.raises(CompileError, match=f"target 'net' for the {place.phase} phase failed") as caught,
     ):
-        fit(lambda: fault.net(place), fault.callback(place, on_error="raise"))
+        fit(fault.callback(place, on_error="raise"), **run_of(lambda: fault.net(place)))
     assert caught.value.__cause__ is not None
     assert any(cause in str(caught.value) for cause in fault.cause.split("|"))
+    assert ("graph pass 'BrokenPass' at post_grad_post in the infer phase" in str(caught.value)) == fault.skipped
 
 
 # ------------------------------------------------------------------------------------------ no compiler at all
 
 WITHOUT_COMPILER = """
 import json, sys, warnings
-import torch
-from tests.support.models import Classifier, loader, seeded, trainer
+from tests.support.models import fit
 from compile_callbacks import CompileWarning, InductorCompile
 
 def run(*callbacks):
-    module = seeded()
-    trainer(*callbacks, accelerator=sys.argv[1], max_epochs=2).fit(module, loader(), loader(2))
-    return module.losses
+    return fit(*callbacks, accelerator=sys.argv[1], max_epochs=2).losses
 
 callback = InductorCompile(targets=["net"], baseline_steps=0)
 with warnings.catch_warnings(record=True) as caught:
@@ -158,39 +152,21 @@ def test_a_failure_behind_a_graph_break_does_not_run_what_ran_before_it_again():
         InductorConfig(options={"fallback_random": True}), None, targets=["net"], baseline_steps=0
     )
     with pytest.warns(CompileWarning, match="'net' .*train phase.*MemoryError"), failing_behind_the_break():
-        compiled = fit(lambda: Broken(PLACES[0]), callback)
-    assert_same_values(compiled, fit(lambda: Broken(PLACES[0])))
+        assert_fits_as_eager(callback, **run_of(lambda: Broken(PLACES[0])))
     assert callback.report.train.fallbacks >= 1
 
 
 # ------------------------------------------------------------------------------------------ too many recompiles
 
 
-class Lengths(torch.utils.data.Dataset):
-    """Batches of 2, 3, 4 ... samples."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.linspace(0, 1, (index + 2) * FEATURES).reshape(index + 2, FEATURES)
-        return x, torch.arange(index + 2) % CLASSES
-
-
 @pytest.mark.all_versions
 def test_shapes_beyond_the_recompile_limit_are_reported_as_eager():
-    def losses(*callbacks: Any) -> list[float]:
-        module = seeded()
-        trainer(*callbacks).fit(module, DataLoader(Lengths(), batch_size=None))
-        return module.losses
-
     callback = InductorCompile(InductorConfig(dynamic=False), None, targets=["net"], baseline_steps=0)
     with (
         torch._dynamo.config.patch(recompile_limit=3),
         pytest.warns(CompileWarning, match="'net'.*recompile.limit") as caught,
     ):
-        compiled = losses(callback)
-    torch.testing.assert_close(compiled, losses(), rtol=1e-4, atol=1e-6)
+        assert_fits_as_eager(callback, train=batches_of(2, 3, 4, 5, 6, 7), validation=None)
     assert len([w for w in caught if issubclass(w.category, CompileWarning)]) == 1
     assert callback.report.train.graphs == 3
     assert callback.report.train.fallbacks >= 1

@@ -9,35 +9,29 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from compile_callbacks import InductorCompile, InductorConfig
-from tests.support.against_eager import assert_same_values
-from tests.support.models import FEATURES, Classifier, loader, seeded, trainer
+from tests.support.against_eager import FLOAT32, assert_fits_as_eager, assert_same_values
+from tests.support.models import FEATURES, Classifier, fit
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 EPOCHS = 5
-
-
-def fit(*callbacks, make=Classifier, epochs=EPOCHS, **settings):
-    module = seeded(make)
-    trainer(*callbacks, max_epochs=epochs, **settings).fit(module, loader(), loader(2, seed=2))
-    return module
-
-
 FOLDS = InductorConfig(fold_weights=True)
 
 
 def ours(train_mode="default", infer_mode=FOLDS, **kwargs):
     # Verification restores what an eager call changes, buffers among it: a change like any other to folded weights.
-    return InductorCompile(train_mode, infer_mode, **{"baseline_steps": 0, "verify": "off", **kwargs})
+    return InductorCompile(train_mode, infer_mode, baseline_steps=0, verify="off", **kwargs)
 
 
-def assert_refreshed_once_a_stage(callback):
+def assert_validation_follows_the_weights(callback, company, close=FLOAT32, *, ours_first=True, **settings):
+    """Train next to another callback, with refreshed weights in each validation; the sanity check is eager."""
+    theirs = company()
+    callbacks = (callback, theirs) if ours_first else (theirs, callback)
+    settings["max_epochs"] = EPOCHS
+    assert_same_values(fit(*callbacks, **settings), fit(company(), **settings), close)
     infer = callback.report.infer
     assert (infer.graphs, infer.recompiles, infer.fallbacks) == (1, 0, 0)
-    assert infer.diagnostics.weight_refreshes == EPOCHS  # each validation; the sanity check is eager
-
-
-# ------------------------------------------------------------------------------------------ validation in fit
+    assert infer.diagnostics.weight_refreshes == EPOCHS
 
 
 class EditsBeforeValidation(pl.Callback):
@@ -71,9 +65,7 @@ def averaging():
     [(EditsBeforeValidation, True), (lambda: EditsBeforeValidation(swap), False), (averaging, False)],
 )
 def test_validation_follows_weights_that_other_callbacks_change(company, ours_first):
-    callback, theirs = ours(), company()
-    assert_same_values(fit(*((callback, theirs) if ours_first else (theirs, callback))), fit(company()))
-    assert_refreshed_once_a_stage(callback)
+    assert_validation_follows_the_weights(ours(), company, ours_first=ours_first)
 
 
 class ValidatesAsItTrains(Classifier):
@@ -90,9 +82,9 @@ class ValidatesAsItTrains(Classifier):
 
 
 def test_fused_optimizer_steps_are_seen_within_a_stage():
-    callback = ours(InductorConfig(fold_weights=True))
+    callback = ours(FOLDS)
     hooks = set(_global_optimizer_post_hooks)
-    assert_same_values(fit(callback, make=ValidatesAsItTrains, epochs=2), fit(make=ValidatesAsItTrains, epochs=2))
+    assert_fits_as_eager(callback, make=ValidatesAsItTrains, max_epochs=2)
     assert callback.report.train.diagnostics.weight_refreshes == 2 * 8
     assert set(_global_optimizer_post_hooks) <= hooks
 
@@ -107,13 +99,12 @@ def test_validation_on_a_gpu_follows_the_weights(company, name, precision):
     # Steps that round differently to bfloat16 drift apart.
     callback = ours(name if full else None, InductorConfig(mode=name, fold_weights=True))
     close = {"rtol": 1e-3, "atol": 1e-3} if full else {"rtol": 2e-2, "atol": 2e-2}
-    assert_same_values(fit(callback, company(), **settings), fit(company(), **settings), close)
-    assert_refreshed_once_a_stage(callback)
+    assert_validation_follows_the_weights(callback, company, close, **settings)
     assert callback.report.infer.diagnostics.folded_mib > 0
 
 
 def test_a_module_that_stays_compiled_follows_its_weights():
-    module = fit(ours(targets=["net"], keep_compiled=True), epochs=1).eval()
+    module = fit(ours(targets=["net"], keep_compiled=True)).eval()
     x = torch.randn(4, FEATURES)
 
     def assert_equal():

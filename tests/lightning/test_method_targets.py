@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from compile_callbacks import InductorCompile
-from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
+from tests.support.against_eager import assert_same_values
+from tests.support.models import FEATURES, Classifier, fit, loader, mlp, trainer
 from tests.support.processes import run_in_new_process
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -56,10 +57,10 @@ class Patched(Classifier):
     def training_step(self, batch, batch_idx):
         if batch_idx == self.at_batch:
             self.replace_method()
-        out = self.net(batch[0]) if self.method == "forward" else self.net.encode(batch[0])
-        loss = nn.functional.cross_entropy(out, batch[1])
-        self.losses.append(loss.item())
-        return loss
+        return super().training_step(batch, batch_idx)
+
+    def logits(self, x):
+        return self.net(x) if self.method == "forward" else self.net.encode(x)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +72,11 @@ class Patched(Classifier):
     ],
 )
 def test_a_replaced_method_runs_as_in_eager_and_stays(method, patch, at_batch):
-    def run(*callbacks):
-        module = seeded(lambda: Patched(method, patch, at_batch))
-        trainer(*callbacks, limit_val_batches=0).fit(module, loader())
-        assert vars(module.net)[method] is module.patched
-        return module
-
+    arguments = {"make": lambda: Patched(method, patch, at_batch), "validation": None}
     callback = InductorCompile(targets=f"net.{method}", baseline_steps=0, on_error="raise")
-    compiled, eager = run(callback), run()
-    torch.testing.assert_close(compiled.losses, eager.losses)
+    compiled, eager = fit(callback, **arguments), fit(**arguments)
+    assert vars(compiled.net)[method] is compiled.patched
+    assert_same_values(compiled, eager)
     torch.testing.assert_close(getattr(compiled.net, method)(X), getattr(eager.net, method)(X))
     assert callback.report.train.graphs == 1
 

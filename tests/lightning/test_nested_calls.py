@@ -11,7 +11,7 @@ from torch import nn
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.report.file import FILE_NAME
-from tests.support.models import FEATURES, Classifier, loader, seeded, trainer
+from tests.support.models import FEATURES, Classifier, fit, loader, trainer
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -56,31 +56,21 @@ def compiler():
     return InductorCompile(targets=["net"], passes=passes, baseline_steps=0, verify="off")
 
 
-def fit(*callbacks, module=None, **settings):
-    module = module or seeded(Tells)
-    trainer(*callbacks, max_epochs=2, num_sanity_val_steps=0, **settings).fit(module, loader(3), loader(1))
-    return module
+SHORT = {"train": 3, "validation": 1, "max_epochs": 2, "num_sanity_val_steps": 0}
 
 
-def assert_clean(*modules):
-    for module in modules:
-        assert not module._load_state_dict_pre_hooks
-        assert "_compiled_call_impl" not in vars(module.net)
-
-
-@pytest.mark.parametrize(
-    ("hook", "ours_first"),
-    [("on_train_epoch_end", True), ("on_train_batch_end", False)],
-)
+@pytest.mark.parametrize(("hook", "ours_first"), [("on_train_epoch_end", True), ("on_train_batch_end", False)])
 def test_fit_stays_compiled_after_a_validation_in_a_hook(hook, ours_first, tmp_path):
     ours = compiler()
     inner = Validates(ours, hook, default_root_dir=tmp_path / "inner")
-    module = fit(*((ours, inner) if ours_first else (inner, ours)), default_root_dir=tmp_path / "outer")
+    callbacks = (ours, inner) if ours_first else (inner, ours)
+    module = fit(*callbacks, make=Tells, default_root_dir=tmp_path / "outer", **SHORT)
     assert module.train_compiled == [True] * 6
     assert len(module.validation_compiled) > 2
     assert all(module.validation_compiled)
     assert (ours.report.train.graphs, ours.report.infer.graphs) == (1, 2)  # no_grad, and inference_mode
-    assert_clean(module)
+    assert not module._load_state_dict_pre_hooks
+    assert "_compiled_call_impl" not in vars(module.net)
     for folder, call in (("outer", "fit"), ("inner", "validate")):
         assert {record["call"] for record in json.loads((tmp_path / folder / FILE_NAME).read_text())} == {call}
 
@@ -93,4 +83,4 @@ def test_fit_stays_compiled_after_a_validation_in_a_step():
             return super().training_step(batch, batch_idx)
 
     ours = compiler()
-    assert fit(ours, module=seeded(InStep)).train_compiled == [True] * 6
+    assert fit(ours, make=InStep, **SHORT).train_compiled == [True] * 6

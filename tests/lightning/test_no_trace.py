@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.config
 import torch._functorch.config
-import torch._inductor.config
 from torch import nn
-from torch._dynamo.callback import callback_handler
-from torch.nn.modules import module as nn_module
 
 from compile_callbacks import AOTInductorExport, InductorBackend, InductorCompile, compile_phases, export, restore
 from compile_callbacks.exporting.loaded_package import ExportError
@@ -22,18 +18,13 @@ from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trai
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
-HOOKS = [name for name in dir(nn_module) if name.startswith("_global_") and isinstance(getattr(nn_module, name), dict)]
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """Everything that an entry point may change and has to restore."""
+    """What an entry point may change and has to restore, next to the settings and hooks that conftest.py compares."""
     return {
         "environ": dict(os.environ),
-        "dynamo": torch._dynamo.config.get_config_copy(),
-        "inductor": torch._inductor.config.get_config_copy(),
         "functorch": torch._functorch.config.get_config_copy(),
-        "callbacks": [len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)],
-        "global hooks": {name: len(getattr(nn_module, name)) for name in HOOKS},
         "backward threads": torch.autograd.is_multithreading_enabled(),
         "grad": torch.is_grad_enabled(),
         "modules": {name: attributes(part) for name, part in module.named_modules()},

@@ -4,76 +4,60 @@ from __future__ import annotations
 
 import functools
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile
-from tests.support.models import FEATURES, loader, seeded, trainer
+from tests.support.against_eager import assert_fits_as_eager
+from tests.support.models import FEATURES, Classifier, loader, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 STEPS = 24  # 12 of them are eager
 
 
-class Regression(pl.LightningModule):
-    def __init__(self, net=None):
-        super().__init__()
-        self.net = net or nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
-        self.losses = []
-
+class Regression(Classifier):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch[0])
-        self.losses.append(loss.detach().clone())
+        self.losses.append(loss.item())
         return loss
 
     def loss(self, x):
         return self.net(x).square().mean()
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.05)
-
-
-def fit(make, *callbacks):
-    module = seeded(make)
-    torch.manual_seed(1)
-    trainer(*callbacks).fit(module, loader(STEPS))
-    return module
-
 
 def assert_trains_as_eager(make, callback=None):
     callback = callback or InductorCompile()
-    compiled, eager = fit(make, callback), fit(make)
-    torch.testing.assert_close(compiled.losses, eager.losses, rtol=1e-4, atol=1e-5)
+    compiled = assert_fits_as_eager(callback, make=make, train=STEPS, validation=None)
     return compiled, callback.report.train
 
 
-class SwapsWeights(Regression):
+class SwapsWeights(Classifier):
     """Validates with other weights, and puts the first ones back, as averages of weights by hand do."""
 
     def validation_step(self, batch, batch_idx):
         own = [weight.detach().clone() for weight in self.net.parameters()]
         for weight in self.net.parameters():
             weight.data.mul_(2)
-        self.losses += [self.net(batch[0]).mean()]
+        self.validation_outputs.append(self.net(batch[0]))
         for weight, value in zip(self.net.parameters(), own, strict=True):
             weight.data.copy_(value)
-        self.losses += [self.net(batch[0]).mean()]
+        self.validation_outputs.append(self.net(batch[0]))
 
 
 def test_weights_that_are_swapped_through_data_within_a_step_are_used():
-    def net():
-        return nn.Sequential(nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-
     runs = []
     for callbacks in ([InductorCompile()], []):
-        runs.append(seeded(lambda: SwapsWeights(net())))
+        runs.append(seeded(SwapsWeights))
         trainer(*callbacks).validate(runs[-1], loader(STEPS), verbose=False)
-    torch.testing.assert_close(runs[0].losses, runs[1].losses)
+    torch.testing.assert_close(runs[0].validation_outputs, runs[1].validation_outputs)
 
 
 class Penalized(Regression):
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1)))
+
     def loss(self, x):
         x = x.clone().requires_grad_()
         output = self.net(x)

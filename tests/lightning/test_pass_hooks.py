@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from compile_callbacks import CompileError, CompileWarning, GraphPass, InductorCompile, InductorConfig, graph_pass
+from compile_callbacks import CompileWarning, GraphPass, InductorCompile, InductorConfig, graph_pass
 from compile_callbacks.passes.base import HOOK_OPTIONS, graph_kind
 from compile_callbacks.passes.manager import pass_options
 from compile_callbacks.report.table import to_markdown
@@ -171,20 +171,15 @@ def uses_a_node_of_another_graph(graph, is_inference):
     first.args = (stranger, *first.args[1:])
 
 
-def raises(graph, is_inference):
-    raise KeyError("a key that is not there")
-
-
 WRONG = {
     removes_an_output: "number of the graph's outputs from 1 to 0",
     changes_an_output: r"output 0 from float32\[4, 3\]",
     uses_a_node_of_another_graph: "not well formed: .*stranger",
-    raises: "raised KeyError",
 }
 
 
 @pytest.mark.parametrize("function", WRONG, ids=lambda f: f.__name__)
-def test_a_graph_is_compiled_without_a_pass_that_fails(function):
+def test_a_graph_is_compiled_without_a_pass_that_makes_it_wrong(function):
     class NotCached(type(graph_pass(function))):
         def uuid(self):
             return None
@@ -198,6 +193,3 @@ def test_a_graph_is_compiled_without_a_pass_that_fails(function):
     torch.testing.assert_close(predicted, expected)
     infer = callback.report.infer
     assert (infer.diagnostics.skipped_passes, infer.fallbacks, infer.graphs) == (1, 0, 1)
-    if function is raises:
-        with pytest.raises(CompileError, match=text):
-            trainer(callback_with(NotCached(function), train_mode=None, on_error="raise")).predict(module, loader(1))

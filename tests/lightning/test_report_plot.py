@@ -1,4 +1,4 @@
-"""The plot of a run: what it shows, how much the report keeps for it, and where it goes."""
+"""The plot of a run: what it shows, and how much the report keeps for it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import json
 
 import pytest
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compile_callbacks import CompileReport, InductorCompile, PhaseReport
-from compile_callbacks.report.loggers import PLOT_TAG
 from compile_callbacks.report.report import PhaseDiagnostics
-from tests.support.models import FEATURES, Classifier, loader, trainer
+from tests.support.models import FEATURES, Classifier, fit
 from tests.support.step_times import TimedSteps
 
 pytest.importorskip("matplotlib")
@@ -60,7 +57,7 @@ def test_plot_marks_a_compile_outside_the_steps():
             self.net(torch.zeros(2, FEATURES))
 
     callback = InductorCompile({"dynamic": False}, None, baseline_steps=0, new_shapes="recompile", verify="off")
-    trainer(callback).fit(CallsNet(), loader(6))
+    fit(callback, make=CallsNet, train=6, validation=None)
     for axes in callback.report.plot().axes:
         assert set(legend(axes)) >= {"step that compiles", "1 compile outside these steps"}
 
@@ -72,29 +69,3 @@ def test_series_of_a_long_run_is_short_and_survives_json():
     net = report.train.diagnostics.net_series
     assert net["steps"][-1] == 10_001
     assert net["seconds"][-1] == pytest.approx(5000 * (4.7654321 - 4.1234567) / 1000 - 0.095, rel=1e-2)
-
-
-def images(logger):
-    events = EventAccumulator(logger.log_dir)
-    events.Reload()
-    return {tag: events.Images(tag) for tag in events.Tags()["images"]}
-
-
-def test_a_run_leaves_its_plot_in_tensorboard(tmp_path, monkeypatch):
-    callback = InductorCompile(baseline_steps=2)
-    logger = TensorBoardLogger(tmp_path)
-    trainer(callback, logger=logger, max_epochs=2).fit(Classifier(), loader(8), loader(8))
-    [image] = images(logger)[PLOT_TAG]
-    assert image.encoded_image_string.startswith(b"\x89PNG")
-    figure = callback.report.plot()
-    assert len(figure.axes) == 4
-    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
-    kinds = {part["kind"]: part["steps"] for part in callback.report.train.diagnostics.series}
-    assert sorted(step for steps in kinds.values() for step in steps) == list(range(1, 17))
-    assert kinds["eager"] == [1, 2, 3, 4]
-    assert 5 in kinds["compiling"]
-
-    logger = TensorBoardLogger(tmp_path, name="without matplotlib")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    trainer(InductorCompile(baseline_steps=2), logger=logger, max_epochs=1).fit(Classifier(), loader(8), loader(8))
-    assert images(logger) == {}

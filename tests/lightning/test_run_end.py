@@ -12,7 +12,7 @@ from torch import nn
 from compile_callbacks import CompileWarning, InductorCompile
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.runtime.session import Session
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -90,7 +90,7 @@ class Collections(Callback):
 def test_garbage_is_collected_after_a_step_that_compiled_and_not_in_a_sample():
     collections = Collections()
     ours = InductorCompile("default", None, targets=["net"], baseline_steps=2, verify="off")
-    trainer(collections, ours).fit(seeded(), loader(12))
+    fit(collections, ours, train=12)
     assert collections.steps == [4]  # two warm-up steps, two of the baseline, then the step that compiles
 
 
@@ -113,5 +113,5 @@ def test_copies_of_buffers_live_no_longer_than_the_call_that_compiles():
 
     counts = Counts()
     ours = InductorCompile("default", None, targets=["net"], baseline_steps=0, verify="off")
-    trainer(counts, ours).fit(seeded(lambda: Classifier(Buffered())), loader(2))
+    fit(counts, ours, make=lambda: Classifier(Buffered()), train=2)
     assert counts.found == (1, 1)

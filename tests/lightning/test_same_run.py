@@ -8,12 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_callbacks import InductorCompile
-from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
+from tests.support.models import FEATURES, Classifier, fit, loader, mlp, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -91,46 +90,15 @@ def test_hooks_and_forward_calls_are_those_of_a_run_without_the_callback():
     assert callback.report.infer.graphs > 0
 
 
-class Distance(torchmetrics.Metric):
-    """A metric that computes with a network, as LPIPS and FID do."""
+class WithSubclass(Classifier):
+    """Its first weight is a tensor subclass."""
 
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(3, 2).requires_grad_(False)
-        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-
-    def update(self, output):
-        self.total += self.net(output).square().sum()
-        self.samples += len(output)
-
-    def compute(self):
-        return self.total / self.samples
-
-
-class Measured(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.metric = Distance()
-
-    def validation_step(self, batch, batch_idx):
-        self.metric(self.net(batch[0]))
-
-
-def test_a_metric_with_parameters_counts_each_sample_once():
-    def samples(*callbacks):
-        module = seeded(Measured)
-        trainer(*callbacks, num_sanity_val_steps=0).fit(module, loader(2), loader(3))
-        return int(module.metric.samples), float(module.metric.compute())
-
-    assert samples(InductorCompile(baseline_steps=0)) == pytest.approx(samples())
-
-
-class Plain(Classifier):
     forward = pl.LightningModule.forward
 
     def __init__(self):
         super().__init__(nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 3)))
+        weight = self.net[0].weight.detach()
+        self.net[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
 
     def validation_step(self, batch, batch_idx):
         self.validation_outputs.append(self.net(batch[0]))
@@ -138,10 +106,7 @@ class Plain(Classifier):
 
 def test_a_run_with_weights_that_are_tensor_subclasses_ends_as_usual():
     """At its end Lightning moves the module to the CPU, which swaps such weights: nothing may refer to them."""
-    module = seeded(Plain)
-    weight = module.net[0].weight.detach()
-    module.net[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
     callback = InductorCompile(baseline_steps=0)
-    trainer(callback).fit(module, loader(4), loader(2))
+    module = fit(callback, make=WithSubclass, train=4)
     assert (callback.report.train.graphs, callback.report.train.fallbacks) == (1, 0)
     module.cpu()

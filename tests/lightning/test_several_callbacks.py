@@ -13,6 +13,7 @@ from torch import nn
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.report.file import FILE_NAME
+from tests.support import models
 from tests.support.against_eager import assert_same_module, assert_same_values
 from tests.support.models import CLASSES, Classifier, RecordingLogger, loader, mlp, seeded, trainer
 from tests.support.step_times import Times
@@ -31,21 +32,16 @@ class TwoParts(Classifier):
     def forward(self, x):
         return self.head(self.body(x))
 
-    def training_step(self, batch, batch_idx):
-        loss = nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
-        self.losses.append(loss.item())
-        return loss
+    def logits(self, x):
+        return self.head(self.body(x))
 
 
 def pair(**settings):
     return [InductorCompile(targets=[name], **settings) for name in ("body", "head")]
 
 
-def fit(*callbacks, batches=8, **settings):
-    module = seeded(TwoParts)
-    run = trainer(*callbacks, num_sanity_val_steps=0, **settings)
-    run.fit(module, loader(batches), loader(2))
-    return module
+def fit(*callbacks, **settings):
+    return models.fit(*callbacks, make=TwoParts, num_sanity_val_steps=0, **settings)
 
 
 def test_each_compiles_its_targets_and_the_first_reports_the_step_times(tmp_path):
@@ -58,8 +54,8 @@ def test_each_compiles_its_targets_and_the_first_reports_the_step_times(tmp_path
         def on_train_batch_end(self, *args):
             graphs_of_head.append(head.report.train.graphs)
 
-    ours = fit(body, head, Counts(), batches=20, logger=logger, default_root_dir=tmp_path)
-    eager = fit(batches=20)
+    ours = fit(body, head, Counts(), train=20, logger=logger, default_root_dir=tmp_path)
+    eager = fit(train=20)
     assert_same_values(ours, eager)
     assert_same_module(ours, eager)
     train, infer = (body.report.train, head.report.train), (body.report.infer, head.report.infer)
@@ -119,7 +115,7 @@ def test_a_checkpoint_has_the_state_of_each_and_a_resumed_run_measures_no_baseli
     }
 
     body, head = pair(baseline_steps=4)
-    trainer(body, head, max_epochs=2).fit(seeded(TwoParts), loader(20), ckpt_path=tmp_path / "run.ckpt")
+    fit(body, head, train=20, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
     assert body.report.before.train.targets == ("body",)
     assert head.report.before.train.targets == ("head",)
     assert body.report.train.diagnostics.restored
@@ -130,7 +126,7 @@ def test_the_callback_that_tunes_a_phase_measures_its_steps(monkeypatch):
     Times(monkeypatch, train={"eager": 10, "default": 5})
     body = InductorCompile("default", None, targets=["body"], baseline_steps=4)
     head = InductorCompile(Tune(["default"], steps=5), None, targets=["head"])
-    ours, eager = fit(body, head, batches=40), fit(batches=40)
+    ours, eager = fit(body, head, train=40), fit(train=40)
     assert_same_values(ours, eager, {"rtol": 1e-3, "atol": 1e-4})
     assert (head.report.train.mode, head.report.train.speedup) == ("default", 2.0)
     assert (body.report.train.graphs, body.report.train.samples) == (1, None)

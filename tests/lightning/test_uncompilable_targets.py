@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile
-from tests.support.against_eager import assert_same_values
-from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
+from tests.support.against_eager import assert_fits_as_eager, assert_same_values
+from tests.support.models import FEATURES, Classifier, fit, mlp
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 
@@ -30,22 +30,16 @@ class WithScript(Classifier):
             self.scripted = torch.jit.script(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()))
             self.traced = torch.jit.trace(nn.Linear(FEATURES, FEATURES), torch.ones(2, FEATURES))
 
-    def training_step(self, batch, batch_idx):
-        return super().training_step((self.traced(self.scripted(batch[0])), batch[1]), batch_idx)
+    def logits(self, x):
+        return self.net(self.traced(self.scripted(x)))
 
     def validation_step(self, batch, batch_idx):
-        self.validation_outputs.append(self.net(self.traced(self.scripted(batch[0]))))
-
-
-def trained(make, *callbacks):
-    module = seeded(make)
-    trainer(*callbacks).fit(module, loader(), loader(2))
-    return module
+        self.validation_outputs.append(self.logits(batch[0]))
 
 
 def test_script_children_are_not_default_targets():
     callback = InductorCompile(baseline_steps=0, on_error="raise")
-    assert_same_values(trained(WithScript, callback), trained(WithScript))
+    assert_fits_as_eager(callback, make=WithScript)
     for phase in (callback.report.train, callback.report.infer):
         assert phase.targets == ("net",)
         assert (phase.graphs, phase.graph_breaks, phase.fallbacks) == (1, 0, 0)
@@ -55,8 +49,8 @@ def test_script_children_are_not_default_targets():
 def test_a_named_script_module_runs_eagerly_with_a_warning(targets):
     callback = InductorCompile(targets=targets, baseline_steps=0)
     with pytest.warns(CompileWarning, match=f"target '{targets[0]}' is not compiled: it is a TorchScript module"):
-        module = trained(WithScript, callback)
-    eager = trained(WithScript)
+        module = fit(callback, make=WithScript)
+    eager = fit(make=WithScript)
     assert_same_values(module, eager)
     assert callback.report.train.targets == tuple(targets[1:])
     assert vars(module.scripted).keys() == vars(eager.scripted).keys()
@@ -83,18 +77,13 @@ class Awaits(Classifier):
         super().__init__(Asynchronous())
         self.method = method
 
-    def awaited(self, x):
+    def logits(self, x):
         coroutine = self.net(x) if self.method == "call" else getattr(self.net, self.method)(x)
         assert inspect.iscoroutine(coroutine)
         return asyncio.run(coroutine)
 
-    def training_step(self, batch, batch_idx):
-        loss = nn.functional.cross_entropy(self.awaited(batch[0]), batch[1])
-        self.losses.append(loss.item())
-        return loss
-
     def validation_step(self, batch, batch_idx):
-        self.validation_outputs.append(self.awaited(batch[0]))
+        self.validation_outputs.append(self.logits(batch[0]))
 
 
 @pytest.mark.parametrize(("method", "targets"), [("call", None), ("call", "net"), ("encode", "net.encode")])
@@ -102,8 +91,7 @@ def test_an_async_target_returns_a_coroutine_with_a_warning(method, targets):
     callback = InductorCompile(targets=targets, baseline_steps=0)
     message = f"target '{targets or 'net'}' is not compiled: its .* is an async function"
     with pytest.warns(CompileWarning, match=message):
-        module = trained(lambda: Awaits(method), callback)
-    assert_same_values(module, trained(lambda: Awaits(method)))
+        assert_fits_as_eager(callback, make=lambda: Awaits(method))
     # The first steps call the module inside an async forward too, so it is a default target.
     assert callback.report.train.targets == (("net.net",) if targets is None else ())
 
@@ -125,9 +113,7 @@ class _Skipped(nn.Module):
 
 
 def test_a_target_whose_graphs_use_few_of_its_weights_is_reported_with_the_share():
-    make = lambda: Classifier(_Skipped())  # noqa: E731
     callback = InductorCompile(infer_mode="eager", targets="net", baseline_steps=0)
     message = r"graphs of target 'net' use 2 of its 18 weights \(11%\) in the train phase, .*\.py:\d+"
     with pytest.warns(CompileWarning, match=message):
-        module = trained(make, callback)
-    assert_same_values(module, trained(make))
+        assert_fits_as_eager(callback, make=lambda: Classifier(_Skipped()))

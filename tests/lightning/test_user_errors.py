@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
-import torch._dynamo.symbolic_convert
-import torch._inductor.graph
-from torch import nn
 
 from compile_callbacks import CompileError, InductorCompile
-from tests.support.faults import PLACES, RAGGED, Net, ragged
-from tests.support.models import Classifier, loader, trainer
+from tests.support.faults import PLACES, RAGGED, RAGGED_BATCHES, Net
+from tests.support.models import Classifier, fit
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
@@ -71,30 +67,18 @@ class UserFunction(torch.autograd.Function):
         return gradient
 
 
-def in_forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def in_forward(x: torch.Tensor) -> torch.Tensor:
     culprit.check(x)
     return x
 
 
-def in_backward_of_a_function(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return UserFunction.apply(x)
-
-
-def in_a_kernel(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return user_kernel(x)
-
-
-def in_a_backward_kernel(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return sound_kernel(x)
-
-
 class Guilty(Net):
-    def __init__(self, strange: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, does: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(PLACES[0])
-        self.does = strange
+        self.does = does
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.does(self, self.first(x)))
+        return self.last(self.does(self.first(x)))
 
 
 class GuiltyStep(Classifier):
@@ -108,10 +92,10 @@ class GuiltyStep(Classifier):
     ("make", "on_error"),
     [
         (lambda: Classifier(Guilty(in_forward)), "eager"),
-        (lambda: Classifier(Guilty(in_a_kernel)), "raise"),
-        (lambda: Classifier(Guilty(in_a_backward_kernel)), "eager"),
+        (lambda: Classifier(Guilty(user_kernel)), "raise"),
+        (lambda: Classifier(Guilty(sound_kernel)), "eager"),
         pytest.param(
-            lambda: Classifier(Guilty(in_backward_of_a_function)),
+            lambda: Classifier(Guilty(UserFunction.apply)),
             "raise",
             marks=pytest.mark.skipif(
                 torch.__version__ < "2.13",
@@ -128,7 +112,7 @@ def test_an_error_of_the_users_comes_through_as_it_is(make, on_error, monkeypatc
     module = make()
     callback = InductorCompile(targets=["net"], baseline_steps=0, on_error=on_error)
     with pytest.raises(UserError) as caught:
-        trainer(callback, num_sanity_val_steps=0).fit(module, ragged(), ragged(2))
+        fit(callback, make=lambda: module, **RAGGED_BATCHES)
     assert caught.value is error
     assert caught.traceback[-1].path.name == "test_user_errors.py"  # where it was raised
     assert caught.traceback[-1].name == "check"
@@ -145,7 +129,7 @@ class WrongShape(Classifier):
 def test_an_error_that_dynamo_meets_first_is_the_users_all_the_same(on_error):
     callback = InductorCompile(on_error=on_error, baseline_steps=0)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        trainer(callback).fit(WrongShape(), loader(2))
+        fit(callback, make=WrongShape, train=2)
     assert not isinstance(caught.value, CompileError)
     assert callback.report.train.fallbacks == 0
     assert "training_step" in [entry.name for entry in caught.traceback]
