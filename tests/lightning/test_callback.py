@@ -9,47 +9,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch._inductor.config
 from torch import nn
 
-from compile_callbacks import CompileWarning, GraphPass, InductorCompile, InductorConfig, compile_phases
+from compile_callbacks import CompileWarning, InductorCompile, compile_phases
 from tests.support.models import FEATURES, Classifier, fit, loader, mlp, seeded, trainer
+from tests.support.uncached import Uncached
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 
 
-class Recorder(GraphPass):
-    """Records its name, the phase, ``is_inference`` and an option for each graph; never cached, so that it runs."""
-
-    def __init__(self, log, whose=""):
-        self.log, self.whose = log, whose
-
-    def __call__(self, graph, is_inference):
-        self.log.append((self.whose, self.phase, is_inference, torch._inductor.config.epilogue_fusion))
-
-    def uuid(self):
-        return None
-
-
 def graphs(callback):
     return callback.report.train.graphs, callback.report.infer.graphs
-
-
-def test_each_phase_compiles_with_its_options_and_passes():
-    log = []
-    callback = InductorCompile(
-        train_mode={"options": {"epilogue_fusion": False}},
-        infer_mode=InductorConfig(passes=[Recorder(log, "infer only")]),
-        passes=[Recorder(log, "both")],
-        baseline_steps=0,
-    )
-    module = fit(callback, num_sanity_val_steps=0)
-    in_train = ("both", "train", False, False)
-    in_infer = [("both", "infer", True, True), ("infer only", "infer", True, True)]
-    assert log == [in_train, in_train, *in_infer]  # forward and backward
-    log.clear()
-    trainer(callback).predict(module, loader(2))
-    assert log == in_infer
 
 
 def test_every_entry_point_in_any_order_compiles_once_a_phase():
@@ -229,7 +199,7 @@ def test_wrong_arguments_are_refused_with_those_that_work(arguments, error, mess
             function(*given, **arguments)
 
 
-@pytest.mark.parametrize("ineffective", [{"keep_compiled": True}, {"passes": [Recorder([])]}])
+@pytest.mark.parametrize("ineffective", [{"keep_compiled": True}, {"passes": [Uncached()]}])
 def test_a_setting_without_effect_is_warned_about_at_the_users_line(ineffective):
     with pytest.warns(CompileWarning, match=f"{next(iter(ineffective))} has no effect") as caught:
         InductorCompile(None, "eager", **ineffective)

@@ -1,10 +1,13 @@
-"""The default targets are the modules and methods that the first eager steps call."""
+"""The default targets are the modules and methods that the first eager steps call. Methods stay the user's own."""
 
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
+import types
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.profilers import AdvancedProfiler
@@ -13,8 +16,10 @@ from torch._dynamo.utils import counters
 from torchmetrics import Metric
 
 from compile_callbacks import CompileWarning, InductorCompile
+from tests.support import random_modules
 from tests.support.against_eager import assert_same_module, assert_same_values
-from tests.support.models import CLASSES, FEATURES, Classifier, fit
+from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, trainer
+from tests.support.processes import run_in_new_process
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 
@@ -158,3 +163,96 @@ def test_recording_ends_with_an_exception_and_leaves_a_users_profiler_alone(tmp_
     fit(callback, profiler=AdvancedProfiler(tmp_path, "profile"))
     assert callback.report.train.graphs == 1
     assert "training_step" in (tmp_path / "fit-profile.txt").read_text()
+
+
+# ------------------------------------------------------------------------------------------ replaced methods, pickles
+
+
+X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
+
+
+def as_closure(module, method):
+    original = getattr(module, method)
+    return lambda *args, **kwargs: 2 * original(*args, **kwargs)
+
+
+def as_method(module, method):
+    return types.MethodType(lambda self, x: 2 * self.head(x), module)
+
+
+class Patched(Classifier):
+    """Replaces a method of its net, before the run or at one batch."""
+
+    def __init__(self, method, patch, at_batch=None):
+        super().__init__(Parts())
+        self.method, self.patch, self.at_batch = method, patch, at_batch
+        if at_batch is None:
+            self.replace_method()
+
+    def replace_method(self):
+        self.patched = self.patch(self.net, self.method)
+        setattr(self.net, self.method, self.patched)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.at_batch:
+            self.replace_method()
+        return super().training_step(batch, batch_idx)
+
+    def logits(self, x):
+        return self.net(x) if self.method == "forward" else self.net.decode(self.net.encode(x))
+
+
+@pytest.mark.parametrize(
+    ("method", "patch", "at_batch"),
+    [
+        ("forward", as_closure, None),
+        ("decode", as_method, None),
+        ("decode", as_closure, 3),
+    ],
+)
+def test_a_replaced_method_runs_as_in_eager_and_stays(method, patch, at_batch):
+    arguments = {"make": lambda: Patched(method, patch, at_batch), "validation": None}
+    callback = InductorCompile(targets=f"net.{method}", baseline_steps=0, on_error="raise")
+    compiled, eager = fit(callback, **arguments), fit(**arguments)
+    assert vars(compiled.net)[method] is compiled.patched
+    assert_same_values(compiled, eager)
+    torch.testing.assert_close(compiled.logits(X), eager.logits(X))
+    assert callback.report.train.graphs == 1
+
+
+LOAD = """
+import pickle, sys
+
+sys.modules["compile_callbacks"] = None  # importing it fails
+import torch
+
+for path in sys.argv[1:]:
+    with open(path, "rb") as file:
+        model = pickle.load(file)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(model.state_dict())
+    print(model.net.encode(torch.ones(2, 8)).unique().item())
+"""
+
+
+class Pickles(pl.Callback):
+    """Pickles the module within a step."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_after_backward(self, trainer, pl_module):
+        assert "encode" in vars(pl_module.net)
+        self.path.write_bytes(pickle.dumps(pl_module))
+
+
+def test_a_pickle_of_a_run_loads_without_this_library(tmp_path):
+    for name in ("original", "patched"):
+        model = random_modules.Model(random_modules.Spec(blocks=("plain",), target="net.encode", shared=True))
+        if name == "patched":
+            model.net.encode = random_modules.first_features
+        callback = InductorCompile(targets=["net.encode", "side"], baseline_steps=0)
+        trainer(callback, Pickles(tmp_path / name)).fit(model, loader(4))
+    assert run_in_new_process(LOAD, tmp_path / "original", tmp_path / "patched").split() == ["0.0", "1.0"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
 import lightning.pytorch.callbacks as lightning_callbacks
 import pytest
 import torch
@@ -45,32 +44,14 @@ class Transfer(Classifier):
         return torch.optim.SGD(self.head.parameters(), lr=0.1)
 
 
-class FreezesAgain(pl.Callback):
-    """Freezes the backbone in the last epoch, and keeps its weight after each epoch."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        if trainer.current_epoch == 2:
-            BackboneFinetuning.freeze(pl_module.backbone, train_bn=False)
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.seen.append(pl_module.backbone[0].weight.detach().clone())
-
-
-def test_parameters_that_freeze_and_thaw_equal_eager():
-    histories = []
-
+def test_a_backbone_that_thaws_equals_eager():
     def run(*ours):
         thaw = BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=0.05, train_bn=False, should_align=False)
-        histories.append(FreezesAgain())
-        return fit(*ours, thaw, histories[-1], make=Transfer, max_epochs=3)
+        module = fit(*ours, thaw, make=Transfer, max_epochs=2)
+        assert not torch.equal(module.backbone[0].weight, seeded(Transfer).backbone[0].weight)
+        return module
 
     assert_run_equals_eager(run, baseline_steps=2)
-    for first, second, third in (history.seen for history in histories):
-        assert not torch.equal(first, second)
-        assert torch.equal(second, third)
 
 
 class FailsInTheSixthStep(Classifier):

@@ -105,9 +105,7 @@ def test_overlapping_targets_are_refused_at_the_start(one, other, message):
 
 
 def test_a_checkpoint_has_the_state_of_each_and_a_resumed_run_measures_no_baseline(tmp_path):
-    first = trainer(*pair(baseline_steps=4))
-    first.fit(seeded(TwoParts), loader(20))
-    first.save_checkpoint(tmp_path / "run.ckpt")
+    fit(*pair(baseline_steps=4), train=20).trainer.save_checkpoint(tmp_path / "run.ckpt")
     states = torch.load(tmp_path / "run.ckpt", weights_only=True)["compile_callbacks"]
     assert {key: state["report"]["train"]["targets"] for key, state in states.items()} == {
         "['body']": ["body"],

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -36,13 +35,11 @@ class _Net(nn.Module):
         return self.head(x.repeat(1, times, 1).mean(1))
 
 
-class Words(pl.LightningModule):
+class Words(Classifier):
     """Takes batches of words with a number of repetitions; half of the validation calls have a mask."""
 
     def __init__(self):
-        super().__init__()
-        self.net = _Net()
-        self.losses, self.outputs = [], []
+        super().__init__(_Net())
 
     def training_step(self, batch, batch_idx):
         loss = self.net(*batch).square().mean()
@@ -52,10 +49,7 @@ class Words(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         words, times = batch
         mask = (words["words"] > 3).float() if batch_idx % 2 else None
-        self.outputs.append(self.net(words, times, mask=mask))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        self.validation_outputs.append(self.net(words, times, mask=mask))
 
 
 def words(*sizes, times=(1,)):

@@ -166,9 +166,8 @@ class GraphIdle(GraphPass):
 
 def test_resumed_run_equals_one_without_interruption(monkeypatch, tmp_path):
     Times(monkeypatch, train=UNFUSED_IS_FASTER)
-    first = trainer(InductorCompile(Tune(BOTH, steps=5), None))
-    first.fit(seeded(), loader(40))  # a winner is chosen before the checkpoint
-    first.save_checkpoint(tmp_path / "run.ckpt")
+    first = fit(InductorCompile(Tune(BOTH, steps=5), None), train=40)  # a winner is chosen before the checkpoint
+    first.trainer.save_checkpoint(tmp_path / "run.ckpt")
     second = InductorCompile(Tune(BOTH, steps=5), None)
     resumed = fit(second, train=40, max_epochs=6, ckpt_path=tmp_path / "run.ckpt")
     eager = fit(train=40, max_epochs=6)
