@@ -69,11 +69,8 @@ class Raises(Classifier):
 
 
 def run(callbacks, module, entry):
-    ours = trainer(*callbacks)
-    if entry == "fit":
-        ours.fit(module, loader(4), loader(2))
-    else:
-        getattr(ours, entry)(module, loader(3))
+    loaders = (loader(4), loader(2)) if entry == "fit" else (loader(3),)
+    getattr(trainer(*callbacks), entry)(module, *loaders)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,16 +81,12 @@ def _torch_has_compiled_before():
     torch._dynamo.reset()
 
 
-def callback(**settings):
-    return InductorCompile(**{"baseline_steps": 1, "verify": "warn"} | settings)
-
-
 @pytest.mark.parametrize(
     ("entry", "make"), [("fit", Classifier), ("fit", Raises), ("validate", Classifier), ("predict", Raises)]
 )
 def test_trainer_run_leaves_no_more_than_the_same_run_without_the_callback(entry, make, tmp_path):
     states = []
-    for callbacks in ((), (callback(cache_dir=tmp_path),)):
+    for callbacks in ((), (InductorCompile(baseline_steps=1, cache_dir=tmp_path),)):
         module = seeded(make)
         with pytest.raises(KeyError) if make is Raises else contextlib.nullcontext():
             run(callbacks, module, entry)
@@ -129,9 +122,7 @@ def test_backend_leaves_no_trace():
 @pytest.mark.codegen
 @pytest.mark.parametrize("entry", ["callback", "export", "export that fails"])
 def test_export_leaves_no_trace(entry, tmp_path):
-    module = seeded() if entry == "callback" else mlp()
-    if entry == "callback":
-        trainer().fit(module, loader(1))
+    module = fit(train=1, validation=None) if entry == "callback" else mlp()
     before = state_of(module)
     if entry == "callback":
         run([AOTInductorExport(tmp_path / "net.pt2", target="net", weights="last")], module, "fit")

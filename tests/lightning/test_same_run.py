@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_callbacks import CompileWarning, InductorCompile
 from tests.support.against_eager import assert_fits_as_eager
-from tests.support.models import FEATURES, Classifier, fit, loader, mlp, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -116,18 +116,7 @@ def test_a_run_with_weights_that_are_tensor_subclasses_ends_as_usual():
 
 # ------------------------------------------------------------------------------------------ code that users write
 
-
 STEPS = 24  # 12 of them are eager
-
-
-class Regression(Classifier):
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch[0])
-        self.losses.append(loss.item())
-        return loss
-
-    def loss(self, x):
-        return self.net(x).square().mean()
 
 
 def assert_trains_as_eager(make, callback=None):
@@ -157,15 +146,17 @@ def test_weights_that_are_swapped_through_data_within_a_step_are_used():
     torch.testing.assert_close(runs[0].validation_outputs, runs[1].validation_outputs)
 
 
-class Penalized(Regression):
+class Penalized(Classifier):
     def __init__(self):
         super().__init__(nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1)))
 
-    def loss(self, x):
-        x = x.clone().requires_grad_()
+    def training_step(self, batch, batch_idx):
+        x = batch[0].clone().requires_grad_()
         output = self.net(x)
         (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        return output.square().mean() + (gradient.norm(dim=1) - 1).square().mean()
+        loss = output.square().mean() + (gradient.norm(dim=1) - 1).square().mean()
+        self.losses.append(loss.item())
+        return loss
 
 
 def test_a_target_with_dropout_and_a_gradient_penalty_runs_eagerly():
@@ -179,13 +170,13 @@ def test_a_target_with_dropout_and_a_gradient_penalty_runs_eagerly():
 class Force(nn.Module):
     def __init__(self):
         super().__init__()
-        self.hidden, self.energy = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
+        self.hidden, self.energy = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
 
     def forward(self, x):
         x = x.detach().requires_grad_()
         energy = self.energy(torch.tanh(self.hidden(x)))
         (force,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
-        return energy.square().mean() + force.square().mean()
+        return energy + force[:, :CLASSES]
 
 
 @pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated:compile_callbacks.CompileWarning")
@@ -193,19 +184,19 @@ class Force(nn.Module):
 @pytest.mark.filterwarnings("ignore:compiled train steps are slower:compile_callbacks.CompileWarning")
 def test_a_module_that_computes_gradients_in_its_forward_is_not_traced_in_each_step():
     """Torch 2.15 compiles no graph of it; torch 2.11 compiles the graphs around the gradient."""
-    _, train = assert_trains_as_eager(lambda: Regression(Force()))
+    _, train = assert_trains_as_eager(lambda: Classifier(Force()))
     traced = [kind for kind in train.diagnostics.series if kind["kind"] == "compiling"]
     assert sum(len(kind["steps"]) for kind in traced) <= 5
     assert train.graphs > 0 or train.fallbacks == 1
 
 
-class Recurrent(Regression):
+class Recurrent(Classifier):
     def __init__(self):
-        super().__init__(nn.Linear(8, 1))
+        super().__init__(nn.Linear(8, CLASSES))
         self.rnn = nn.GRU(FEATURES, 8, batch_first=True)
 
-    def loss(self, x):
-        return super().loss(self.rnn(x[:, None])[0])
+    def logits(self, x):
+        return self.net(self.rnn(x[:, None])[0][:, 0])
 
 
 def test_an_rnn_is_no_default_target_because_dynamo_compiles_none():
@@ -217,7 +208,7 @@ def test_an_rnn_is_no_default_target_because_dynamo_compiles_none():
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.calls = nn.Linear(FEATURES, 1), []
+        self.linear, self.calls = nn.Linear(FEATURES, CLASSES), []
 
     def encode(self, x):
         return self.linear(x)
@@ -225,14 +216,14 @@ class Encoder(nn.Module):
     @functools.lru_cache  # noqa: B019
     def mask(self, size):
         self.calls.append(size)
-        return torch.ones(size)
+        return torch.ones(size, 1)
 
 
-class CallsMethods(Regression):
-    def loss(self, x):
+class CallsMethods(Classifier):
+    def logits(self, x):
         method = self.net.encode
         assert (method.__name__, method.__self__) == ("encode", self.net)
-        return self.net.mask(len(x)).mean() * method(x).square().mean()
+        return self.net.mask(len(x)) * method(x)
 
 
 def test_a_method_that_is_a_target_keeps_its_name_and_a_cached_one_is_called_as_often_as_before():

@@ -69,18 +69,18 @@ def losses(batches, *callbacks, **settings):
 VARYING = [(4, 5), (4, 5), (6, 7), (4, 5), (5, 9), (6, 5), (3, 8), (4, 4), (1, 6), (1, 8), (8, 3)]
 
 
-def test_dimensions_that_vary_in_the_baseline_are_dynamic_in_the_first_graph():
-    callback = InductorCompile(infer_mode=None, baseline_steps=3)
-    found = losses(words(*VARYING), callback)
-    assert callback.report.train.graphs == 2  # torch compiles batch size 1 separately
-    assert found == pytest.approx(losses(words(*VARYING)), rel=1e-4)
-
-
-def test_integers_that_vary_are_dynamic_in_the_first_graph():
-    batches = words(*[(4, 5)] * 9, times=(2, 3, 4, 5, 6))
+@pytest.mark.parametrize(
+    ("batches", "graphs"),
+    [
+        (words(*VARYING), 2),  # torch compiles batch size 1 separately
+        (words(*[(4, 5)] * 9, times=(2, 3, 4, 5, 6)), 1),
+    ],
+    ids=["dimensions", "integers"],
+)
+def test_what_varies_in_the_baseline_is_dynamic_in_the_first_graph(batches, graphs):
     callback = InductorCompile(infer_mode=None, baseline_steps=3)
     found = losses(batches, callback)
-    assert callback.report.train.graphs == 1
+    assert callback.report.train.graphs == graphs
     assert found == pytest.approx(losses(batches), rel=1e-4)
 
 
@@ -109,9 +109,8 @@ def test_cache_dir_remembers_the_shapes_for_the_next_run(tmp_path):
 
 def test_a_resumed_run_remembers_the_shapes(tmp_path):
     first, again = (InductorCompile(infer_mode=None, baseline_steps=2) for _ in range(2))
-    one = trainer(first)
-    one.fit(seeded(Words), words(*RAGGED_WORDS))
-    one.save_checkpoint(tmp_path / "last.ckpt")
+    before = fit(first, make=Words, train=words(*RAGGED_WORDS), validation=None)
+    before.trainer.save_checkpoint(tmp_path / "last.ckpt")
     torch.compiler.reset()
     losses(words(*RAGGED_WORDS), again, max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
     assert (first.report.train.graphs, again.report.train.graphs) == (2, 1)
