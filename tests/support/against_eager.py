@@ -36,9 +36,9 @@ def assert_run_equals_eager(run: Callable[..., Classifier], *, baseline_steps: i
     assert_same_module(compiled, eager)
 
 
-def assert_fits_as_eager(ours: pl.Callback, close: Mapping[str, float] = FLOAT32, **arguments: Any) -> Classifier:
-    """Train with the callback and without it, compare the values and the modules, and return the compiled one."""
-    compiled, eager = fit(ours, **arguments), fit(**arguments)
+def assert_fits_as_eager(*ours: pl.Callback, close: Mapping[str, float] = FLOAT32, **arguments: Any) -> Classifier:
+    """Train with the callbacks and without them, compare the values and the modules, and return the compiled one."""
+    compiled, eager = fit(*ours, **arguments), fit(**arguments)
     assert_same_values(compiled, eager, close)
     assert_same_module(compiled, eager)
     return compiled
