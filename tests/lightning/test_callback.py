@@ -9,50 +9,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch._inductor.config
 from torch import nn
 
-from compile_callbacks import CompileWarning, GraphPass, InductorCompile, InductorConfig, compile_phases
-from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
+from compile_callbacks import CompileWarning, InductorCompile, compile_phases
+from tests.support.models import FEATURES, Classifier, fit, loader, mlp, seeded, trainer
+from tests.support.uncached import Uncached
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 
 
-class Recorder(GraphPass):
-    """Records its name, the phase, ``is_inference`` and an option for each graph; never cached, so that it runs."""
-
-    def __init__(self, log, whose=""):
-        self.log, self.whose = log, whose
-
-    def __call__(self, graph, is_inference):
-        self.log.append((self.whose, self.phase, is_inference, torch._inductor.config.epilogue_fusion))
-
-    def uuid(self):
-        return None
-
-
 def graphs(callback):
     return callback.report.train.graphs, callback.report.infer.graphs
-
-
-def test_each_phase_compiles_with_its_options_and_passes():
-    log = []
-    callback = InductorCompile(
-        train_mode={"options": {"epilogue_fusion": False}},
-        infer_mode=InductorConfig(passes=[Recorder(log, "infer only")]),
-        passes=[Recorder(log, "both")],
-        baseline_steps=0,
-    )
-    module = Classifier()
-    trainer(callback, num_sanity_val_steps=0).fit(module, loader(), loader(2))
-    in_train, in_infer = (
-        ("both", "train", False, False),
-        [("both", "infer", True, True), ("infer only", "infer", True, True)],
-    )
-    assert log == [in_train, in_train, *in_infer]  # forward and backward
-    log.clear()
-    trainer(callback).predict(module, loader(2))
-    assert log == in_infer
 
 
 def test_every_entry_point_in_any_order_compiles_once_a_phase():
@@ -109,21 +76,6 @@ def test_a_target_that_ran_uncompiled_is_warned_about_by_name():
     assert warning.filename == __file__
 
 
-def test_training_step_can_be_a_target():
-    class Plain(Classifier):
-        def training_step(self, batch, batch_idx):
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    callback = InductorCompile(targets=["training_step"], baseline_steps=0)
-    module, reference = seeded(Plain), seeded(Plain)
-    trainer(callback).fit(module, loader(4))
-    trainer().fit(reference, loader(4))
-    assert callback.report.train.targets == ("training_step",)
-    assert callback.report.train.graphs >= 1
-    for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
 # ------------------------------------------------------------------------------------------ compiled by the user
 
 
@@ -160,6 +112,14 @@ class PlainStep(Classifier):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
 
+def test_training_step_can_be_a_target():
+    callback = InductorCompile(targets=["training_step"], baseline_steps=0)
+    module, reference = (fit(*ours, make=PlainStep, validation=None) for ours in ([callback], []))
+    assert callback.report.train.targets == ("training_step",)
+    assert callback.report.train.graphs >= 1
+    torch.testing.assert_close(module.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-6)
+
+
 def compiled_by_user(how, backend):
     module = seeded(PlainStep)
     if how == "module":
@@ -183,12 +143,12 @@ def compiled_by_user(how, backend):
 )
 def test_a_phase_with_mode_none_runs_the_users_compiled_module(how, mode, shown, caplog):
     backend = Backend()
-    module, plain = compiled_by_user(how, backend), seeded(PlainStep)
+    module = compiled_by_user(how, backend)
     callback = InductorCompile(mode, "default", baseline_steps=0)
     assert callback.report.train.mode == shown
     with caplog.at_level(logging.INFO):
         trainer(callback, num_sanity_val_steps=0).fit(module, loader(6), loader(3))
-    trainer(num_sanity_val_steps=0).fit(plain, loader(6), loader(3))
+    plain = fit(make=PlainStep, train=6)
     assert (callback.report.train.mode, callback.report.infer.mode) == (shown, "default")
     assert graphs(callback) == (int(mode == "default"), 1)
     assert backend.calls == {"train": 6 if mode is None else 0, "infer": 0}
@@ -232,14 +192,14 @@ def test_compile_phases_leaves_a_phase_with_mode_none_alone():
 )
 def test_wrong_arguments_are_refused_with_those_that_work(arguments, error, message):
     for function in (InductorCompile, compile_phases):
-        if function is compile_phases and arguments.keys() & {"baseline_steps", "keep_compiled"}:
+        if function is compile_phases and "baseline_steps" in arguments:
             continue
         given = (mlp(),) if function is compile_phases else ()
         with pytest.raises(error, match=message.replace("InductorCompile", function.__name__)):
             function(*given, **arguments)
 
 
-@pytest.mark.parametrize("ineffective", [{"keep_compiled": True}, {"passes": [Recorder([])]}])
+@pytest.mark.parametrize("ineffective", [{"keep_compiled": True}, {"passes": [Uncached()]}])
 def test_a_setting_without_effect_is_warned_about_at_the_users_line(ineffective):
     with pytest.warns(CompileWarning, match=f"{next(iter(ineffective))} has no effect") as caught:
         InductorCompile(None, "eager", **ineffective)

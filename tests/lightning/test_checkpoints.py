@@ -1,23 +1,18 @@
-"""Checkpoints have the keys of the eager module, and those with ``_orig_mod.`` load."""
+"""Checkpoints: the keys of the eager module, keys with ``_orig_mod.``, and the state of the callback."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 
 from compile_callbacks import InductorCompile
-from tests.support.models import Classifier, loader, mlp, seeded, trainer
+from tests.support.models import Classifier, fit, mlp, trainer
 from tests.support.processes import run_in_new_process
 
-pytestmark = pytest.mark.usefixtures("no_codegen")
-
-
-def fit(module, tmp_path, *callbacks):
-    callbacks = (InductorCompile(baseline_steps=0), *callbacks)
-    fitted = trainer(*callbacks, default_root_dir=tmp_path, enable_checkpointing=True)
-    fitted.fit(module, loader(4), loader(2))
-    return fitted
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 
 def by_hand():
@@ -30,8 +25,8 @@ def test_checkpoints_have_the_keys_of_the_eager_module(make, tmp_path):
     saved = ModelCheckpoint(dirpath=tmp_path, save_last=True)
     module, seen = make(), []
     module.on_train_epoch_end = lambda: seen.append(set(module.state_dict()))
-    fitted = fit(module, tmp_path, saved)
-    fitted.save_checkpoint(tmp_path / "by_trainer.ckpt")
+    fit(InductorCompile(baseline_steps=0), saved, make=lambda: module, enable_checkpointing=True)
+    module.trainer.save_checkpoint(tmp_path / "by_trainer.ckpt")
     assert seen == [keys]
     assert set(module.state_dict()) == keys
     for path in (saved.best_model_path, saved.last_model_path, tmp_path / "by_trainer.ckpt"):
@@ -40,7 +35,7 @@ def test_checkpoints_have_the_keys_of_the_eager_module(make, tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_loads_in_a_process_without_this_library(tmp_path):
-    fit(seeded(), tmp_path).save_checkpoint(tmp_path / "run.ckpt")
+    fit(InductorCompile(baseline_steps=0)).trainer.save_checkpoint(tmp_path / "run.ckpt")
     source = f"""
 import sys
 sys.modules["compile_callbacks"] = None
@@ -51,15 +46,12 @@ print("loaded", len(Classifier.load_from_checkpoint({str(tmp_path / "run.ckpt")!
 
 
 def test_a_checkpoint_of_a_module_that_was_compiled_by_hand_loads(tmp_path):
-    module = seeded(by_hand)
-    plain = trainer(enable_checkpointing=True, default_root_dir=tmp_path)
-    plain.fit(module, loader(2))
-    plain.save_checkpoint(tmp_path / "old.ckpt")
+    module = fit(make=by_hand)
+    module.trainer.save_checkpoint(tmp_path / "old.ckpt")
     weights = {key.replace("_orig_mod.", ""): value for key, value in module.state_dict().items()}
     assert weights.keys() != module.state_dict().keys()
 
-    resumed = Classifier()
-    trainer(InductorCompile(), max_epochs=2).fit(resumed, loader(0), ckpt_path=tmp_path / "old.ckpt")
+    resumed = fit(InductorCompile(), train=0, max_epochs=2, ckpt_path=tmp_path / "old.ckpt")
     torch.testing.assert_close(dict(resumed.state_dict()), weights)
 
 
@@ -71,3 +63,78 @@ def test_a_key_that_does_not_fit_is_still_an_error():
     ours.on_exception(run, module, RuntimeError())
     with pytest.raises(RuntimeError, match="_orig_mod"):
         module.load_state_dict({f"_orig_mod.{key}": value for key, value in module.state_dict().items()})
+
+
+# ------------------------------------------------------------------------------------------ the state of the callback
+
+
+KEY = "compile_callbacks"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The checkpoint of a fit, as data."""
+    path = tmp_path_factory.mktemp("run") / "run.ckpt"
+    fit(InductorCompile(baseline_steps=4, verify="off"), train=20).trainer.save_checkpoint(path)
+    return torch.load(path, weights_only=True)
+
+
+def of_state(change):
+    def of_checkpoint(states):
+        for state in states.values():
+            change(state)
+        return states
+
+    return of_checkpoint
+
+
+def replaced(name, value):
+    return of_state(lambda state: state.update({name: value}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replaced("of a later version", {"a": 1}),
+        lambda states: None,
+        lambda states: [1],
+        lambda states: dict.fromkeys(states, 3),
+        of_state(dict.clear),
+        replaced("version", 99),
+        replaced("report", [[1]]),
+        replaced("baselines", {"train": [[["train", "kind", [[4]]], [float("nan")] * 9]]}),
+    ],
+    ids=["whole", "missing", "list", "number", "empty", "version", "report", "baselines"],
+)
+def test_a_state_of_another_form_costs_its_figures(checkpoint, tmp_path, change, request):
+    """A resumed run measures again what the state of the callback does not tell."""
+    changed = copy.deepcopy(checkpoint)
+    if (state := change(changed.pop(KEY))) is not None:
+        changed[KEY] = state
+    torch.save(changed, tmp_path / "changed.ckpt")
+    ours = InductorCompile(baseline_steps=4, verify="off")
+    fit(ours, train=20, max_epochs=2, ckpt_path=tmp_path / "changed.ckpt")
+    report, case = ours.report, request.node.callspec.id
+    str(report)
+    assert report.train.graphs == 1
+    assert report.train.eager_step_ms is not None
+    assert bool(report.train.diagnostics.restored) == (case in ("whole", "report"))
+    assert (report.before is None) == (case not in ("whole", "baselines"))
+
+
+def test_a_checkpoint_that_is_loaded_within_a_run_is_no_resume():
+    class WithRate(Classifier):
+        lr = 0.1
+
+    ours = InductorCompile(baseline_steps=2)
+    fit(ours, LearningRateFinder(num_training_steps=4, update_attr=False), make=WithRate, train=20)
+    assert ours.report.before is None
+    assert ours.report.train.diagnostics.restored == ()
+
+
+def test_the_report_of_a_copy_that_ran_is_that_of_the_original():
+    ours = InductorCompile(baseline_steps=0)
+    twin = copy.deepcopy(ours)
+    fit(twin)
+    assert ours.report == twin.report
+    assert ours.report.train.graphs == 1

@@ -1,4 +1,4 @@
-"""The fault matrix: each failure of the compiler, wherever and whenever it strikes, costs speed and nothing else."""
+"""A failure of the compiler costs speed and nothing else. An error of the user's own code comes through as it is."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch._dynamo
 import torch._dynamo.symbolic_convert
-import torch._inductor.graph
 from torch import nn
-from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile, InductorConfig
-from tests.support.against_eager import assert_same_values
-from tests.support.faults import FAULTS, MATRIX, PLACES, Fault, Net, fit
-from tests.support.models import CLASSES, FEATURES, seeded, trainer
+from tests.support.against_eager import assert_fits_as_eager
+from tests.support.faults import FAULTS, MATRIX, PLACES, RAGGED, RAGGED_BATCHES, Fault, Net, run_of
+from tests.support.models import Classifier, batches_of, fit
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
@@ -32,8 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_codegen")
 def test_a_failure_costs_speed_and_nothing_else(fault, place):
     callback = fault.callback(place)
     with pytest.warns(CompileWarning) as caught, fault.strike(place):
-        compiled = fit(lambda: fault.net(place), callback)
-    assert_same_values(compiled, fit(lambda: fault.net(place)))
+        assert_fits_as_eager(callback, **run_of(lambda: fault.net(place)))
 
     said = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
     assert len(said) == 1
@@ -66,23 +62,21 @@ def test_raise_names_target_and_phase_of_a_failure(fault, place):
         fault.strike(place),
         pytest.raises(CompileError, match=f"target 'net' for the {place.phase} phase failed") as caught,
     ):
-        fit(lambda: fault.net(place), fault.callback(place, on_error="raise"))
+        fit(fault.callback(place, on_error="raise"), **run_of(lambda: fault.net(place)))
     assert caught.value.__cause__ is not None
     assert any(cause in str(caught.value) for cause in fault.cause.split("|"))
+    assert ("graph pass 'BrokenPass' at post_grad_post in the infer phase" in str(caught.value)) == fault.skipped
 
 
 # ------------------------------------------------------------------------------------------ no compiler at all
 
 WITHOUT_COMPILER = """
 import json, sys, warnings
-import torch
-from tests.support.models import Classifier, loader, seeded, trainer
+from tests.support.models import fit
 from compile_callbacks import CompileWarning, InductorCompile
 
 def run(*callbacks):
-    module = seeded()
-    trainer(*callbacks, accelerator=sys.argv[1], max_epochs=2).fit(module, loader(), loader(2))
-    return module.losses
+    return fit(*callbacks, accelerator=sys.argv[1], max_epochs=2).losses
 
 callback = InductorCompile(targets=["net"], baseline_steps=0)
 with warnings.catch_warnings(record=True) as caught:
@@ -158,39 +152,138 @@ def test_a_failure_behind_a_graph_break_does_not_run_what_ran_before_it_again():
         InductorConfig(options={"fallback_random": True}), None, targets=["net"], baseline_steps=0
     )
     with pytest.warns(CompileWarning, match="'net' .*train phase.*MemoryError"), failing_behind_the_break():
-        compiled = fit(lambda: Broken(PLACES[0]), callback)
-    assert_same_values(compiled, fit(lambda: Broken(PLACES[0])))
+        assert_fits_as_eager(callback, **run_of(lambda: Broken(PLACES[0])))
     assert callback.report.train.fallbacks >= 1
 
 
 # ------------------------------------------------------------------------------------------ too many recompiles
 
 
-class Lengths(torch.utils.data.Dataset):
-    """Batches of 2, 3, 4 ... samples."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.linspace(0, 1, (index + 2) * FEATURES).reshape(index + 2, FEATURES)
-        return x, torch.arange(index + 2) % CLASSES
-
-
 @pytest.mark.all_versions
 def test_shapes_beyond_the_recompile_limit_are_reported_as_eager():
-    def losses(*callbacks: Any) -> list[float]:
-        module = seeded()
-        trainer(*callbacks).fit(module, DataLoader(Lengths(), batch_size=None))
-        return module.losses
-
     callback = InductorCompile(InductorConfig(dynamic=False), None, targets=["net"], baseline_steps=0)
     with (
         torch._dynamo.config.patch(recompile_limit=3),
         pytest.warns(CompileWarning, match="'net'.*recompile.limit") as caught,
     ):
-        compiled = losses(callback)
-    torch.testing.assert_close(compiled, losses(), rtol=1e-4, atol=1e-6)
+        assert_fits_as_eager(callback, train=batches_of(2, 3, 4, 5, 6, 7), validation=None)
     assert len([w for w in caught if issubclass(w.category, CompileWarning)]) == 1
     assert callback.report.train.graphs == 3
     assert callback.report.train.fallbacks >= 1
+
+
+# ------------------------------------------------------------------------------------------ errors of the user's code
+
+
+class UserError(Exception):
+    """What only the user's code raises."""
+
+
+raised: list[UserError] = []
+
+
+def check(x: torch.Tensor) -> None:
+    """Raise an error for a ragged batch, and keep it."""
+    if x.shape[0] == RAGGED:
+        raised.append(UserError())
+        raise raised[-1]
+
+
+@torch.library.custom_op("compile_callbacks_tests::user_kernel", mutates_args=())
+def user_kernel(x: torch.Tensor) -> torch.Tensor:
+    check(x)
+    return x.clone()
+
+
+@torch.library.custom_op("compile_callbacks_tests::user_kernel_backward", mutates_args=())
+def user_kernel_backward(gradient: torch.Tensor) -> torch.Tensor:
+    check(gradient)
+    return gradient.clone()
+
+
+@torch.library.custom_op("compile_callbacks_tests::sound_kernel", mutates_args=())
+def sound_kernel(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+for kernel in (user_kernel, user_kernel_backward, sound_kernel):
+    kernel.register_fake(torch.empty_like)
+user_kernel.register_autograd(lambda ctx, gradient: gradient)
+sound_kernel.register_autograd(lambda ctx, gradient: user_kernel_backward(gradient))
+
+
+class UserFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        check(gradient)
+        return gradient
+
+
+def in_forward(x: torch.Tensor) -> torch.Tensor:
+    check(x)
+    return x
+
+
+class Guilty(Net):
+    def __init__(self, does: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(PLACES[0])
+        self.does = does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.does(self.first(x)))
+
+
+class GuiltyStep(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        check(batch[0])
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "on_error"),
+    [
+        (lambda: Classifier(Guilty(in_forward)), "eager"),
+        (lambda: Classifier(Guilty(user_kernel)), "raise"),
+        (lambda: Classifier(Guilty(sound_kernel)), "eager"),
+        pytest.param(
+            lambda: Classifier(Guilty(UserFunction.apply)),
+            "raise",
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.13",
+                reason="torch < 2.13 fails while it traces that backward, which is a failure of the compiler",
+            ),
+        ),
+        (lambda: GuiltyStep(Net(PLACES[0])), "eager"),
+    ],
+    ids=["forward", "kernel", "backward kernel", "backward of a function", "training step"],
+)
+def test_an_error_of_the_users_comes_through_as_it_is(make, on_error):
+    module = make()
+    callback = InductorCompile(targets=["net"], baseline_steps=0, on_error=on_error)
+    with pytest.raises(UserError) as caught:
+        fit(callback, make=lambda: module, **RAGGED_BATCHES)
+    assert caught.value in raised
+    assert caught.traceback[-1].path.name == "test_faults.py"  # where it was raised
+    assert caught.traceback[-1].name == "check"
+    assert (callback.report.train.fallbacks, callback.report.infer.fallbacks) == (0, 0)
+    assert "_compiled_call_impl" not in vars(module.net)
+
+
+class WrongShape(Classifier):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0][:, :3]).sum()
+
+
+@pytest.mark.parametrize("on_error", ["eager", "raise"])
+def test_an_error_that_dynamo_meets_first_is_the_users_all_the_same(on_error):
+    callback = InductorCompile(on_error=on_error, baseline_steps=0)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        fit(callback, make=WrongShape, train=2)
+    assert not isinstance(caught.value, CompileError)
+    assert callback.report.train.fallbacks == 0
+    assert "training_step" in [entry.name for entry in caught.traceback]

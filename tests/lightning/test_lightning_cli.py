@@ -35,12 +35,7 @@ class Model(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-
-    def train_dataloader(self) -> Any:
-        return loader(12)
-
-    def val_dataloader(self) -> Any:
-        return loader(12)
+        self.train_dataloader = self.val_dataloader = lambda: loader(12)
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +55,8 @@ def cli(folder: Path, *args: str, run: bool = True, **init_args: Any) -> Lightni
     }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(data))
-    command = ["fit"] if run else []
-    return LightningCLI(
-        Model,
-        args=[*command, "--config", str(file), *args],
-        run=run,
-        save_config_callback=None,
-        seed_everything_default=0,
-    )
+    command = [*(["fit"] if run else []), "--config", str(file), *args]
+    return LightningCLI(Model, args=command, run=run, save_config_callback=None, seed_everything_default=0)
 
 
 def callback_of(made: LightningCLI) -> InductorCompile:
@@ -78,10 +67,7 @@ FORMS: dict[str, tuple[Any, InductorConfig | Tune | None]] = {
     "mode": ("max-autotune-no-cudagraphs", InductorConfig(mode="max-autotune-no-cudagraphs")),
     "mapping": ({"mode": "default", "dynamic": False}, InductorConfig(dynamic=False)),
     "class": (
-        {
-            "class_path": CONFIG,
-            "init_args": {"template": "aten", "fold_weights": False, "fold_limit_mib": 3},
-        },
+        {"class_path": CONFIG, "init_args": {"template": "aten", "fold_weights": False, "fold_limit_mib": 3}},
         InductorConfig(template="aten", fold_weights=False, fold_limit_mib=3),
     ),
     "passes": (
@@ -121,27 +107,18 @@ def test_cli_builds_every_form_of_a_mode_and_prints_what_builds_it_again(form, t
         assert in_yaml["train_mode"] == given  # as it was written, not every default beside it
 
 
-@pytest.mark.parametrize("form", ["class", "tune"])
-def test_cli_run_compiles_with_every_form_of_a_mode(form, tmp_path, capsys):
-    given, expected = FORMS[form]
-    report = callback_of(cli(tmp_path, train_mode=given, infer_mode="eager", baseline_steps=0)).report
+def test_a_run_of_the_cli_tries_the_candidates_of_a_tune(tmp_path):
+    report = callback_of(cli(tmp_path, train_mode=FORMS["tune"][0], infer_mode="eager", baseline_steps=0)).report
     assert report.train.graphs >= 1
     assert report.train.fallbacks == 0
     assert report.infer.graphs == 0
-    if isinstance(expected, Tune):
-        assert {trial["candidate"] for trial in report.train.diagnostics.trials} == {"eager", "default", "aten"}
-    else:
-        assert report.train.mode == expected.describe()
-    capsys.readouterr()
+    assert {trial["candidate"] for trial in report.train.diagnostics.trials} == {"eager", "default", "aten"}
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"train_mode": "reduce-overheadd"}, "train_mode='reduce-overheadd' is unknown; did you mean 'reduce-overhead'?"),
     ({"infer_mode": {"templat": "aten"}}, "infer_mode: field='templat' is unknown; did you mean 'template'?"),
-    (
-        {"train_mode": {"class_path": "torch.nn.Linear"}},
-        "class_path='torch.nn.Linear' must name a subclass of Ind",
-    ),
+    ({"train_mode": {"class_path": "torch.nn.Linear"}}, "class_path='torch.nn.Linear' must name a subclass of Ind"),
     ({"train_mode": {"class_path": "nowhere.Config"}}, "train_mode: class_path 'nowhere.Config' cannot be imported"),
     ({"baseline_steps": -1}, "baseline_steps=-1 must be 0 or more"),
     ({"passes": ["nowhere:fast"]}, "passes[0]: 'nowhere:fast' cannot be imported"),

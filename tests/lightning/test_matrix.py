@@ -58,10 +58,6 @@ class TwoHeads(nn.Module):
 class Run(Classifier):
     """Takes one output or a mapping of two, and keeps the outputs of validation and test."""
 
-    def __init__(self, net):
-        super().__init__(net)
-        self.outputs = []
-
     def loss(self, out, y):
         if isinstance(out, dict):
             return nn.functional.cross_entropy(out["a"], y) + out["b"].float().square().mean()
@@ -74,7 +70,7 @@ class Run(Classifier):
 
     def validation_step(self, batch, batch_idx):
         out = self(batch[0])
-        self.outputs.append(out)
+        self.validation_outputs.append(out)
         self.log("val_loss", self.loss(out, batch[1]))
 
     test_step = validation_step
@@ -101,7 +97,7 @@ def every_stage(make, callbacks, **settings):
             run.save_checkpoint(Path(folder, "run.ckpt"))
             results.append(module.losses)
         run.test(module, data(make, 6, 2), verbose=False)
-        results += [module.outputs, run.predict(module, data(make, 6, 3))]
+        results += [module.validation_outputs, run.predict(module, data(make, 6, 3))]
         return results
 
 
@@ -117,17 +113,12 @@ def options(mode, more):
 
 @pytest.mark.parametrize(
     ("make", "freezing", "new_shapes"),
-    [
-        (ConvNet, True, "recompile"),
-        (TwoHeads, False, "recompile"),
-        (Transformer, False, "eager"),
-    ],
+    [(ConvNet, True, "recompile"), (TwoHeads, False, "recompile"), (Transformer, False, "eager")],
 )
 @pytest.mark.filterwarnings("ignore:the compiled graphs of target 'forward' use")  # torch 2.11 breaks at the fast path
 def test_every_stage_equals_eager(make, freezing, new_shapes):
-    callback = InductorCompile(
-        options("default", {}), options("default", {"freezing": freezing}), new_shapes=new_shapes, baseline_steps=0
-    )
+    modes = options("default", {}), options("default", {"freezing": freezing})
+    callback = InductorCompile(*modes, new_shapes=new_shapes, baseline_steps=0)
     results = every_stage(make, [callback])
     report = callback.report
     assert min(report.train.graphs, report.infer.graphs) >= 1

@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.config
 import torch._functorch.config
-import torch._inductor.config
+from lightning.pytorch import Callback
 from torch import nn
-from torch._dynamo.callback import callback_handler
-from torch.nn.modules import module as nn_module
 
-from compile_callbacks import AOTInductorExport, InductorBackend, InductorCompile, compile_phases, export, restore
+from compile_callbacks import (
+    AOTInductorExport,
+    CompileWarning,
+    InductorBackend,
+    InductorCompile,
+    compile_phases,
+    export,
+    restore,
+)
 from compile_callbacks.exporting.loaded_package import ExportError
-from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
+from compile_callbacks.profiling.compile_events import CompileRecorder
+from compile_callbacks.runtime.session import Session
+from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
-HOOKS = [name for name in dir(nn_module) if name.startswith("_global_") and isinstance(getattr(nn_module, name), dict)]
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """Everything that an entry point may change and has to restore."""
+    """What an entry point may change and has to restore, next to the settings and hooks that conftest.py compares."""
     return {
         "environ": dict(os.environ),
-        "dynamo": torch._dynamo.config.get_config_copy(),
-        "inductor": torch._inductor.config.get_config_copy(),
         "functorch": torch._functorch.config.get_config_copy(),
-        "callbacks": [len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)],
-        "global hooks": {name: len(getattr(nn_module, name)) for name in HOOKS},
         "backward threads": torch.autograd.is_multithreading_enabled(),
         "grad": torch.is_grad_enabled(),
         "modules": {name: attributes(part) for name, part in module.named_modules()},
@@ -66,14 +69,11 @@ class Raises(Classifier):
 
 
 def run(callbacks, module, entry):
-    ours = trainer(*callbacks)
-    if entry == "fit":
-        ours.fit(module, loader(4), loader(2))
-    else:
-        getattr(ours, entry)(module, loader(3))
+    loaders = (loader(4), loader(2)) if entry == "fit" else (loader(3),)
+    getattr(trainer(*callbacks), entry)(module, *loaders)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _torch_has_compiled_before():
     """Torch sets environment variables and configs of its own at the first compile of a process."""
     net = mlp()
@@ -81,16 +81,12 @@ def _torch_has_compiled_before():
     torch._dynamo.reset()
 
 
-def callback(**settings):
-    return InductorCompile(**{"baseline_steps": 1, "verify": "warn"} | settings)
-
-
 @pytest.mark.parametrize(
     ("entry", "make"), [("fit", Classifier), ("fit", Raises), ("validate", Classifier), ("predict", Raises)]
 )
 def test_trainer_run_leaves_no_more_than_the_same_run_without_the_callback(entry, make, tmp_path):
     states = []
-    for callbacks in ((), (callback(cache_dir=tmp_path),)):
+    for callbacks in ((), (InductorCompile(baseline_steps=1, cache_dir=tmp_path),)):
         module = seeded(make)
         with pytest.raises(KeyError) if make is Raises else contextlib.nullcontext():
             run(callbacks, module, entry)
@@ -126,9 +122,7 @@ def test_backend_leaves_no_trace():
 @pytest.mark.codegen
 @pytest.mark.parametrize("entry", ["callback", "export", "export that fails"])
 def test_export_leaves_no_trace(entry, tmp_path):
-    module = seeded() if entry == "callback" else mlp()
-    if entry == "callback":
-        trainer().fit(module, loader(1))
+    module = fit(train=1, validation=None) if entry == "callback" else mlp()
     before = state_of(module)
     if entry == "callback":
         run([AOTInductorExport(tmp_path / "net.pt2", target="net", weights="last")], module, "fit")
@@ -138,3 +132,101 @@ def test_export_leaves_no_trace(entry, tmp_path):
         with pytest.raises(ExportError, match="cannot be exported"):
             export(module, (X[:, :3],), tmp_path / "net.pt2")
     assert state_of(module) == before
+
+
+# ------------------------------------------------------------------------------------------ exceptions and steps
+
+
+def no_dispatcher(module):
+    return all("_compiled_call_impl" not in vars(part) for part in module.modules())
+
+
+def test_an_exception_at_the_end_of_a_run_leaves_the_module_uncompiled(monkeypatch):
+    stop = CompileRecorder.stop
+
+    def stop_and_fail(recorder):
+        stop(recorder)
+        raise RuntimeError("no more events")
+
+    monkeypatch.setattr(CompileRecorder, "stop", stop_and_fail)
+    module = seeded()
+    with pytest.warns(CompileWarning, match="could not clean up after the run: RuntimeError: no more events"):
+        trainer(InductorCompile(None, "default", targets=["net"], baseline_steps=0)).validate(module, loader(1))
+    assert no_dispatcher(module)
+
+
+def test_a_report_that_cannot_be_made_does_not_hide_the_exception_of_the_run(monkeypatch):
+    def report(session):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Session, "report", report)
+    module = seeded(Raises)
+    with pytest.raises(KeyError, match="training") as raised:
+        trainer(InductorCompile(targets=["net"])).fit(module, loader(3))
+    (note,) = raised.value.__notes__
+    assert "InductorCompile wrote no report: RuntimeError: CUDA error" in note
+    assert no_dispatcher(module)
+
+
+def test_a_module_that_stays_compiled_compiles_after_an_exception():
+    module, callback = seeded(Raises), InductorCompile(targets=["net"], baseline_steps=0, keep_compiled=True)
+    run = trainer(callback)  # kept alive, because it remains interrupted
+    with pytest.raises(KeyError, match="training"):
+        run.fit(module, loader(3))
+    with torch.no_grad():
+        module.net(torch.randn(4, FEATURES))
+    assert (callback.report.infer.verified, callback.report.infer.fallbacks) == ("equal 1", 0)
+    torch._dynamo.reset()
+
+
+class Collections(Callback):
+    """Records after which steps Python collects all garbage before the next step begins."""
+
+    def __init__(self):
+        self.step, self.steps = None, []
+
+    def on_fit_start(self, trainer, pl_module):
+        gc.callbacks.append(self.collected)
+
+    def teardown(self, trainer, pl_module, stage):
+        gc.callbacks.remove(self.collected)
+
+    def on_train_batch_start(self, *args):
+        self.step = None
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.step = batch_idx
+
+    def collected(self, phase, info):
+        if phase == "stop" and info["generation"] == 2 and self.step is not None:
+            self.steps.append(self.step)
+
+
+def test_garbage_is_collected_after_a_step_that_compiled_and_not_in_a_sample():
+    collections = Collections()
+    ours = InductorCompile("default", None, targets=["net"], baseline_steps=2, verify="off")
+    fit(collections, ours, train=12)
+    assert collections.steps == [4]  # two warm-up steps, two of the baseline, then the step that compiles
+
+
+def test_copies_of_buffers_live_no_longer_than_the_call_that_compiles():
+    class Buffered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, CLASSES)
+            self.register_buffer("table", torch.zeros(777, 3))
+
+        def forward(self, x):
+            return self.linear(x) + self.table.mean(0)
+
+    class Counts(Callback):
+        found = ()
+
+        def on_train_batch_end(self, *args):
+            shapes = [value.shape for value in gc.get_objects() if type(value) is torch.Tensor]
+            self.found += (shapes.count((777, 3)),)
+
+    counts = Counts()
+    ours = InductorCompile("default", None, targets=["net"], baseline_steps=0, verify="off")
+    fit(counts, ours, make=lambda: Classifier(Buffered()), train=2)
+    assert counts.found == (1, 1)

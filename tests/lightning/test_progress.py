@@ -5,26 +5,22 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from torch.utils.data import DataLoader
 
-from compile_callbacks import CompileWarning, GraphPass, InductorCompile
+from compile_callbacks import CompileWarning, InductorCompile
 from compile_callbacks.profiling import progress
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.report import console
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, trainer
+from tests.support.models import batches_of, fit
+from tests.support.uncached import Uncached
 
 NET = CompileKey("net", "train")
 
 
-class Slow(GraphPass):
+class Slow(Uncached):
     def __call__(self, graph, is_inference):
         time.sleep(1)
-
-    def uuid(self):
-        return None  # runs each time: a graph out of torch's cache would not be slow
 
 
 @pytest.fixture
@@ -34,16 +30,16 @@ def impatient(monkeypatch):
 
 
 def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took_last_time(impatient, logged, tmp_path):
-    def fit():
+    def run():
         callback = InductorCompile("default", None, passes=[Slow()], baseline_steps=0, cache_dir=tmp_path / "cache")
         with pytest.warns(CompileWarning, match="cache_dir has no effect"):  # torch caches no graph with such a pass
-            trainer(callback).fit(Classifier(), loader(2))
+            fit(callback, train=2)
 
-    fit()
+    run()
     assert "compiling 'net' for the train phase ..." in logged()
     assert any(line.startswith("still compiling 'net' for the train phase: ") for line in logged())
     assert any(line.startswith("compiling 'net' for the train phase took ") for line in logged())
-    fit()
+    run()
     assert any(line.endswith(" s in the last run)") for line in logged())
 
 
@@ -51,7 +47,7 @@ def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took_last_t
 def test_lines_live_with_progress_bars(bar, impatient, monkeypatch, capsys):
     monkeypatch.setattr(console.sys.stdout, "isatty", lambda: True, raising=False)
     callbacks = InductorCompile("default", None, passes=[Slow()], baseline_steps=0), bar()
-    trainer(*callbacks, enable_progress_bar=True).fit(Classifier(), loader(2))
+    fit(*callbacks, train=2, enable_progress_bar=True)
     shown = "".join(capsys.readouterr())
     assert "compiling 'net' for the train phase ..." in shown
     assert "Epoch 0" in shown
@@ -60,9 +56,8 @@ def test_lines_live_with_progress_bars(bar, impatient, monkeypatch, capsys):
 @pytest.mark.usefixtures("no_codegen")
 @pytest.mark.all_versions
 def test_a_recompile_is_a_line_with_its_reason_and_what_avoids_it(logged):
-    batches = [(torch.randn(size, FEATURES), torch.randint(CLASSES, (size,))) for size in (8, 8, 2, 3, 4, 5, 6)]
     callback = InductorCompile({"dynamic": False}, None, targets=["net"], baseline_steps=0, new_shapes="recompile")
-    trainer(callback).fit(Classifier(), DataLoader(batches, batch_size=None))
+    fit(callback, train=batches_of(8, 8, 2, 3, 4, 5, 6))
     lines = [line for line in logged() if "recompil" in line]
     fix = 'drop_last=True in the DataLoader, or train_mode={"dynamic": True}, avoids it'
     assert lines[0] == f"recompiling 'net' (train): batch size 2, was 8; {fix}"

@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from compile_callbacks import InductorCompile, InductorConfig, Tune, compile_phases, report_of, restore
 from compile_callbacks._torch import regions
 from compile_callbacks._utils.errors import CompileError, CompileWarning
-from tests.support.against_eager import FLOAT32, assert_same_module, assert_same_values
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support import models
+from tests.support.against_eager import FLOAT32, assert_fits_as_eager, assert_same_module, assert_same_values
+from tests.support.models import CLASSES, FEATURES, Classifier, batches_of, loader, seeded, trainer
 from tests.support.uncached import Uncached
-from tests.support.wrong_passes import WrongForward
+from tests.support.wrong_passes import Doubling
 
 pytestmark = [
     pytest.mark.usefixtures("no_codegen"),
@@ -72,8 +73,8 @@ class Lora(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def blocks(count: int = 4, **settings) -> list[nn.Module]:
-    return [Block(**settings) for _ in range(count)]
+def blocks(count: int = 4, kind=Block, **settings) -> list[nn.Module]:
+    return [kind(**settings) for _ in range(count)]
 
 
 def changed(change, **settings) -> Stack:
@@ -99,10 +100,6 @@ def without_gradients(block, x):
         return block(x)
 
 
-def doubled(module, inputs, output):
-    return output * 2
-
-
 SHARED = {
     "alike": lambda: Stack(blocks()),
     "dropout": lambda: Stack(blocks(drop=0.5)),
@@ -118,7 +115,7 @@ SHARED = {
     "tied weights": lambda: changed(lambda layers: setattr(layers[3].up, "weight", layers[1].up.weight)),
     "autocast around some": lambda: Stack([*blocks(2, special=True), *blocks(2)], with_autocast),
     "no gradients in some": lambda: Stack([*blocks(3, special=True), *blocks(3)], without_gradients),
-    "a hook": lambda: changed(lambda layers: layers[1].register_forward_hook(doubled)),
+    "a hook": lambda: changed(lambda layers: layers[1].register_forward_hook(lambda *call: call[-1] * 2)),
     "two kinds": lambda: Stack([*blocks(3), *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))]),
 }
 
@@ -151,10 +148,10 @@ class Aliasing(Block):
 
 
 SEPARATE = {
-    "batch norm": (lambda: Stack([Normed() for _ in range(4)]), "buffer mutations"),
-    "a buffer counts": (lambda: Stack([Counting() for _ in range(4)]), "alias|does not belong to this graph"),
-    "a graph break": (lambda: Stack([Broken() for _ in range(4)]), "graph break"),
-    "an input is returned": (lambda: Stack([Aliasing() for _ in range(4)], lambda block, x: block(x)[0]), "alias"),
+    "batch norm": (lambda: Stack(blocks(kind=Normed)), "buffer mutations"),
+    "a buffer counts": (lambda: Stack(blocks(kind=Counting)), "alias|does not belong to this graph"),
+    "a graph break": (lambda: Stack(blocks(kind=Broken)), "graph break"),
+    "an input is returned": (lambda: Stack(blocks(kind=Aliasing), lambda block, x: block(x)[0]), "alias"),
 }
 
 
@@ -163,9 +160,8 @@ def repeated(train="default", infer="default", **settings) -> InductorCompile:
 
 
 def fit(make, *callbacks, validate: bool = True, **settings) -> Classifier:
-    module = seeded(lambda: Classifier(make()))
-    trainer(*callbacks, **settings).fit(module, *([loader(4, 5), loader(2, 3)] if validate else [loader(4, 5)]))
-    return module
+    data = {"train": loader(4, 5), "validation": loader(2, 3) if validate else None}
+    return models.fit(*callbacks, make=lambda: Classifier(make()), **data, **settings)
 
 
 def assert_equals_eager(make, callback: InductorCompile, validate: bool = True, **settings) -> Classifier:
@@ -197,7 +193,8 @@ def test_one_graph_computes_what_eager_computes(make):
 
 @pytest.mark.parametrize(("make", "reason"), SEPARATE.values(), ids=SEPARATE)
 def test_blocks_that_cannot_be_regions_are_compiled_separately(make, reason):
-    callback = repeated(infer=None, on_error="raise")
+    infer = "default" if reason == "buffer mutations" else None  # only training changes the buffers of a batch norm
+    callback = repeated(infer=infer, on_error="raise")
     with pytest.warns(CompileWarning, match=rf"(?i)'net' are compiled separately in the train phase.*{reason}"):
         assert_equals_eager(make, callback)
     train = callback.report.train
@@ -205,13 +202,8 @@ def test_blocks_that_cannot_be_regions_are_compiled_separately(make, reason):
     assert train.graphs <= 2  # of all blocks together
     (event,) = [event for event in train.diagnostics.events if event["kind"] == "separate_blocks"]
     assert re.search(reason, event["reason"].lower())
-
-
-def test_validation_of_blocks_that_train_separately_is_one_graph():
-    callback = repeated()
-    with pytest.warns(CompileWarning, match="compiled separately in the train phase"):
-        assert_equals_eager(lambda: Stack([Normed() for _ in range(4)]), callback)
-    assert callback.report.infer.targets == ("forward (4 x Normed)",)
+    if infer:
+        assert callback.report.infer.targets == ("forward (4 x Normed)",)
 
 
 @pytest.mark.codegen
@@ -226,7 +218,7 @@ def test_memory_that_backward_reads_is_not_overwritten(monkeypatch, exposed):
         def forward(self, x):
             return x + torch.relu(self.up(x))  # its transposed input is saved for the backward pass
 
-    make = lambda: Stack([Plain() for _ in range(4)], lambda block, x: block(x) @ block.up.weight)  # noqa: E731
+    make = lambda: Stack(blocks(kind=Plain), lambda block, x: block(x) @ block.up.weight)  # noqa: E731
     callback = repeated(infer=None, passes=[Uncached()])
     if exposed:
         assert_equals_eager(make, callback, validate=False)
@@ -245,40 +237,23 @@ def test_blocks_that_share_nothing_are_reported():
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_new_shapes_recompile_the_graph(dynamic):
-    def run(*callbacks):
-        module = seeded(lambda: Classifier(Stack(blocks())))
-        data = [batch for size in (4, 5, 6) for batch in loader(2, size)]
-        trainer(*callbacks).fit(module, torch.utils.data.DataLoader(data, batch_size=None))
-        return module
-
     callback = repeated(InductorConfig(dynamic=dynamic), None)
-    assert_same_values(run(callback), run())
+    batches = batches_of(4, 4, 5, 5, 6, 6)
+    assert_fits_as_eager(callback, make=lambda: Classifier(Stack(blocks())), train=batches, validation=None)
     assert callback.report.train.graphs <= 2
     assert callback.report.train.fallbacks == 0
 
 
 @pytest.mark.parametrize("hook", ["post_grad_post", "joint_post"])
 def test_graph_passes_run_once_on_each_region(hook):
-    class Doubling(WrongForward):
-        def __init__(self):
-            super().__init__("train")
-
-        def __call__(self, graph, is_inference):
-            for node in graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default):
-                with graph.inserting_after(node):
-                    double = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
-                double.meta.update(node.meta)
-                node.replace_all_uses_with(double, delete_user_cb=lambda user, double=double: user is not double)
-
     class Tanh(Block):
         def forward(self, x):
             return x + torch.tanh(self.up(x))
 
-    Doubling.hook = hook
-    x, outputs = torch.randn(3, FEATURES), []
+    x, outputs, double = torch.randn(3, FEATURES), [], Doubling(torch.ops.aten.tanh.default, hook=hook)
     for targets in (None, "repeated"):
         torch.manual_seed(2)
-        net = compile_phases(Stack([Tanh() for _ in range(4)]), targets=targets, passes=[Doubling()], verify="off")
+        net = compile_phases(Stack(blocks(kind=Tanh)), targets=targets, passes=[double], verify="off")
         if targets and hook.startswith("joint"):
             with pytest.warns(CompileWarning, match="twice on each region"):
                 net(x)
@@ -326,20 +301,23 @@ def test_a_failure_of_all_graphs_is_reported_for_the_blocks():
     class Untraceable(Block):
         forward = torch.compiler.disable(Block.forward, recursive=False)
 
-    make = lambda: Stack([Untraceable() for _ in range(3)])  # noqa: E731
-    fullgraph = InductorConfig(fullgraph=True)
+    callback = repeated(InductorConfig(fullgraph=True), None, on_error="raise")
     with pytest.warns(CompileWarning, match="compiled separately"), pytest.raises(CompileError, match=r"net.layers.\*"):
-        fit(make, repeated(fullgraph, None, on_error="raise"))
+        fit(lambda: Stack(blocks(kind=Untraceable)), callback)
 
 
-def test_a_cache_folder_keeps_the_graph(tmp_path):
+def test_a_cache_folder_keeps_the_graph_and_the_report_names_the_blocks(tmp_path):
     eager, reports = fit(lambda: Stack(blocks())), []
     for _ in range(2):
         torch._dynamo.reset()
         callback = repeated(cache_dir=tmp_path)
         assert_same_values(fit(lambda: Stack(blocks()), callback), eager)
-        reports.append(callback.report.train)
-    assert [(report.graphs, report.cache_hits) for report in reports] == [(1, 0), (1, 1)]
+        reports.append(callback.report)
+    assert [(report.train.graphs, report.train.cache_hits) for report in reports] == [(1, 0), (1, 1)]
+    for report in reports:
+        assert report.train.targets == ("net (4 x Block)",)
+        assert report.infer.targets == ("forward (4 x Block)",)
+        assert "net (4 x Block)" in str(report)
 
 
 ALL = SHARED | {name: make for name, (make, _) in SEPARATE.items()}
@@ -373,14 +351,6 @@ def test_averages_checkpoints_and_restored_modules_equal_eager(make):
     torch.testing.assert_close(compiled(x), eager(x), **FLOAT32)
 
 
-def test_the_report_names_the_target_and_its_blocks():
-    callback = repeated()
-    fit(lambda: Stack(blocks(24)), callback)
-    assert callback.report.train.targets == ("net (24 x Block)",)
-    assert callback.report.infer.targets == ("forward (24 x Block)",)
-    assert "net (24 x Block)" in str(callback.report)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_cuda_graphs_compute_what_eager_computes(accumulate):
@@ -398,25 +368,17 @@ def test_cuda_graphs_compute_what_eager_computes(accumulate):
 @pytest.mark.parametrize("targets", [None, "net.layers.*", "repeated"])
 def test_blocks_that_the_steps_call_or_that_a_glob_names_share_a_graph(targets):
     class Steps(Classifier):
-        def training_step(self, batch, batch_idx):
+        def logits(self, x):
             if targets == "net.layers.*":
-                return super().training_step(batch, batch_idx)
-            x = self.net.embed(batch[0])
+                return self.net(x)
+            x = self.net.embed(x)
             for layer in self.net.layers:
                 x = layer(x)
-            loss = F.cross_entropy(self.net.head(x), batch[1])
-            self.losses.append(loss.item())
-            return loss
+            return self.net.head(x)
 
-    modules = [seeded(lambda: Steps(Stack(blocks()))) for _ in range(2)]
     callback = repeated(infer=None, targets=targets)
-    for module, callbacks in zip(modules, ([callback], []), strict=True):
-        trainer(*callbacks).fit(module, loader(4))
-    assert_same_values(*modules)
+    assert_fits_as_eager(callback, make=lambda: Steps(Stack(blocks())), train=4, validation=None)
     assert "net.layers.* (4 blocks, one graph)" in callback.report.train.targets
-
-
-# ------------------------------------------------------------------------------------------ settings without effect
 
 
 @pytest.mark.parametrize("settings", [{"freezing": True}, {"fold_weights": True}])

@@ -1,24 +1,20 @@
-"""The report: step times, counts with reasons, data that survives JSON and a resumed run, and the table."""
+"""The report: step times, counts with reasons, data that survives JSON and a resumed run, the table, and the plot."""
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import math
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from compile_callbacks.report.report import PhaseDiagnostics
 from compile_callbacks.report.summary import describe_verdict
-from tests.support.models import Classifier, loader, seeded, trainer
+from tests.support.models import FEATURES, Classifier, fit, loader, trainer
 from tests.support.step_times import TimedSteps, Times
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -42,7 +38,7 @@ def test_a_row_whose_figures_are_all_zero_is_not_in_the_table():
 def test_net_seconds_count_the_import_of_the_compiler_in_the_phase_that_compiles_first(monkeypatch):
     monkeypatch.setattr("compile_callbacks._torch.inductor.import_inductor", lambda: 1000.0)
     callback = InductorCompile(baseline_steps=5)
-    trainer(callback, max_epochs=3).fit(Classifier(), loader(12), loader(12))
+    fit(callback, train=12, validation=12, max_epochs=3)
     assert callback.report.train.net_seconds_saved < -999
     assert -100 < callback.report.infer.net_seconds_saved < 100
 
@@ -51,7 +47,7 @@ def test_compiled_steps_that_are_slower_are_warned_about_with_the_remedy(monkeyp
     Times(monkeypatch, train={"eager": 10, None: 12})
     callback = InductorCompile("default", None, baseline_steps=6)
     with pytest.warns(CompileWarning, match=r"compiled train steps are slower.*train_mode='eager'"):
-        trainer(callback).fit(Classifier(), loader(30))
+        fit(callback, train=30)
     assert callback.report.train.break_even_steps == math.inf
 
 
@@ -59,13 +55,9 @@ def test_a_resumed_run_knows_its_baseline_and_says_so(tmp_path, monkeypatch):
     Times(monkeypatch, train=lambda name, workload: 10 if name == "eager" else next(milliseconds))
     milliseconds = itertools.count(4, 0.001)
     first = InductorCompile(baseline_steps=5)
-    run = trainer(first, enable_checkpointing=True, default_root_dir=tmp_path)
-    run.fit(seeded(), loader(16))
-    run.save_checkpoint(tmp_path / "run.ckpt")
-
+    fit(first, train=16).trainer.save_checkpoint(tmp_path / "run.ckpt")
     second = InductorCompile(baseline_steps=5)
-    module = seeded()
-    trainer(second, max_epochs=2).fit(module, loader(16), ckpt_path=tmp_path / "run.ckpt")
+    module = fit(second, train=16, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
     report = second.report
     assert report.before == first.report
     assert report.train.eager_step_ms == first.report.train.eager_step_ms
@@ -75,21 +67,6 @@ def test_a_resumed_run_knows_its_baseline_and_says_so(tmp_path, monkeypatch):
     assert "train: eager steps were measured in the run before this one" in str(report)
     assert "the eager steps of the earlier run" in describe_verdict("train", report.train)
     assert len(module.losses) == 16
-
-
-def test_a_resumed_run_measures_again_if_the_checkpoint_has_no_state_of_the_callback(tmp_path):
-    run = trainer(InductorCompile(baseline_steps=4), enable_checkpointing=True, default_root_dir=tmp_path)
-    run.fit(seeded(), loader(14))
-    run.save_checkpoint(tmp_path / "run.ckpt")
-    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=False)
-    del checkpoint["compile_callbacks"]
-    torch.save(checkpoint, tmp_path / "new_baseline.ckpt")
-
-    second = InductorCompile(baseline_steps=4)
-    trainer(second, max_epochs=2).fit(seeded(), loader(14), ckpt_path=tmp_path / "new_baseline.ckpt")
-    assert second.report.before is None
-    assert second.report.train.eager_step_ms is not None
-    assert second.report.train.diagnostics.restored == ()
 
 
 def test_the_table_is_printed_once_after_a_fit(capsys):
@@ -102,12 +79,6 @@ def test_the_table_is_printed_once_after_a_fit(capsys):
     shown = capsys.readouterr().out
     assert shown.count("cache hits / misses") == 1
     assert "net" in shown
-
-
-NAMES = {"seconds", "graphs", "graph_breaks", "recompiles", "cache_hits"}
-SCALARS = {f"compile/{p}/{n}" for p in ("train", "infer") for n in NAMES} | {
-    f"step/{p}/{n}" for p in ("train", "infer") for n in ("eager_ms", "compiled_ms", "speedup")
-}
 
 
 def test_warm_up_and_disturbed_steps_are_no_samples():
@@ -127,17 +98,14 @@ def test_warm_up_and_disturbed_steps_are_no_samples():
 def test_what_was_not_measured_is_none():
     callback = InductorCompile(baseline_steps=0)
     assert callback.report.train == PhaseReport(mode="default")
-    trainer(callback).fit(Classifier(), loader(6))
+    fit(callback, train=6, validation=None)
     report = callback.report
-    assert report.train.eager_step_ms is None
-    assert report.train.speedup is None
-    assert report.train.break_even_steps is None
+    assert (report.train.eager_step_ms, report.train.speedup, report.train.break_even_steps) == (None, None, None)
     assert report.train.compiled_step_ms > 0
     samples = report.train.diagnostics.eager_samples, report.train.diagnostics.compiled_samples
     assert samples == (0, report.train.samples)
     assert report.train.samples == 6 - 2 - WARMUP_STEPS  # the first step is eager, the second one compiles
-    assert report.infer.compile_seconds is None
-    assert report.infer.samples is None
+    assert (report.infer.compile_seconds, report.infer.samples) == (None, None)
     assert not {name for name in report.scalars() if "speedup" in name or "infer" in name}
 
 
@@ -145,24 +113,65 @@ def test_sanity_check_is_eager_and_not_measured():
     callback = InductorCompile("eager", targets=["forward"], baseline_steps=2)
     after = pl.Callback()
     after.on_sanity_check_end = lambda *args: vars(after).update(graphs=callback.report.infer.graphs)
-    trainer(callback, after, max_epochs=1, limit_val_batches=2).fit(Classifier(), loader(2), loader(2))
+    fit(callback, after, train=2)
     assert after.graphs == 0
     assert callback.report.infer.graphs == 1
     assert callback.report.infer.samples is None
 
 
-def test_the_same_scalars_reach_tensorboard_and_csv(tmp_path, monkeypatch):
-    Times(monkeypatch, train={"eager": 10, None: 5}, infer={"eager": 10, None: 5})
-    loggers = [TensorBoardLogger(tmp_path, name="tb"), CSVLogger(tmp_path, name="csv")]
-    callback = InductorCompile(baseline_steps=5)
-    trainer(callback, logger=loggers, max_epochs=2).fit(Classifier(), loader(12), loader(8))
+# ------------------------------------------------------------------------------------------ the plot
 
-    events = EventAccumulator(loggers[0].log_dir)
-    events.Reload()
-    with Path(loggers[1].log_dir, "metrics.csv").open() as file:
-        columns = set(next(csv.reader(file)))
-    assert set(events.Tags()["scalars"]) >= SCALARS
-    assert columns >= SCALARS
-    speedup = events.Scalars("step/train/speedup")[-1].value
-    assert speedup == pytest.approx(callback.report.train.speedup, rel=1e-5)
-    assert events.Scalars("compile/train/seconds")[-1].value == pytest.approx(callback.report.train.compile_seconds)
+EAGER, COMPILING = {"compiled": False}, {"disturbed": True}
+RUN = [(12, 10.0, EAGER), (1, 100.0, COMPILING), (40, 4.0, {}), (1, 900.0, COMPILING), (20, 4.0, {})]
+
+
+def report_of(*parts, **figures):
+    """The report of steps, each part as ``(steps, milliseconds, arguments of `TimedSteps.run`)``."""
+    steps = TimedSteps()
+    for number, milliseconds, ran in parts:
+        steps.run([milliseconds] * number, **{"compiled": True, **ran})
+    numbers, seconds = zip(*steps.timer.savings("train").curve, strict=True)
+    net_series = {"steps": list(numbers), "seconds": list(seconds)}
+    diagnostics = PhaseDiagnostics(series=steps.timer.series("train"), net_series=net_series)
+    return CompileReport(train=PhaseReport(mode="default", diagnostics=diagnostics, **figures))
+
+
+def axes_of(report):
+    pytest.importorskip("matplotlib")
+    return report.plot().axes
+
+
+def legend(axes):
+    return [entry.get_text() for entry in axes.get_legend().get_texts()]
+
+
+def test_plot_shows_net_seconds_saved_and_step_times_from_zero():
+    saved, times = axes_of(report_of(*RUN, eager_step_ms=10.0, compiled_step_ms=4.0))
+    curve = dict(saved.get_lines()[1].get_xydata().tolist())
+    assert (curve[12], curve[13]) == (0, pytest.approx(-0.09))
+    assert curve[53] == pytest.approx(0.15)
+    assert curve[74] == pytest.approx(0.15 - 0.89 + 0.12)
+    assert legend(saved) == ["compile time repaid at step 29", "2 steps that compile"]
+    assert set(legend(times)) == {"eager: 10 ms", "compiled: 4 ms", "2 steps that compile"}
+    assert times.get_ylim()[0] == 0
+    assert 10 < times.get_ylim()[1] < 20  # the compiling step of 900 ms does not flatten the others
+
+
+def test_plot_marks_a_compile_outside_the_steps():
+    class CallsNet(Classifier):
+        def on_train_epoch_end(self):
+            self.net(torch.zeros(2, FEATURES))
+
+    callback = InductorCompile({"dynamic": False}, None, baseline_steps=0, new_shapes="recompile", verify="off")
+    fit(callback, make=CallsNet, train=6, validation=None)
+    for axes in axes_of(callback.report):
+        assert set(legend(axes)) >= {"step that compiles", "1 compile outside these steps"}
+
+
+def test_series_of_a_long_run_is_short_and_survives_json():
+    report = report_of((5000, 4.7654321, EAGER), (1, 100.0, COMPILING), (5000, 4.1234567, {}))
+    assert CompileReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    assert len(json.dumps(report.to_dict())) < 40_000
+    net = report.train.diagnostics.net_series
+    assert net["steps"][-1] == 10_001
+    assert net["seconds"][-1] == pytest.approx(5000 * (4.7654321 - 4.1234567) / 1000 - 0.095, rel=1e-2)

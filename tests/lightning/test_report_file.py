@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
 from compile_callbacks.report.file import FILE_NAME
+from tests.support import models
 from tests.support.models import Classifier, RecordingLogger, loader, trainer
 from tests.support.wrong_passes import WrongForward
 
@@ -29,63 +30,53 @@ def read(folder):
     return json.loads(Path(folder, FILE_NAME).read_text())
 
 
-def fit(folder, callback=None, module=None, **settings):
+def fit(folder, callback=None, **arguments):
     callback = callback or InductorCompile(baseline_steps=0, verify="off")
-    run = trainer(callback, default_root_dir=folder, **settings)
-    run.fit(module or Classifier(), loader(2))
-    return callback
-
-
-def test_each_call_appends_a_record(tmp_path):
-    logger = TensorBoardLogger(tmp_path, name="digits")
-    callback, module = InductorCompile(baseline_steps=0), Classifier()
-    run = trainer(callback, logger=logger)
-    run.fit(module, loader(3), loader(2))
-    after_fit = callback.report
-    run.test(module, loader(2), verbose=False)
-
-    first, second = read(logger.log_dir)
-    assert (first["version"], first["call"], first["global_step"], first["exception"]) == (1, "fit", 3, None)
-    assert second["call"] == "test"
-    assert first["environment"]["torch"]
-    assert CompileReport.from_dict(first["report"]) == after_fit
-    assert CompileReport.from_dict(second["report"]) == callback.report
-
-
-@pytest.mark.parametrize("logger", [False, RecordingLogger()])
-def test_without_a_folder_of_a_logger_the_file_is_in_the_root_folder(logger, tmp_path):
-    fit(tmp_path, logger=logger)
-    assert [record["call"] for record in read(tmp_path)] == ["fit"]
+    return models.fit(callback, train=2, validation=None, default_root_dir=folder, **arguments)
 
 
 def lines_about_the_file(logged):
     return [line for line in logged() if FILE_NAME in line]
 
 
-def test_a_line_at_the_end_of_a_run_names_the_file(tmp_path, monkeypatch, logged):
+def test_each_call_appends_a_record_and_a_line_at_the_end_of_a_fit_names_the_file(tmp_path, monkeypatch, logged):
     monkeypatch.chdir(tmp_path)
     callback, module = InductorCompile(baseline_steps=0), Classifier()
     run = trainer(callback, logger=TensorBoardLogger("runs", name="start"), default_root_dir=".")
     run.fit(module, loader(3), loader(2))
+    after_fit = callback.report
     run.test(module, loader(2), verbose=False)
+
     path = f"runs/start/version_0/{FILE_NAME}"
-    assert len(read(Path(path).parent)) == 2
+    first, second = read(Path(path).parent)
+    assert (first["version"], first["call"], first["global_step"], first["exception"]) == (1, "fit", 3, None)
+    assert second["call"] == "test"
+    assert first["environment"]["torch"]
+    assert CompileReport.from_dict(first["report"]) == after_fit
+    assert CompileReport.from_dict(second["report"]) == callback.report
     assert lines_about_the_file(logged) == [f"report: {path}"]  # with the printed report, so not after the test
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     run.fit(module, loader(3))
     assert len(lines_about_the_file(logged)) == 1
 
 
+class Failing(Classifier):
+    error = KeyError
+
+    def on_train_epoch_end(self):
+        raise self.error
+
+
+class Interrupted(Failing):
+    error = KeyboardInterrupt
+
+
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_line_names_the_file_of_an_interrupted_run(where, tmp_path, monkeypatch, logged):
-    class Interrupted(Classifier):
-        def on_train_epoch_end(self):
-            raise KeyboardInterrupt
-
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path if where == "inside" else tmp_path / "elsewhere")
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        fit(tmp_path, module=Interrupted())
+        fit(tmp_path, make=Interrupted, logger=RecordingLogger())  # which has no folder
     assert [record["exception"] for record in read(tmp_path)] == ["KeyboardInterrupt"]
     path = FILE_NAME if where == "inside" else f"{tmp_path}/{FILE_NAME}"
     assert lines_about_the_file(logged) == [f"report: {path}"]
@@ -100,15 +91,11 @@ def test_folder_may_be_a_url(logged):
 
 
 def test_an_exception_is_recorded_and_the_log_folder_is_read_once_in_setup(tmp_path, monkeypatch):
-    class Failing(Classifier):
-        def on_train_epoch_end(self):
-            raise KeyError("no such thing")
-
     readers, real = [], Trainer.log_dir.fget
     callers = property(lambda run: readers.append(sys._getframe(1).f_globals["__name__"]) or real(run))
     monkeypatch.setattr(Trainer, "log_dir", callers)
     with pytest.raises(KeyError):
-        fit(tmp_path, module=Failing())
+        fit(tmp_path, make=Failing)
     assert readers.count("compile_callbacks.report.loggers") == 1
     assert [record["exception"] for record in read(tmp_path)] == ["KeyError"]
 
@@ -130,9 +117,8 @@ def test_a_damaged_file_is_replaced_with_a_warning(content, tmp_path):
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
     (tmp_path / "file").touch()
-    module = Classifier()
     with pytest.warns(CompileWarning, match="the compile report was not written to .*file/logs"):
-        fit(tmp_path / "file" / "logs", module=module)
+        module = fit(tmp_path / "file" / "logs")
     assert len(module.losses) == 2
 
 
@@ -160,8 +146,7 @@ def compiled_ids(folder):
 def test_each_run_writes_a_trace_of_the_compiles_of_the_process(tmp_path):
     handlers = list(logging.getLogger("torch.__trace").handlers)
     for run in ("first", "second"):
-        callback = InductorCompile("default", None, baseline_steps=0, trace_dir=tmp_path / run)
-        trainer(callback).fit(Classifier(), loader(2))
+        fit(tmp_path, InductorCompile("default", None, baseline_steps=0, trace_dir=tmp_path / run))
         assert compiled_ids(tmp_path / run)
         torch._dynamo.reset()
     assert set(logging.getLogger("torch.__trace").handlers) <= set(handlers)
@@ -173,7 +158,7 @@ def test_a_difference_from_eager_is_a_script(tmp_path):
         "default", None, passes=[WrongForward("train")], baseline_steps=0, trace_dir=tmp_path, verify="warn"
     )
     with pytest.warns(CompileWarning, match=r"differs from eager.*repro_net_train_1\.py reproduces the difference"):
-        trainer(callback).fit(Classifier(), loader(2))
+        fit(tmp_path, callback)
     script = tmp_path / "repro_net_train_1.py"
     assert "Target 'net' differs from eager in the train phase: output 0" in script.read_text()
     # Without the wrong pass, the graph is right, and the script ends without an error.

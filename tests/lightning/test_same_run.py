@@ -1,19 +1,20 @@
-"""A run with the callback is the run without it: the same hooks, calls, counters and random numbers."""
+"""A run with the callback is the run without it: the same hooks, counters, random numbers, losses and results."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from compile_callbacks import InductorCompile
-from tests.support.models import FEATURES, Classifier, loader, mlp, seeded, trainer
+from compile_callbacks import CompileWarning, InductorCompile
+from tests.support.against_eager import assert_fits_as_eager
+from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -91,46 +92,15 @@ def test_hooks_and_forward_calls_are_those_of_a_run_without_the_callback():
     assert callback.report.infer.graphs > 0
 
 
-class Distance(torchmetrics.Metric):
-    """A metric that computes with a network, as LPIPS and FID do."""
+class WithSubclass(Classifier):
+    """Its first weight is a tensor subclass."""
 
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(3, 2).requires_grad_(False)
-        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-
-    def update(self, output):
-        self.total += self.net(output).square().sum()
-        self.samples += len(output)
-
-    def compute(self):
-        return self.total / self.samples
-
-
-class Measured(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.metric = Distance()
-
-    def validation_step(self, batch, batch_idx):
-        self.metric(self.net(batch[0]))
-
-
-def test_a_metric_with_parameters_counts_each_sample_once():
-    def samples(*callbacks):
-        module = seeded(Measured)
-        trainer(*callbacks, num_sanity_val_steps=0).fit(module, loader(2), loader(3))
-        return int(module.metric.samples), float(module.metric.compute())
-
-    assert samples(InductorCompile(baseline_steps=0)) == pytest.approx(samples())
-
-
-class Plain(Classifier):
     forward = pl.LightningModule.forward
 
     def __init__(self):
         super().__init__(nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 3)))
+        weight = self.net[0].weight.detach()
+        self.net[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
 
     def validation_step(self, batch, batch_idx):
         self.validation_outputs.append(self.net(batch[0]))
@@ -138,10 +108,125 @@ class Plain(Classifier):
 
 def test_a_run_with_weights_that_are_tensor_subclasses_ends_as_usual():
     """At its end Lightning moves the module to the CPU, which swaps such weights: nothing may refer to them."""
-    module = seeded(Plain)
-    weight = module.net[0].weight.detach()
-    module.net[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
     callback = InductorCompile(baseline_steps=0)
-    trainer(callback).fit(module, loader(4), loader(2))
+    module = fit(callback, make=WithSubclass, train=4)
     assert (callback.report.train.graphs, callback.report.train.fallbacks) == (1, 0)
     module.cpu()
+
+
+# ------------------------------------------------------------------------------------------ code that users write
+
+STEPS = 24  # 12 of them are eager
+
+
+def assert_trains_as_eager(make, callback=None):
+    callback = callback or InductorCompile()
+    compiled = assert_fits_as_eager(callback, make=make, train=STEPS, validation=None)
+    return compiled, callback.report.train
+
+
+class SwapsWeights(Classifier):
+    """Validates with other weights, and puts the first ones back, as averages of weights by hand do."""
+
+    def validation_step(self, batch, batch_idx):
+        own = [weight.detach().clone() for weight in self.net.parameters()]
+        for weight in self.net.parameters():
+            weight.data.mul_(2)
+        self.validation_outputs.append(self.net(batch[0]))
+        for weight, value in zip(self.net.parameters(), own, strict=True):
+            weight.data.copy_(value)
+        self.validation_outputs.append(self.net(batch[0]))
+
+
+def test_weights_that_are_swapped_through_data_within_a_step_are_used():
+    runs = []
+    for callbacks in ([InductorCompile()], []):
+        runs.append(seeded(SwapsWeights))
+        trainer(*callbacks).validate(runs[-1], loader(STEPS), verbose=False)
+    torch.testing.assert_close(runs[0].validation_outputs, runs[1].validation_outputs)
+
+
+class Penalized(Classifier):
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1)))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].clone().requires_grad_()
+        output = self.net(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        loss = output.square().mean() + (gradient.norm(dim=1) - 1).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+def test_a_target_with_dropout_and_a_gradient_penalty_runs_eagerly():
+    callback = InductorCompile()
+    with pytest.warns(CompileWarning, match=r"target 'net' runs eagerly in the train phase.*create_graph=True.*CC303"):
+        _, train = assert_trains_as_eager(Penalized, callback)
+    assert (train.graphs, train.fallbacks, train.verdict) == (0, 1, "not compiled")
+    assert "explain CC303" in str(callback.report)
+
+
+class Force(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.energy = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = self.energy(torch.tanh(self.hidden(x)))
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
+        return energy + force[:, :CLASSES]
+
+
+@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated:compile_callbacks.CompileWarning")
+@pytest.mark.filterwarnings("ignore:target 'net' runs eagerly:compile_callbacks.CompileWarning")
+@pytest.mark.filterwarnings("ignore:compiled train steps are slower:compile_callbacks.CompileWarning")
+def test_a_module_that_computes_gradients_in_its_forward_is_not_traced_in_each_step():
+    """Torch 2.15 compiles no graph of it; torch 2.11 compiles the graphs around the gradient."""
+    _, train = assert_trains_as_eager(lambda: Classifier(Force()))
+    traced = [kind for kind in train.diagnostics.series if kind["kind"] == "compiling"]
+    assert sum(len(kind["steps"]) for kind in traced) <= 5
+    assert train.graphs > 0 or train.fallbacks == 1
+
+
+class Recurrent(Classifier):
+    def __init__(self):
+        super().__init__(nn.Linear(8, CLASSES))
+        self.rnn = nn.GRU(FEATURES, 8, batch_first=True)
+
+    def logits(self, x):
+        return self.net(self.rnn(x[:, None])[0][:, 0])
+
+
+def test_an_rnn_is_no_default_target_because_dynamo_compiles_none():
+    _, train = assert_trains_as_eager(Recurrent)
+    assert train.targets == ("net",)
+    assert train.fallbacks == 0
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(FEATURES, CLASSES), []
+
+    def encode(self, x):
+        return self.linear(x)
+
+    @functools.lru_cache  # noqa: B019
+    def mask(self, size):
+        self.calls.append(size)
+        return torch.ones(size, 1)
+
+
+class CallsMethods(Classifier):
+    def logits(self, x):
+        method = self.net.encode
+        assert (method.__name__, method.__self__) == ("encode", self.net)
+        return self.net.mask(len(x)) * method(x)
+
+
+def test_a_method_that_is_a_target_keeps_its_name_and_a_cached_one_is_called_as_often_as_before():
+    compiled, train = assert_trains_as_eager(lambda: CallsMethods(Encoder()))
+    assert train.targets == ("net.encode",)
+    assert len(compiled.net.calls) == 1

@@ -6,11 +6,10 @@ import json
 import os
 import signal
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile
 from compile_callbacks._utils.errors import WarnOnce
@@ -18,7 +17,8 @@ from compile_callbacks.profiling.compile_events import CompileKey, CompileRecord
 from compile_callbacks.runtime import recompile_budget
 from compile_callbacks.runtime.recompile_budget import CompileLimits, RecompileBudget
 from compile_callbacks.runtime.shapes import RETURNING_SHAPE_CALLS
-from tests.support.models import FEATURES, Classifier, loader, seeded, trainer
+from tests.support.against_eager import assert_fits_as_eager
+from tests.support.models import Classifier, batches_of, fit, loader, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -35,13 +35,11 @@ class _Net(nn.Module):
         return self.head(x.repeat(1, times, 1).mean(1))
 
 
-class Words(pl.LightningModule):
+class Words(Classifier):
     """Takes batches of words with a number of repetitions; half of the validation calls have a mask."""
 
     def __init__(self):
-        super().__init__()
-        self.net = _Net()
-        self.losses, self.outputs = [], []
+        super().__init__(_Net())
 
     def training_step(self, batch, batch_idx):
         loss = self.net(*batch).square().mean()
@@ -51,10 +49,7 @@ class Words(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         words, times = batch
         mask = (words["words"] > 3).float() if batch_idx % 2 else None
-        self.outputs.append(self.net(words, times, mask=mask))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        self.validation_outputs.append(self.net(words, times, mask=mask))
 
 
 def words(*sizes, times=(1,)):
@@ -66,62 +61,58 @@ def words(*sizes, times=(1,)):
     return DataLoader(batches, batch_size=None)
 
 
-def fit(train, validation=None, callback=None, **settings):
-    module = seeded(Words)
-    trainer(*([callback] if callback else []), num_sanity_val_steps=0, **settings).fit(module, train, validation)
-    return module
+def losses(batches, *callbacks, **settings):
+    """The losses of `Words` with these batches."""
+    return fit(*callbacks, make=Words, train=batches, validation=None, **settings).losses
 
 
 VARYING = [(4, 5), (4, 5), (6, 7), (4, 5), (5, 9), (6, 5), (3, 8), (4, 4), (1, 6), (1, 8), (8, 3)]
 
 
-def test_dimensions_that_vary_in_the_baseline_are_dynamic_in_the_first_graph():
+@pytest.mark.parametrize(
+    ("batches", "graphs"),
+    [
+        (words(*VARYING), 2),  # torch compiles batch size 1 separately
+        (words(*[(4, 5)] * 9, times=(2, 3, 4, 5, 6)), 1),
+    ],
+    ids=["dimensions", "integers"],
+)
+def test_what_varies_in_the_baseline_is_dynamic_in_the_first_graph(batches, graphs):
     callback = InductorCompile(infer_mode=None, baseline_steps=3)
-    module = fit(words(*VARYING), callback=callback)
-    assert callback.report.train.graphs == 2  # torch compiles batch size 1 separately
-    assert module.losses == pytest.approx(fit(words(*VARYING)).losses, rel=1e-4)
-
-
-def test_integers_that_vary_are_dynamic_in_the_first_graph():
-    batches = words(*[(4, 5)] * 9, times=(2, 3, 4, 5, 6))
-    callback = InductorCompile(infer_mode=None, baseline_steps=3)
-    module = fit(batches, callback=callback)
-    assert callback.report.train.graphs == 1
-    assert module.losses == pytest.approx(fit(batches).losses, rel=1e-4)
+    found = losses(batches, callback)
+    assert callback.report.train.graphs == graphs
+    assert found == pytest.approx(losses(batches), rel=1e-4)
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="AOTAutograd marks what it saves, without a guard")
 def test_no_mark_is_left_on_the_users_tensors():
     batches = words(*VARYING)
-    fit(batches, callback=InductorCompile(infer_mode=None, baseline_steps=3), max_epochs=2)
+    losses(batches, InductorCompile(infer_mode=None, baseline_steps=3), max_epochs=2)
     for batch, _ in batches.dataset:
         assert not [name for name in vars(batch["words"]) if "weak_dynamic" in name or "marking" in name]
 
 
+RAGGED_WORDS = [(4, 5)] * 6 + [(6, 7)]  # the ragged batch comes after the baseline
+
+
 def test_cache_dir_remembers_the_shapes_for_the_next_run(tmp_path):
-    folder = tmp_path / "cache"
-    batches = [(4, 5)] * 6 + [(6, 7)]  # the ragged batch comes after the baseline
     graphs = []
     for _ in range(2):
-        callback = InductorCompile(infer_mode=None, baseline_steps=2, cache_dir=folder)
-        fit(words(*batches), callback=callback)
+        callback = InductorCompile(infer_mode=None, baseline_steps=2, cache_dir=tmp_path)
+        losses(words(*RAGGED_WORDS), callback)
         graphs.append(callback.report.train.graphs)
         torch.compiler.reset()
     assert graphs == [2, 1]
-    (file,) = folder.glob("model-*.json")
+    (file,) = tmp_path.glob("model-*.json")
     assert json.loads(file.read_text())["shapes"] == {"train": {"net": {"args[0]['words']:2": [0, 1]}}}
 
 
 def test_a_resumed_run_remembers_the_shapes(tmp_path):
-    batches = words(*[(4, 5)] * 6, (6, 7))
-    module = seeded(Words)
-    first = InductorCompile(infer_mode=None, baseline_steps=2)
-    one = trainer(first)
-    one.fit(module, batches)
-    one.save_checkpoint(tmp_path / "last.ckpt")
+    first, again = (InductorCompile(infer_mode=None, baseline_steps=2) for _ in range(2))
+    before = fit(first, make=Words, train=words(*RAGGED_WORDS), validation=None)
+    before.trainer.save_checkpoint(tmp_path / "last.ckpt")
     torch.compiler.reset()
-    again = InductorCompile(infer_mode=None, baseline_steps=2)
-    trainer(again, max_epochs=2).fit(seeded(Words), batches, ckpt_path=tmp_path / "last.ckpt")
+    losses(words(*RAGGED_WORDS), again, max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
     assert (first.report.train.graphs, again.report.train.graphs) == (2, 1)
 
 
@@ -135,39 +126,28 @@ def test_validation_outside_of_fit_takes_its_graph_from_the_cache_and_is_no_reco
     assert (infer.graphs, infer.recompiles, infer.cache_hits) == (2, 0, 2 - infer.diagnostics.cache_misses)
 
 
-def ragged(rows=11):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, FEATURES, generator=generator)
-    return DataLoader(TensorDataset(x, torch.arange(rows) % 3), 4)
-
-
-def fit_ragged(*callbacks, epochs=2):
-    module = seeded()
-    trainer(*callbacks, max_epochs=epochs).fit(module, ragged(), ragged(6))
-    return module
+RAGGED = {"train": batches_of(4, 4, 3), "validation": batches_of(4, 2)}
 
 
 @pytest.mark.parametrize(("new_shapes", "graphs"), [("recompile", 2), ("eager", 1)])
 def test_a_ragged_last_batch(new_shapes, graphs):
     callback = InductorCompile({"dynamic": False}, {"dynamic": False}, new_shapes=new_shapes, baseline_steps=0)
-    torch.testing.assert_close(fit_ragged(callback).losses, fit_ragged().losses, rtol=1e-4, atol=1e-6)
+    assert_fits_as_eager(callback, **RAGGED, max_epochs=2)
     assert (callback.report.train.graphs, callback.report.infer.graphs) == (graphs, graphs)
     assert callback.report.train.recompiles == graphs - 1
 
 
-def test_a_shape_that_keeps_coming_back_is_compiled_after_all():
+@pytest.mark.parametrize(("epochs", "graphs"), [(RETURNING_SHAPE_CALLS - 1, 1), (RETURNING_SHAPE_CALLS, 2)])
+def test_a_shape_that_keeps_coming_back_is_compiled_after_all(epochs, graphs):
     callback = InductorCompile({"dynamic": False}, None, new_shapes="eager", baseline_steps=0)
-    fit_ragged(callback, epochs=RETURNING_SHAPE_CALLS - 1)
-    assert callback.report.train.graphs == 1
-    callback = InductorCompile({"dynamic": False}, None, new_shapes="eager", baseline_steps=0)
-    fit_ragged(callback, epochs=RETURNING_SHAPE_CALLS)
-    assert callback.report.train.graphs == 2
+    fit(callback, **RAGGED, max_epochs=epochs)
+    assert callback.report.train.graphs == graphs
 
 
 def test_raise_names_target_phase_and_shapes():
     callback = InductorCompile({"dynamic": False}, None, new_shapes="raise", baseline_steps=0)
     with pytest.raises(CompileError, match=r"'net' was called in the train phase .*\(3, 8\).*new_shapes='raise'"):
-        fit_ragged(callback)
+        fit(callback, **RAGGED)
 
 
 KEY = CompileKey("net", "train")
@@ -201,16 +181,12 @@ def test_budget_is_the_first_compile_or_30_seconds_and_what_was_saved(seconds, s
 def test_new_shapes_run_eagerly_when_the_budget_is_used_up(monkeypatch):
     monkeypatch.setattr(recompile_budget, "allowed_seconds", lambda first_compile, saved: 0.0)
     sizes = [(4, 5)] * 4 + [(4, 5), (1, 5), (4, 1), (4, 5), (1, 1), (1, 5), (4, 1), (1, 1)]
-    settings = {"num_sanity_val_steps": 0}
-    eager = seeded(Words)
-    trainer(**settings).fit(eager, words(*sizes))
     callback = InductorCompile(infer_mode=None, baseline_steps=1)
-    module = seeded(Words)
     with pytest.warns(CompileWarning, match=r"batch size 1.*CC130"):
-        trainer(callback, **settings).fit(module, words(*sizes))
+        found = losses(words(*sizes), callback)
     assert callback.report.train.graphs == 2
     assert "recompile budget" in str(callback.report)
-    assert module.losses == pytest.approx(eager.losses, rel=1e-4)
+    assert found == pytest.approx(losses(words(*sizes)), rel=1e-4)
 
 
 class _Breaks(nn.Module):
@@ -232,25 +208,16 @@ class _Breaks(nn.Module):
 
 def test_graphs_behind_graph_breaks_stop_within_a_call(monkeypatch):
     monkeypatch.setattr(recompile_budget, "allowed_seconds", lambda first_compile, saved: 0.0)
-    make = lambda: Classifier(_Breaks())  # noqa: E731
-    eager = seeded(make)
-    trainer().fit(eager, loader())
     callback = InductorCompile(infer_mode=None, baseline_steps=0)
-    module = seeded(make)
     with pytest.warns(CompileWarning, match=r"the first of \d graph breaks: .*test_shapes.py"):
-        trainer(callback).fit(module, loader())
+        assert_fits_as_eager(callback, make=lambda: Classifier(_Breaks()))
     assert callback.report.train.graphs == 2
-    assert module.losses == pytest.approx(eager.losses, rel=1e-4)
 
 
 class _Stops(Classifier):
     """Is asked to stop in its first step, before it calls the target."""
 
-    how = "sigterm"
-
     def training_step(self, batch, batch_idx):
-        if self.how == "exception":
-            raise KeyError("data")
         os.kill(os.getpid(), signal.SIGTERM)
         return super().training_step(batch, batch_idx)
 

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from compile_callbacks.callbacks.trainer_progress import remaining_steps
-from tests.support.models import Classifier, loader, trainer
+from tests.support.models import fit, loader
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
@@ -37,8 +37,7 @@ class Stream(IterableDataset):
         yield from loader(8)
 
 
-def stream() -> DataLoader:
-    return DataLoader(Stream(), batch_size=None)
+STREAM = DataLoader(Stream(), batch_size=None)
 
 
 @pytest.mark.all_versions
@@ -52,21 +51,19 @@ def stream() -> DataLoader:
         ({"max_epochs": -1, "max_steps": 10}, [(10, 4), (2, 4)]),
         ({"max_epochs": 9, "max_steps": 5, "accumulate_grad_batches": 2}, [(10, 4), (2, 4)]),
         ({"max_epochs": 1, "limit_train_batches": 2}, [(2, 4), (0, 4)]),
-        ({"max_epochs": 1, "stream": True}, [(INF, INF), (INF, INF)]),
-        ({"max_epochs": -1, "max_steps": 6, "stream": True}, [(6, INF)]),
+        ({"max_epochs": 1, "train": STREAM}, [(INF, INF), (INF, INF)]),
+        ({"max_epochs": -1, "max_steps": 6, "train": STREAM}, [(6, INF)]),
     ],
 )
 def test_remaining_steps_of_a_fit(settings, steps):
     seen = Remaining()
-    batches = stream() if settings.pop("stream", False) else loader(8)
-    trainer(seen, **settings).fit(Classifier(), batches, loader(4))
+    fit(seen, validation=4, **settings)
     assert seen.steps == steps
 
 
 @pytest.mark.all_versions
 def test_remaining_steps_of_a_resumed_fit_count_the_present_batches(tmp_path):
-    first, seen = trainer(max_epochs=2), Remaining()
-    first.fit(Classifier(), loader(8))
-    first.save_checkpoint(tmp_path / "of_longer_epochs.ckpt")
-    trainer(seen, max_epochs=6).fit(Classifier(), loader(2), ckpt_path=tmp_path / "of_longer_epochs.ckpt")
+    seen, path = Remaining(), tmp_path / "of_longer_epochs.ckpt"
+    fit(max_epochs=2).trainer.save_checkpoint(path)
+    fit(seen, train=2, validation=None, max_epochs=6, ckpt_path=path)
     assert seen.steps == [(8, 0)]

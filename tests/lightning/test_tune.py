@@ -11,15 +11,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileReport, GraphPass, InductorCompile, InductorConfig, Tune
 from compile_callbacks.report.table import to_markdown
 from compile_callbacks.runtime.compiled_target import CompiledTarget
-from tests.support.against_eager import FLOAT32, assert_same_module, assert_same_values
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, seeded, trainer
+from tests.support.against_eager import FLOAT32, assert_fits_as_eager, assert_same_module, assert_same_values
+from tests.support.models import CLASSES, FEATURES, Classifier, batches_of, fit, loader, seeded, trainer
 from tests.support.step_times import Times
 from tests.support.uncached import Uncached
+from tests.support.wrong_passes import Doubling
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
@@ -30,29 +30,8 @@ UNFUSED_IS_FASTER = {"eager": 10, "default": 8, UNFUSED.describe(): 5}
 
 
 class Raising(Uncached):
-    raises = True
-
     def __call__(self, graph, is_inference):
-        if self.raises:
-            raise ZeroDivisionError("by design")
-
-
-class Doubling(Uncached):
-    """Doubles the results of ReLU and of linear layers."""
-
-    def __call__(self, graph, is_inference):
-        for node in list(graph.nodes):
-            if node.target in (torch.ops.aten.relu.default, torch.ops.aten.addmm.default):
-                with graph.inserting_after(node):
-                    doubled = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2))
-                node.replace_all_uses_with(doubled, delete_user_cb=lambda user, new=doubled: user is not new)
-
-
-def fit(*callbacks, batches=40, epochs=1, val_batches=0, **settings):
-    module = seeded()
-    run = trainer(*callbacks, max_epochs=epochs, num_sanity_val_steps=0, **settings)
-    run.fit(module, loader(batches), loader(val_batches) if val_batches else None)
-    return module
+        raise ZeroDivisionError("by design")
 
 
 def trials(report):
@@ -66,10 +45,8 @@ def verdicts(report):
 def test_tuned_run_equals_eager_and_continues_with_the_winner(monkeypatch):
     Times(monkeypatch, train=UNFUSED_IS_FASTER, infer={"eager": 10, "default": 5, UNFUSED.describe(): 8})
     ours = InductorCompile(Tune(BOTH, steps=5), Tune(BOTH, steps=5))
-    settings = {"epochs": 7, "batches": 8, "val_batches": 8}
-    compiled, eager = fit(ours, **settings), fit(**settings)
-    assert_same_values(compiled, eager, {"rtol": 1e-3, "atol": 1e-4})  # rounding grows over the steps
-    assert_same_module(compiled, eager)
+    rounded = {"rtol": 1e-3, "atol": 1e-4}  # rounding grows over the steps
+    assert_fits_as_eager(ours, close=rounded, validation=8, max_epochs=7, num_sanity_val_steps=0)
     train, infer = ours.report.train, ours.report.infer
     assert verdicts(train) == {"eager": "beaten", "default": "beaten", UNFUSED.describe(): "chosen"}
     assert verdicts(infer) == {"eager": "beaten", "default": "chosen", UNFUSED.describe(): "beaten"}
@@ -85,10 +62,10 @@ def test_tuned_run_equals_eager_and_continues_with_the_winner(monkeypatch):
 
 def test_candidates_that_fail_or_differ_are_out_without_a_warning(monkeypatch):
     Times(monkeypatch, train={"eager": 10, "passes=[Raising]": 1, "passes=[Doubling]": 1, "default": 9})
-    wrong = [InductorConfig(passes=[Raising()]), InductorConfig(passes=[Doubling()])]
+    doubling = Doubling(torch.ops.aten.relu.default, torch.ops.aten.addmm.default)
+    wrong = [InductorConfig(passes=[Raising()]), InductorConfig(passes=[doubling])]
     ours = InductorCompile(Tune(["reduce-overhead", *wrong, "default"], steps=5), None)
-    compiled, eager = fit(ours, batches=60), fit(batches=60)
-    assert_same_values(compiled, eager, FLOAT32)
+    assert_fits_as_eager(ours, train=60)
     report = ours.report.train
     assert list(verdicts(report).values()) == ["beaten", "not tried", "failed", "wrong", "chosen"]
     assert "not on a GPU" in trials(report)["reduce-overhead"]["reason"]
@@ -97,23 +74,17 @@ def test_candidates_that_fail_or_differ_are_out_without_a_warning(monkeypatch):
     assert (report.fallbacks, report.verified, report.diagnostics.skipped_passes) == (0, f"equal {report.graphs}", 0)
 
 
-class EndsTheRun(pl.Callback):
-    """Raises in the first step that runs compiled."""
-
-    def __init__(self, ours):
-        self.ours = ours
-
-    def on_after_backward(self, trainer, pl_module):
-        if self.ours.report.train.graphs:
-            raise ZeroDivisionError
-
-
 def test_run_that_ends_early_decides_nothing_and_the_next_one_tunes(monkeypatch):
+    class EndsWithTheFirstCompile(pl.Callback):
+        def on_after_backward(self, trainer, pl_module):
+            if ours.report.train.graphs:
+                raise ZeroDivisionError
+
     Times(monkeypatch, train={"eager": 10, "default": 5})
     ours = InductorCompile(Tune(["default"], steps=5), None)
     module = seeded()
     with pytest.raises(ZeroDivisionError):
-        trainer(ours, EndsTheRun(ours)).fit(module, loader(30))
+        trainer(ours, EndsWithTheFirstCompile()).fit(module, loader(30))
     assert ours.report.train.mode == "tune(default, steps=5)"
     assert verdicts(ours.report.train) == {"eager": "undecided", "default": "undecided"}
     assert "train: no candidate is chosen yet" in str(ours.report)
@@ -131,9 +102,8 @@ def test_auto_tries_dynamic_shapes_if_shapes_vary(monkeypatch):
     Times(monkeypatch, train=ms)
     chance = torch.Generator().manual_seed(0)
     sizes = torch.randint(4, 12, (150,), generator=chance).tolist()
-    batches = [(torch.randn(size, FEATURES), torch.randint(CLASSES, (size,))) for size in sizes]
     ours = InductorCompile("auto", None, new_shapes="recompile", verify="off")
-    trainer(ours, max_epochs=2).fit(seeded(), DataLoader(batches, batch_size=None))
+    fit(ours, train=batches_of(*sizes), max_epochs=2)
     assert verdicts(ours.report.train) == {"eager": "beaten", "default": "beaten", "dynamic=True": "chosen"}
 
 
@@ -153,13 +123,23 @@ def test_frozen_candidate_uses_the_current_weights(monkeypatch):
 # ------------------------------------------------------------------------------------------ kept winners
 
 
+class Undescribed(Classifier):
+    """A module as tests of users make it, which cannot be printed before it is set up."""
+
+    tracker = MagicMock()
+
+    def extra_repr(self):
+        raise RuntimeError("printed before setup")
+
+
+@pytest.mark.timeout(120)
 def test_next_run_takes_the_winner_from_the_cache(monkeypatch, tmp_path, caplog):
     Times(monkeypatch, train=UNFUSED_IS_FASTER)
     caplog.set_level("INFO", logger="lightning.pytorch")
 
     def run(candidates=BOTH, **settings):
         ours = InductorCompile(Tune(candidates, steps=5), None, cache_dir=tmp_path, **settings)
-        fit(ours, batches=40)
+        fit(ours, make=Undescribed, train=40)
         return ours.report.train
 
     first = run()
@@ -185,21 +165,13 @@ class GraphIdle(GraphPass):
 
 
 def test_resumed_run_equals_one_without_interruption(monkeypatch, tmp_path):
-    batches = 40  # a winner is chosen before the checkpoint
     Times(monkeypatch, train=UNFUSED_IS_FASTER)
-
-    def run(*callbacks, until, ckpt=None):
-        module = seeded()
-        one = trainer(*callbacks, max_epochs=until)
-        one.fit(module, loader(batches), ckpt_path=ckpt)
-        return one, module
-
-    first, _ = run(InductorCompile(Tune(BOTH, steps=5), None), until=1)
-    first.save_checkpoint(tmp_path / "run.ckpt")
+    first = fit(InductorCompile(Tune(BOTH, steps=5), None), train=40)  # a winner is chosen before the checkpoint
+    first.trainer.save_checkpoint(tmp_path / "run.ckpt")
     second = InductorCompile(Tune(BOTH, steps=5), None)
-    _, resumed = run(second, until=6, ckpt=tmp_path / "run.ckpt")
-    _, eager = run(until=6)
-    torch.testing.assert_close(resumed.losses, eager.losses[batches:], rtol=1e-3, atol=1e-4)
+    resumed = fit(second, train=40, max_epochs=6, ckpt_path=tmp_path / "run.ckpt")
+    eager = fit(train=40, max_epochs=6)
+    torch.testing.assert_close(resumed.losses, eager.losses[40:], rtol=1e-3, atol=1e-4)
     assert second.report.train.mode == UNFUSED.describe()
 
 
@@ -226,9 +198,8 @@ class Deep(Classifier):
 
 
 def fit_deep(block, *callbacks, count=8):
-    module = seeded(lambda: Deep([block(number) for number in range(count)]))
-    trainer(*callbacks, max_epochs=4, num_sanity_val_steps=0).fit(module, loader(20), loader(16))
-    return module
+    make = lambda: Deep([block(number) for number in range(count)])  # noqa: E731
+    return fit(*callbacks, make=make, train=20, validation=16, max_epochs=4, num_sanity_val_steps=0)
 
 
 @pytest.mark.all_versions
@@ -317,7 +288,7 @@ def test_cuda_graphs_are_candidates_on_a_gpu(settings):
     tune = Tune(["default", "reduce-overhead"], steps=10)
 
     def run(*callbacks):
-        return fit(*callbacks, batches=20, epochs=12, val_batches=8, accelerator="gpu", **settings)
+        return fit(*callbacks, train=20, validation=8, max_epochs=12, accelerator="gpu", **settings)
 
     ours = InductorCompile(tune, tune)
     compiled, eager = run(ours), run()
@@ -328,24 +299,3 @@ def test_cuda_graphs_are_candidates_on_a_gpu(settings):
         of = trials(report)
         assert report.mode == "eager" or of[report.mode]["median_ms"] < of["eager"]["median_ms"]
         assert of["reduce-overhead"]["samples"] >= 5
-
-
-class Mocked(Classifier):
-    """A module as tests of users make it."""
-
-    tracker = MagicMock()
-
-
-class Unprintable(Classifier):
-    def extra_repr(self):
-        raise RuntimeError("printed before setup")
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("make", [Mocked, Unprintable])
-def test_tune_stores_its_winner_for_a_module_that_cannot_be_described(make, tmp_path, monkeypatch):
-    Times(monkeypatch, train={"eager": 10, "default": 5})
-    callback = InductorCompile(Tune(["default"], steps=5), None, cache_dir=tmp_path)
-    trainer(callback, max_epochs=1, enable_model_summary=False).fit(make(mlp()), loader(20))
-    assert [trial["candidate"] for trial in callback.report.train.diagnostics.trials] == ["eager", "default"]
-    assert len(list(tmp_path.glob("model-*.json"))) == 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 
 from compile_callbacks import InductorCompile
-from tests.support.models import Classifier, loader, trainer
+from tests.support.models import Classifier, fit, loader, trainer
 
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 FLOAT32_ON_GPU = {"rtol": 1e-3, "atol": 1e-4}
@@ -33,6 +34,14 @@ def assert_run_equals_eager(run: Callable[..., Classifier], *, baseline_steps: i
     assert (ours.report.train.fallbacks, ours.report.infer.fallbacks) == (0, 0)
     torch.testing.assert_close(predictions, expected, **FLOAT32)
     assert_same_module(compiled, eager)
+
+
+def assert_fits_as_eager(*ours: pl.Callback, close: Mapping[str, float] = FLOAT32, **arguments: Any) -> Classifier:
+    """Train with the callbacks and without them, compare the values and the modules, and return the compiled one."""
+    compiled, eager = fit(*ours, **arguments), fit(**arguments)
+    assert_same_values(compiled, eager, close)
+    assert_same_module(compiled, eager)
+    return compiled
 
 
 def assert_same_values(ours: Classifier, eager: Classifier, close: Mapping[str, float] = FLOAT32) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile, InductorConfig
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, loader
 from tests.support.uncached import Uncached
 
 FULL, RAGGED = 4, 2  # batch sizes: the second comes last in each epoch, and is the later shape
@@ -171,13 +171,15 @@ def _pairs() -> Iterator[tuple[Fault, Place]]:
 MATRIX = [pytest.param(fault, place, id=f"{fault.name}-{place}") for fault, place in _pairs()]
 
 
-def ragged(batches: int = 4) -> DataLoader:
+def ragged(batches: int) -> DataLoader:
     """Batches of which the last is smaller."""
     dataset = loader(batches, FULL).dataset
     return DataLoader(torch.utils.data.Subset(dataset, range(FULL * batches - FULL + RAGGED)), FULL)
 
 
-def fit(net: Callable[[], nn.Module], *callbacks: Any) -> Classifier:
-    module = seeded(lambda: Classifier(net()))
-    trainer(*callbacks, max_epochs=2, num_sanity_val_steps=0).fit(module, ragged(), ragged(2))
-    return module
+RAGGED_BATCHES: dict[str, Any] = {"train": ragged(4), "validation": ragged(2), "num_sanity_val_steps": 0}
+
+
+def run_of(net: Callable[[], nn.Module]) -> dict[str, Any]:
+    """The arguments of `fit` for two epochs in which each phase sees both shapes."""
+    return {"make": lambda: Classifier(net()), "max_epochs": 2, **RAGGED_BATCHES}

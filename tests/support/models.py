@@ -31,9 +31,13 @@ class Classifier(pl.LightningModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The call of the training step, for subclasses that train with another one."""
+        return self.net(x)
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
-        loss = nn.functional.cross_entropy(self.net(x), y)
+        loss = nn.functional.cross_entropy(self.logits(x), y)
         self.losses.append(loss.item())
         return loss
 
@@ -58,6 +62,16 @@ def loader(batches: int = 8, batch_size: int = 4, seed: int = 0) -> DataLoader:
     x = torch.randn(batches * batch_size, FEATURES, generator=generator)
     y = torch.randint(CLASSES, (batches * batch_size,), generator=generator)
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+def batches_of(*sizes: int) -> DataLoader:
+    """Batches with these numbers of samples. Each epoch has new tensors, because torch marks the inputs of a graph."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(size, FEATURES, generator=generator), torch.randint(CLASSES, (size,), generator=generator))
+        for size in sizes
+    ]
+    return DataLoader(batches, batch_size=None, collate_fn=lambda batch: [tensor.clone() for tensor in batch])
 
 
 class RecordingLogger(Logger):
@@ -101,6 +115,21 @@ def trainer(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
 def seeded(make: Any = Classifier) -> Any:
     torch.manual_seed(1)
     return make()
+
+
+def fit(
+    *callbacks: pl.Callback,
+    make: Any = Classifier,
+    train: Any = 8,
+    validation: Any = 2,
+    ckpt_path: Any = None,
+    **settings: Any,
+) -> Any:
+    """Train a module from a fixed seed, and return it. A number of batches stands for a loader of them."""
+    module = seeded(make)
+    loaders = [loader(given) if isinstance(given, int) else given for given in (train, validation)]
+    trainer(*callbacks, **settings).fit(module, *loaders, ckpt_path=ckpt_path)
+    return module
 
 
 class Manual(Classifier):

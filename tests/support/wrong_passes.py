@@ -30,6 +30,23 @@ class WrongForward(GraphPass):
         return None
 
 
+class Doubling(GraphPass):
+    """Doubles the results of these operators."""
+
+    def __init__(self, *operators, hook="post_grad_post"):
+        self.operators, self.hook = operators, hook
+
+    def __call__(self, graph, is_inference):
+        for node in [node for node in graph.nodes if node.target in self.operators]:
+            with graph.inserting_after(node):
+                double = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
+            double.meta.update(node.meta)
+            node.replace_all_uses_with(double, delete_user_cb=lambda user, double=double: user is not double)
+
+    def uuid(self):
+        return None
+
+
 class WrongBackward(GraphPass):
     """Negates the gradients that backward graphs compute; their norms stay the same."""
 

@@ -1,0 +1,365 @@
+"""The default targets are the modules and methods that the first eager steps call, and torch can compile."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import pickle
+import sys
+import types
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.profilers import AdvancedProfiler
+from torch import nn
+from torch._dynamo.utils import counters
+from torchmetrics import Metric
+
+from compile_callbacks import CompileWarning, InductorCompile
+from tests.support import random_modules
+from tests.support.against_eager import assert_fits_as_eager, assert_same_module, assert_same_values
+from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, trainer
+from tests.support.processes import run_in_new_process
+
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
+
+
+class Parts(nn.Module):
+    """Has methods, and a forward that calls one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU())
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        return self.decode(self.encoder(x))
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def decode(self, x):
+        return self.head(x).relu()
+
+    def generate(self, x):
+        return self.encoder(x).sum() + self(x)
+
+
+class Ema(nn.Module):
+    """Steps call the module inside it."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.copy = copy.deepcopy(module)
+
+    def forward(self, x):
+        return self.copy(x)
+
+
+class WithParameters(Metric):
+    """A metric with a network, as LPIPS and FID are."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Linear(CLASSES, 1).requires_grad_(False)
+        self.add_state("total", torch.zeros(()))
+
+    def update(self, out):
+        self.total += self.network(out.detach()).square().sum()
+
+    def compute(self):
+        return self.total
+
+
+class Steps(Classifier):
+    """Its training step calls a function with the module and the inputs."""
+
+    def __init__(self, call):
+        super().__init__(Parts())
+        self.ema = Ema(nn.Linear(FEATURES, CLASSES))
+        self.metric = WithParameters()
+        self.scale = nn.Softplus()
+        self.call = call
+
+    def logits(self, x):
+        return self.call(self, x)
+
+    def validation_step(self, batch, batch_idx):
+        self.metric(self.ema.module(batch[0]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.net.parameters(), *self.ema.parameters()], lr=0.1)
+
+
+CALLS = {
+    "module": (lambda m, x: m.net(x), {"net"}),
+    "forward": (lambda m, x: m.net.forward(x), {"net.forward"}),
+    "methods": (lambda m, x: m.net.decode(m.scale(m.net.encode(x))), {"net.encode", "net.decode"}),
+    "method that calls its module": (lambda m, x: m.net.generate(x), {"net", "net.encoder"}),
+    "module inside a child": (lambda m, x: m.ema.module(x), {"ema.module"}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_default_targets_are_the_called_modules_and_methods(call):
+    function, called = CALLS[call]
+    callback = InductorCompile(baseline_steps=0, verify="raise", on_error="raise")
+    settings = {"make": lambda: Steps(function), "train": 4, "num_sanity_val_steps": 0}
+    compiled, eager = fit(callback, **settings), fit(**settings)
+    assert_same_values(compiled, eager)
+    assert_same_module(compiled, eager)
+    torch.testing.assert_close(compiled.metric.compute(), eager.metric.compute())  # each sample counts once
+    train, infer = callback.report.train, callback.report.infer
+    assert {event["target"] for event in train.diagnostics.events if event["kind"] == "compile"} == called
+    assert set(train.targets) == called
+    assert {event["target"] for event in infer.diagnostics.events if event["kind"] == "compile"} == {"ema.module"}
+    assert sys.getprofile() is None
+
+
+def test_a_child_that_is_called_later_is_compiled_then():
+    class Later(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(CLASSES, CLASSES)
+
+        def training_step(self, batch, batch_idx):
+            out = self.net(batch[0])
+            return nn.functional.cross_entropy(self.head(out) if batch_idx > 1 else out, batch[1])
+
+    callback = InductorCompile(baseline_steps=0)
+    fit(callback, make=Later, train=4)
+    assert set(callback.report.train.targets) == {"net", "head"}
+
+
+@pytest.mark.parametrize("targets", [None, ["net"]])
+def test_a_target_that_only_a_compiled_function_calls_is_warned_about(targets):
+    class Compiled(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.function = torch.compile(lambda net, x: net(x) * 2)
+
+        def logits(self, x):
+            return self.function(self.net, x)
+
+    before = counters["stats"]["unique_graphs"]
+    callback = InductorCompile("max-autotune-no-cudagraphs", None, targets=targets, on_error="raise", baseline_steps=2)
+    with pytest.warns(CompileWarning, match="nothing is compiled in the train phase, because its steps call none of"):
+        fit(callback, make=Compiled, train=20, validation=None)
+    train = callback.report.train
+    assert (train.graphs, train.compiled_step_ms, train.speedup) == (0, None, None)
+    assert train.eager_step_ms is not None
+    assert counters["stats"]["unique_graphs"] == before + 1  # the user's
+
+
+def test_recording_ends_with_an_exception_and_leaves_a_users_profiler_alone(tmp_path):
+    def fail(module, x):
+        raise KeyError(module.net.encode(x).shape)
+
+    with pytest.raises(KeyError):
+        fit(InductorCompile(), make=lambda: Steps(fail))
+    assert sys.getprofile() is None
+    callback = InductorCompile(baseline_steps=0)
+    fit(callback, profiler=AdvancedProfiler(tmp_path, "profile"))
+    assert callback.report.train.graphs == 1
+    assert "training_step" in (tmp_path / "fit-profile.txt").read_text()
+
+
+# ------------------------------------------------------------------------------------------ replaced methods, pickles
+
+
+X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
+
+
+def as_closure(module, method):
+    original = getattr(module, method)
+    return lambda *args, **kwargs: 2 * original(*args, **kwargs)
+
+
+def as_method(module, method):
+    return types.MethodType(lambda self, x: 2 * self.head(x), module)
+
+
+class Patched(Classifier):
+    """Replaces a method of its net, before the run or at one batch."""
+
+    def __init__(self, method, patch, at_batch=None):
+        super().__init__(Parts())
+        self.method, self.patch, self.at_batch = method, patch, at_batch
+        if at_batch is None:
+            self.replace_method()
+
+    def replace_method(self):
+        self.patched = self.patch(self.net, self.method)
+        setattr(self.net, self.method, self.patched)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.at_batch:
+            self.replace_method()
+        return super().training_step(batch, batch_idx)
+
+    def logits(self, x):
+        return self.net(x) if self.method == "forward" else self.net.decode(self.net.encode(x))
+
+
+@pytest.mark.parametrize(
+    ("method", "patch", "at_batch"),
+    [
+        ("forward", as_closure, None),
+        ("decode", as_method, None),
+        ("decode", as_closure, 3),
+    ],
+)
+def test_a_replaced_method_runs_as_in_eager_and_stays(method, patch, at_batch):
+    arguments = {"make": lambda: Patched(method, patch, at_batch), "validation": None}
+    callback = InductorCompile(targets=f"net.{method}", baseline_steps=0, on_error="raise")
+    compiled, eager = fit(callback, **arguments), fit(**arguments)
+    assert vars(compiled.net)[method] is compiled.patched
+    assert_same_values(compiled, eager)
+    torch.testing.assert_close(compiled.logits(X), eager.logits(X))
+    assert callback.report.train.graphs == 1
+
+
+LOAD = """
+import pickle, sys
+
+sys.modules["compile_callbacks"] = None  # importing it fails
+import torch
+
+for path in sys.argv[1:]:
+    with open(path, "rb") as file:
+        model = pickle.load(file)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(model.state_dict())
+    print(model.net.encode(torch.ones(2, 8)).unique().item())
+"""
+
+
+class Pickles(pl.Callback):
+    """Pickles the module within a step."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_after_backward(self, trainer, pl_module):
+        assert "encode" in vars(pl_module.net)
+        self.path.write_bytes(pickle.dumps(pl_module))
+
+
+def test_a_pickle_of_a_run_loads_without_this_library(tmp_path):
+    for name in ("original", "patched"):
+        model = random_modules.Model(random_modules.Spec(blocks=("plain",), target="net.encode", shared=True))
+        if name == "patched":
+            model.net.encode = random_modules.first_features
+        callback = InductorCompile(targets=["net.encode", "side"], baseline_steps=0)
+        trainer(callback, Pickles(tmp_path / name)).fit(model, loader(4))
+    assert run_in_new_process(LOAD, tmp_path / "original", tmp_path / "patched").split() == ["0.0", "1.0"]
+
+
+# ------------------------------------------------------------------------------------------ that torch cannot compile
+
+
+class WithScript(Classifier):
+    """Its step calls a scripted and a traced child before the network."""
+
+    forward = pl.LightningModule.forward
+
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates TorchScript
+            self.scripted = torch.jit.script(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()))
+            self.traced = torch.jit.trace(nn.Linear(FEATURES, FEATURES), torch.ones(2, FEATURES))
+
+    def logits(self, x):
+        return self.net(self.traced(self.scripted(x)))
+
+    def validation_step(self, batch, batch_idx):
+        self.validation_outputs.append(self.logits(batch[0]))
+
+
+def test_script_children_are_not_default_targets():
+    callback = InductorCompile(baseline_steps=0, on_error="raise")
+    assert_fits_as_eager(callback, make=WithScript)
+    for phase in (callback.report.train, callback.report.infer):
+        assert phase.targets == ("net",)
+        assert (phase.graphs, phase.graph_breaks, phase.fallbacks) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("targets", [["traced", "net"], ["scripted.forward"]])
+def test_a_named_script_module_runs_eagerly_with_a_warning(targets):
+    callback = InductorCompile(targets=targets, baseline_steps=0)
+    with pytest.warns(CompileWarning, match=f"target '{targets[0]}' is not compiled: it is a TorchScript module"):
+        module = fit(callback, make=WithScript)
+    eager = fit(make=WithScript)
+    assert_same_values(module, eager)
+    assert callback.report.train.targets == tuple(targets[1:])
+    assert vars(module.scripted).keys() == vars(eager.scripted).keys()
+
+
+class Asynchronous(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    async def forward(self, x):
+        return self.net(x)
+
+    async def encode(self, x):
+        return self.net(x)
+
+
+class Awaits(Classifier):
+    """Awaits the call, or a method, of its net."""
+
+    forward = pl.LightningModule.forward
+
+    def __init__(self, method):
+        super().__init__(Asynchronous())
+        self.method = method
+
+    def logits(self, x):
+        coroutine = self.net(x) if self.method == "call" else getattr(self.net, self.method)(x)
+        assert inspect.iscoroutine(coroutine)
+        return asyncio.run(coroutine)
+
+    def validation_step(self, batch, batch_idx):
+        self.validation_outputs.append(self.logits(batch[0]))
+
+
+@pytest.mark.parametrize(("method", "targets"), [("call", None), ("call", "net"), ("encode", "net.encode")])
+def test_an_async_target_returns_a_coroutine_with_a_warning(method, targets):
+    callback = InductorCompile(targets=targets, baseline_steps=0)
+    message = f"target '{targets or 'net'}' is not compiled: its .* is an async function"
+    with pytest.warns(CompileWarning, match=message):
+        assert_fits_as_eager(callback, make=lambda: Awaits(method))
+    # The first steps call the module inside an async forward too, so it is a default target.
+    assert callback.report.train.targets == (("net.net",) if targets is None else ())
+
+
+class _Skipped(nn.Module):
+    """Torch compiles only the last of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(8)))
+        self.head = nn.Linear(FEATURES, 3)
+
+    @torch.compiler.disable
+    def features(self, x):
+        return self.layers(x)
+
+    def forward(self, x):
+        return self.head(self.features(x))
+
+
+def test_a_target_whose_graphs_use_few_of_its_weights_is_reported_with_the_share():
+    callback = InductorCompile(infer_mode="eager", targets="net", baseline_steps=0)
+    message = r"graphs of target 'net' use 2 of its 18 weights \(11%\) in the train phase, .*\.py:\d+"
+    with pytest.warns(CompileWarning, match=message):
+        assert_fits_as_eager(callback, make=lambda: Classifier(_Skipped()))
