@@ -12,14 +12,10 @@ from compile_callbacks._utils.signatures import TensorSignature, signature
 class Workload(NamedTuple):
     """The conditions of a step. Two steps can be compared if their workloads are equal.
 
-    Attributes:
-        stage: The stage and the number of its dataloader.
-        kind: All other conditions except sizes: gradient accumulation, the structure and dtypes of the batch, and the
-            set of trained weights.
-        shapes: The shapes of the batch's tensors.
+    ``kind`` contains gradient accumulation, the structure and dtypes of the batch, and the set of trained weights.
     """
 
-    stage: str
+    stage: str  # the stage and the number of its dataloader
     kind: str = ""
     shapes: tuple[tuple[int, ...], ...] = ()
 

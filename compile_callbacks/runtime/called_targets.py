@@ -42,13 +42,10 @@ class CalledTargets:
 
     The class records a method if the method calls a module or returns a tensor. If a method calls its own module, as
     ``generate`` does, the class records the module instead.
-
-    Attributes:
-        stages: The names of the stages whose first step has begun.
     """
 
     def __init__(self, root: nn.Module, others: Sequence[Target] = ()) -> None:
-        self.stages: set[str] = set()
+        self.stages: set[str] = set()  # the stages whose first step has begun
         self._root = root
         self._others = others
         self._recording = False

@@ -37,14 +37,6 @@ class PhaseTuning:
 
     In training, all ranks decide together at the end of each block. In the infer phase, ranks may have different
     numbers of batches, so each rank decides for itself. At the end of the stage, all ranks use rank zero's winner.
-
-    Args:
-        phase: The phase.
-        tune: The candidates and the limits.
-        switch: Contains the compiled targets, and frees the code of candidates that lose.
-        recorder: Contains the compile events.
-        processes: Gathers the measurements of all ranks.
-        print_line: A function that prints a line of text.
     """
 
     def __init__(
@@ -88,15 +80,7 @@ class PhaseTuning:
         precision: str = "",
         record: ModelRecord | None = None,
     ) -> None:
-        """Begin a Trainer run, and keep the winner of the last run, if that run was long enough to choose one.
-
-        Args:
-            device: The device of the module.
-            model: The fingerprint of the module.
-            passes: Graph passes for both phases.
-            precision: The trainer's precision.
-            record: The file for winners.
-        """
+        """Begin a Trainer run, and keep the winner of the last run, if that run was long enough to choose one."""
         self._device, self._record = device, record
         self._conditions = conditions(
             model=model,
@@ -128,12 +112,7 @@ class PhaseTuning:
         return self._configs[self._tuner.candidate]
 
     def step_ends(self, workload: Workload, span: Span | None) -> None:
-        """End a measured step.
-
-        Args:
-            workload: The workload of the step.
-            span: The time of the step, or ``None`` if the time must not be used.
-        """
+        """End a measured step. ``span`` is ``None`` if the time of the step must not be used."""
         if self.winner is not None:
             return
         if not self._tuner.started:

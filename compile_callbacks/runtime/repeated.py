@@ -31,12 +31,8 @@ def group_targets(
 ) -> Sequence[AnyTarget]:
     """Group the targets of the same structure, so that they share a compiled function.
 
-    The function warns about a target that torch cannot compile, and omits it.
-
-    Args:
-        root: The module that contains the targets.
-        targets: The targets. Duplicates count once.
-        shares: A function that returns whether a target may share a compiled function.
+    Duplicates count once. The function warns about a target that torch cannot compile, and omits it. ``shares`` returns
+    whether a target may share a compiled function.
     """
     once: dict[tuple[int, str | None], Target] = {}
     for target in targets:
@@ -77,11 +73,7 @@ def with_regions(root: nn.Module, target: Target) -> Target:
 
 
 def check_is_repeated(root: nn.Module) -> None:
-    """Check ``targets="repeated"``.
-
-    Raises:
-        ValueError: If the module has no repeated blocks.
-    """
+    """Refuse ``targets="repeated"`` for a module without repeated blocks."""
     if not find_repetitions(root):
         message = (
             f"targets={REPEATED!r} finds no repeated blocks in {type(root).__name__}: no two members of its "
@@ -115,9 +107,6 @@ class RegionMarks:
 
     A mark is an instance attribute ``forward`` that exists only during calls of the compiled function. No copy, pickle
     or checkpoint therefore contains a mark, and no mark remains after an exception.
-
-    Args:
-        blocks: The blocks.
     """
 
     def __init__(self, blocks: Iterable[RepeatedBlocks]) -> None:
@@ -172,18 +161,12 @@ class _RegionMark:
 
 
 def find_repetitions(root: nn.Module) -> list[dict[str, nn.Module]]:
-    """Return the repeated blocks of a module. If blocks contain other blocks, return the outermost blocks.
+    """Return the repeated blocks of a module by their dotted names, in one mapping for each structure.
 
     A block is a member of a ``Sequential``, ``ModuleList`` or ``ModuleDict``, has parameters, and is more than one
     layer of ``torch.nn``. Blocks have the same structure if their submodules have the same classes, and if their
-    parameters and buffers have the same names, shapes and dtypes. They may have different parents.
-
-    Args:
-        root: The module to search. The root itself is not a block.
-
-    Returns:
-        For each structure, its blocks by their dotted names in the root module. If a block has several names, all names
-        are included.
+    parameters and buffers have the same names, shapes and dtypes. They may have different parents, and several names.
+    If blocks contain other blocks, the function returns the outermost blocks.
     """
     alone: set[Any] = set()
     while True:  # a block that occurs once may contain repeated blocks
@@ -228,10 +211,9 @@ def structure_of(module: nn.Module) -> Any:
 
 
 def name_of(root: nn.Module, paths: Sequence[str]) -> str:
-    """Return the name of several modules, for reports.
+    """Return the name of several modules for reports, if possible as one glob, such as ``"encoder.layers.*"``.
 
-    Returns:
-        One glob, such as ``"encoder.layers.*"``, if it matches no other module with parameters. Otherwise, the paths.
+    The glob must match no other module with parameters. Otherwise, the name consists of paths.
     """
     split = [path.split(".") for path in paths]
     if len({len(names) for names in split}) == 1:

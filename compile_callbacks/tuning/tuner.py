@@ -27,21 +27,13 @@ class Tuner:
     """Decides which candidate runs in the next block of steps, until a candidate is chosen.
 
     Eager runs first. Call `start` after the first block, and `block_ends` after each block.
-
-    Args:
-        tune: The limits.
-        device_type: The type of the device that the steps run on.
     """
 
     def __init__(self, tune: Tune, device_type: str = "cpu") -> None:
-        self.winner: str | None = None
-        """The chosen candidate, or ``None`` before the choice."""
-        self.complete = True
-        """Whether the comparison is complete, so that a longer run would choose the same candidate."""
+        self.winner: str | None = None  # the chosen candidate
+        self.complete = True  # whether a longer run would choose the same candidate
         self.trials: dict[str, Trial] = {EAGER: Trial(EAGER)}
-        """The result of each candidate so far, eager first."""
-        self.steps_left = math.inf
-        """The remaining steps of the run, in which a candidate of ``"auto"`` must amortize its compile time."""
+        self.steps_left = math.inf  # the steps in which a candidate of "auto" must amortize its compile time
         self._tune = tune
         self._device_type = "cpu" if device_type == "cpu" else "cuda"
         self._eager = self.trials[EAGER]
