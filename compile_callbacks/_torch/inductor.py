@@ -37,20 +37,6 @@ def option_type(name: str) -> Any:
     return config.get_type(name)  # type: ignore[attr-defined]
 
 
-def has_triton() -> bool:
-    """Return whether Triton is installed and supports the GPU of this machine."""
-    from torch.utils._triton import has_triton
-
-    return bool(has_triton())
-
-
-def has_triton_tma() -> bool:
-    """Return whether Triton can use the Tensor Memory Accelerator."""
-    from torch.utils._triton import has_triton_tma_device
-
-    return bool(has_triton_tma_device())
-
-
 def has_cutlass() -> bool:
     """Return whether Inductor finds the CUTLASS library."""
     from torch._inductor.codegen.cutlass.utils import try_import_cutlass
@@ -309,12 +295,14 @@ def wants_channels_last(module: torch.fx.GraphModule) -> bool:
     return bool(GraphLowering.decide_layout_opt(module, is_inference=True))
 
 
-TORCH_PASSES_FLAG = hasattr(_custom_graph_pass, "CustomInferenceAwareGraphPass")
-"""Whether torch passes ``is_inference`` to post-grad passes. Workaround (torch<2.13): later versions do."""
-
-GRAPH_PASS_BASE: Any = getattr(_custom_graph_pass, "CustomInferenceAwareGraphPass", _custom_graph_pass.CustomGraphPass)
-
 TORCH_PASS_TYPES: tuple[type, ...] = (_custom_graph_pass.CustomGraphPass,)
+
+_WITH_FLAG = getattr(_custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+
+FLAGGED_PASS_TYPES: tuple[Any, ...] = () if _WITH_FLAG is None else (_WITH_FLAG,)
+"""The classes of passes that get ``is_inference`` from torch. Workaround (torch<2.13): there is no such class."""
+
+GRAPH_PASS_BASE: Any = _WITH_FLAG or _custom_graph_pass.CustomGraphPass
 
 
 def pool_offsets_to_indices() -> Any:
@@ -335,13 +323,6 @@ def inference_flag_of_caller() -> bool:
             return bool(frame.f_locals["is_inference"])
         frame = frame.f_back  # type: ignore[assignment]
     raise RuntimeError("is_inference is known only while torch runs its post-grad passes")
-
-
-def run_pass(graph_pass: Any, graph: torch.fx.Graph, is_inference: bool) -> Any:
-    """Call a pass with the arguments that its class accepts."""
-    if TORCH_PASSES_FLAG and isinstance(graph_pass, GRAPH_PASS_BASE):
-        return graph_pass(graph, is_inference)
-    return graph_pass(graph)
 
 
 def pattern_matcher(

@@ -11,7 +11,7 @@ import copy
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -136,13 +136,12 @@ def expose_aliases(graph_module: GraphModule) -> None:
         setattr(graph_module, name, body)
         expose_aliases(body)
         output: Any = body.graph.output_node()
-        views = [_Views.of(result) for result in output.args[0]]
-        inputs = body.graph.find_nodes(op="placeholder")
-        kept = list(dict.fromkeys(view.base for view in views if view.base not in inputs))
-        if kept == list(output.args[0]):
+        results, inputs = output.args[0], body.graph.find_nodes(op="placeholder")
+        kept = list(dict.fromkeys(base for base in map(_base, results) if base not in inputs))
+        if kept == list(results):
             continue
         for call in calls:
-            _rewrite(call, views, kept, dict(zip(inputs, call.args[2:], strict=True)))
+            _rewrite(call, results, kept, dict(zip(inputs, call.args[2:], strict=True)))
         output.args = (tuple(kept),)
         body.graph.eliminate_dead_code()
         body.recompile()
@@ -150,19 +149,11 @@ def expose_aliases(graph_module: GraphModule) -> None:
         graph_module.recompile()
 
 
-class _Views(NamedTuple):
-    """A result of a region: a value, and the operators that make a view of the value, in order."""
-
-    base: Any
-    operators: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, result: Any) -> _Views:
-        operators: list[Any] = []
-        while isinstance(result, Node) and _is_view(result):
-            operators.insert(0, result)
-            result = result.args[0]
-        return cls(result, tuple(operators))
+def _base(result: Any) -> Any:
+    """Return the value that a result of a region is a view of, or the result itself."""
+    while isinstance(result, Node) and _is_view(result):
+        result = result.args[0]
+    return result
 
 
 def _is_view(node: Any) -> bool:
@@ -175,10 +166,9 @@ _VIEWS_OF_INDUCTOR = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshap
 """Operators that return a copy according to their schema, but that Inductor compiles as views."""
 
 
-def _rewrite(call: Any, views: Sequence[_Views], kept: Sequence[Any], operands: Mapping[Any, Any]) -> None:
+def _rewrite(call: Any, results: Sequence[Any], kept: Sequence[Any], operands: Mapping[Any, Any]) -> None:
     """Change a call of a region to return only ``kept``, and compute the views after the call."""
-    graph, values = call.graph, call.meta["val"]
-    value_of = {view.base: value for view, value in zip(views, values, strict=True) if not view.operators}
+    graph, value_of = call.graph, dict(zip(results, call.meta["val"], strict=True))
     call.meta["val"] = tuple(value_of[base] if base in value_of else _new_value(base) for base in kept)
     outside = dict(operands)  # for each node of the region, the node of the graph with the same value
 
@@ -195,8 +185,7 @@ def _rewrite(call: Any, views: Sequence[_Views], kept: Sequence[Any], operands: 
     getitems = list(call.users)
     with graph.inserting_before(call.next):
         for getitem in getitems:
-            view = views[getitem.args[1]]
-            getitem.replace_all_uses_with(outer(view.operators[-1] if view.operators else view.base))
+            getitem.replace_all_uses_with(outer(results[getitem.args[1]]))
     for getitem in getitems:
         graph.erase_node(getitem)
 

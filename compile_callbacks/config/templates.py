@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._triton import has_triton, has_triton_tma_device
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import check_choice, check_type
@@ -75,7 +76,7 @@ def get(name: str) -> Template:
 def _without_triton(device: torch.device) -> str | None:
     if device.type == "cpu":
         return "a GPU, and the module is on a CPU"
-    return None if _torch.inductor.has_triton() else "Triton, which is not installed or does not support this GPU"
+    return None if has_triton() else "Triton, which is not installed or does not support this GPU"
 
 
 def _without_cutlass(device: torch.device) -> str | None:
@@ -92,7 +93,7 @@ def _without_tma(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:  # Hopper, compute capability 9.0, is the first GPU with a Tensor Memory Accelerator
         return f"a GPU of compute capability 9.0 or higher, and this is {major}.{minor}"
-    return None if _torch.inductor.has_triton_tma() else "a Triton that supports the Tensor Memory Accelerator"
+    return None if has_triton_tma_device() else "a Triton that supports the Tensor Memory Accelerator"
 
 
 @functools.cache

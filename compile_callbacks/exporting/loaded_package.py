@@ -107,7 +107,8 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
     if not _is_available(device):
         raise _not_loaded(f"{path} was exported for a device of type {device}, which is not available here")
     try:
-        run = _torch.export.load_package(str(path)) if is_compiled else _torch.export.load_program(str(path))
+        with _torch.export.own_warnings_off():
+            run = _torch.export.load_package(str(path)) if is_compiled else torch.export.load(path).module()
     except Exception as error:
         versions = f"torch {written_by} wrote it, and this is torch {torch.__version__}"
         reason = in_one_line(describe_failure(error))
