@@ -9,6 +9,7 @@ import functools
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,11 @@ def compile_graph(
         regions.expose_aliases(part)
         return inner_compile(part, *args, **kwargs)
 
-    tag = f"{autocast_state()} {regions.cache_tag(graph_module)}".strip()
-    with functorch_config.patch(settings), regions.without_warnings(), tagged_cache(tag):
+    # The second part of the tag prevents that the cache returns code that was compiled without `expose_aliases`.
+    tag = f"{autocast_state()} {'aliases_exposed' if regions.calls_of_regions(graph_module) else ''}".strip()
+    with functorch_config.patch(settings), warnings.catch_warnings(), tagged_cache(tag):
+        # torch compiles a backward region twice, for two layouts of a gradient.
+        warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
         return compile_fx(  # type: ignore[return-value]
             graph_module, example_inputs, inner_compile=compile_part, config_patches=dict(options)
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,26 +87,14 @@ def with_constant_floats() -> Any:
     return torch._dynamo.config.patch(specialize_float=True)
 
 
-def cache_tag(graph_module: GraphModule) -> str:
-    """Return a tag for the keys of torch's caches, so that code compiled without `expose_aliases` is not loaded."""
-    return "aliases_exposed" if _calls_in_all_parts(graph_module) else ""
-
-
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Ignore torch's warning that it compiles a backward region twice, for two layouts of a gradient."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
-        yield
-
-
 def shares_code(graph_module: GraphModule) -> bool:
     """Return whether a graph of Dynamo calls a region more than once."""
-    calls = _calls_in_all_parts(graph_module)
+    calls = calls_of_regions(graph_module)
     return len({call.args[1] for call in calls}) < len(calls)
 
 
-def _calls_in_all_parts(graph_module: GraphModule) -> list[Any]:
+def calls_of_regions(graph_module: GraphModule) -> list[Any]:
+    """Return the calls of regions in a graph and in its subgraphs."""
     return [node for part in graph_module.modules() if isinstance(part, GraphModule) for node in _calls(part)]
 
 

@@ -212,14 +212,14 @@ def current_report(own: InductorCompile) -> CompileReport:
 def log_scalars(trainer: Trainer, own: InductorCompile, *, details: bool = True) -> None:
     """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
     if own.session and trainer.loggers and trainer.is_global_zero:
-        name = several.name_in_logs(several.callbacks_of(trainer, own), own)
+        name = several.name_in_logs(trainer, own)
         loggers.log_scalars(trainer.loggers, own.session.report(details=details).scalars(name), trainer.global_step)
 
 
 def write_at_end(trainer: Trainer, own: InductorCompile, call: TrainerCall, exception: BaseException | None) -> None:
     """Write the report when a Trainer call ends, and issue the warnings about the whole run."""
     report = own._calls.last.report = current_report(own)
-    name = several.name_in_logs(several.callbacks_of(trainer, own), own)
+    name = several.name_in_logs(trainer, own)
     loggers.log_scalars(trainer.loggers, report.scalars(name), trainer.global_step)
     graphs = own.arguments.recorded_graphs()
     loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs, name)

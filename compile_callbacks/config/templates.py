@@ -8,7 +8,6 @@ Example::
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +57,7 @@ class Template:
 
 def names() -> list[str]:
     """Return the names of all templates."""
-    return list(_templates())
+    return list(_TEMPLATES)
 
 
 def get(name: str) -> Template:
@@ -70,7 +69,7 @@ def get(name: str) -> Template:
     """
     check_type("template", name, str, "the name of a template")
     check_choice("template", name, names())
-    return _templates()[name]
+    return _TEMPLATES[name]
 
 
 def _without_triton(device: torch.device) -> str | None:
@@ -96,10 +95,9 @@ def _without_tma(device: torch.device) -> str | None:
     return None if has_triton_tma_device() else "a Triton that supports the Tensor Memory Accelerator"
 
 
-@functools.cache
-def _templates() -> dict[str, Template]:
-    # Created at the first use, because importing Inductor's option names is slow.
-    templates = [
+_TEMPLATES = {
+    template.name: template
+    for template in (
         Template(
             name="triton",
             description="Matrix products and convolutions as Triton kernels, chosen by measuring; ATen if none fits",
@@ -154,5 +152,5 @@ def _templates() -> dict[str, Template]:
             missing=_without_tma,
             fallback="max-autotune-no-cudagraphs with this device's backends",
         ),
-    ]
-    return {template.name: template for template in templates}
+    )
+}

@@ -94,6 +94,5 @@ class RecompileBudget:
 
 
 def _describe(reason: str, file: str | None, line: int | None) -> str:
-    text = in_one_line(reason)
-    text = text if len(text) <= 100 else f"{text[:97]}..."
+    text = in_one_line(reason, 100)
     return f"{text} ({file}:{line})" if file else text

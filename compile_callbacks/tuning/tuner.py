@@ -96,15 +96,10 @@ class Tuner:
         if len(in_play) == 1 and self._is_clear(in_play[0], self._eager, self._tune.min_speedup):
             self._choose(in_play[0])
         elif self._budget_left <= 0:
-            self.conclude(f"budget_seconds={self._tune.budget_seconds:g} was used up")
+            self.complete = False
+            self._choose_fastest(f"budget_seconds={self._tune.budget_seconds:g} was used up")
         else:
             self._next_turn()
-
-    def conclude(self, reason: str) -> None:
-        """Choose now, before all candidates have enough samples. If eager has no samples, choose nothing."""
-        if self.winner is None and self._eager.blocks:
-            self.complete = False
-            self._choose_fastest(reason)
 
     def adopt(self, name: str, reason: str) -> None:
         """Choose a candidate that won in an earlier run or on another rank."""
