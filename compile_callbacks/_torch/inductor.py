@@ -256,8 +256,10 @@ def separate_compile() -> Iterator[None]:
 
     outer = torch._guards.TracingContext.get()
     context = torch._guards.TracingContext(outer.fake_mode)
-    plain = {option: None for option in config.get_config_copy() if option.endswith("_custom_pre_pass")}
-    plain |= {option: None for option in config.get_config_copy() if option.endswith("_custom_post_pass")}
+    passes = [
+        option for option in config.get_config_copy() if option.endswith(("_custom_pre_pass", "_custom_post_pass"))
+    ]
+    plain = dict.fromkeys(passes)
     with torch._guards.tracing(context), config.patch({**plain, "max_autotune": False, "triton.cudagraphs": False}):
         yield
 

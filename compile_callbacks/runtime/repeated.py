@@ -40,7 +40,8 @@ def group_targets(
     alike: dict[Any, list[Target]] = {}
     for key, target in once.items():
         if (reason := target.uncompilable_reason()) is None:
-            alike.setdefault(_look(target) if shares(target) else key, []).append(target)
+            structure = (target.method, target.own_function, structure_of(target.module))
+            alike.setdefault(structure if shares(target) else key, []).append(target)
         elif _is_first_process():
             warn_user("CC104", f"target {target.name!r} is not compiled: {reason}")
     return [found[0] if len(found) == 1 else _sharing(root, found) for found in alike.values()]
@@ -81,10 +82,6 @@ def check_is_repeated(root: nn.Module) -> None:
             f"module, or omit targets to compile the whole module (targets=[{REPEATED!r}] names a submodule)"
         )
         raise ValueError(with_code("CC120", message))
-
-
-def _look(target: Target) -> Any:
-    return target.method, target.own_function, structure_of(target.module)
 
 
 def _is_first_process() -> bool:
@@ -219,7 +216,7 @@ def name_of(root: nn.Module, paths: Sequence[str]) -> str:
     if len({len(names) for names in split}) == 1:
         glob = [names[0] if len(set(names)) == 1 else "*" for names in zip(*split, strict=True)]
         named = root.named_modules(remove_duplicate=False)
-        others = {strip_fsdp1_names(path) for path, part in named if path and _has_parameters(part)}
+        others = {strip_fsdp1_names(path) for path, part in named if path and next(part.parameters(), None) is not None}
         if sum(_matches(glob, path.split(".")) for path in others) == len(paths):
             return ".".join(glob)
     by_parent = groupby(sorted(paths, key=_parent), key=_parent)
@@ -248,7 +245,3 @@ def _matches(glob: list[str], names: list[str]) -> bool:
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
