@@ -67,7 +67,7 @@ def with_regions(root: nn.Module, target: Target) -> Target:
     prefix = "" if called in ("", "forward") else f"{called}."
     regions = []
     for blocks in find_repetitions(target.module):
-        members = [Target(prefix + path, block) for path, block in blocks.items() if _RegionMark.fits(block)]
+        members = [Target(prefix + path, block) for path, block in blocks.items() if _can_be_marked(block)]
         if len(members) > 1:
             regions.append(replace(_sharing(root, members), asked_for=True))
     return replace(target, regions=tuple(regions))
@@ -110,7 +110,7 @@ class RegionMarks:
         modules = [block.module for found in blocks for block in found.members]
         # One region for each class, because blocks share code only if they call the same function (torch 2.11).
         regions = {forward: _torch.regions.region_of(forward) for forward in {type(one).forward for one in modules}}
-        self._marks = [_RegionMark(one, regions[type(one).forward]) for one in modules]
+        self._marks = [(vars(one), types.MethodType(regions[type(one).forward], one)) for one in modules]
         self._lock = threading.Lock()
         self._calls = 0  # the number of running calls in all threads
 
@@ -120,8 +120,8 @@ class RegionMarks:
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
                 if not self._calls:
-                    for mark in self._marks:
-                        mark.install()
+                    for attributes, forward in self._marks:
+                        attributes.setdefault("forward", forward)
                 self._calls += 1
             try:
                 return compiled(*args, **kwargs)
@@ -129,29 +129,17 @@ class RegionMarks:
                 with self._lock:
                     self._calls -= 1
                     if not self._calls:
-                        for mark in self._marks:
-                            mark.remove()
+                        for attributes, forward in self._marks:
+                            if attributes.get("forward") is forward:
+                                del attributes["forward"]
 
         return call
 
 
-class _RegionMark:
-    def __init__(self, block: nn.Module, region: Callable[..., Any]) -> None:
-        self._attributes = vars(block)
-        self._forward = types.MethodType(region, block)
-
-    @staticmethod
-    def fits(block: nn.Module) -> bool:
-        """Return whether a block can be marked: its ``forward`` must be the Python function of its class."""
-        own = "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule)
-        return not own and isinstance(type(block).forward, types.FunctionType)
-
-    def install(self) -> None:
-        self._attributes.setdefault("forward", self._forward)
-
-    def remove(self) -> None:
-        if self._attributes.get("forward") is self._forward:
-            del self._attributes["forward"]
+def _can_be_marked(block: nn.Module) -> bool:
+    """Return whether the ``forward`` of a block is the Python function of its class."""
+    own = "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule)
+    return not own and isinstance(type(block).forward, types.FunctionType)
 
 
 # ---------------------------------------------------------------------------------------------- structure
