@@ -90,9 +90,8 @@ class PhaseTuning:
             device=device,
             ranks=self._processes.size,
         )
-        for winner in record.load()["winners"].values() if record is not None else ():
-            key, config_key = winner.get("key"), winner.get("config_key")
-            if isinstance(key, str) and isinstance(config_key, str):
+        for key, winner in record.load()["winners"].items() if record is not None else ():
+            if isinstance(config_key := winner.get("config_key"), str):
                 self._earlier[key] = config_key
         if not self._tuner.lasts:
             self._switch.free_candidates(self.phase, *self._configs)
@@ -269,6 +268,6 @@ class PhaseTuning:
         if self._record is None or self._earlier.get(key) == config_key:
             return
         self._earlier[key] = config_key
-        winner = {"key": key, "candidate": self.winner, "config_key": config_key, "made_for": self._made_for}
+        winner = {"candidate": self.winner, "config_key": config_key, "made_for": self._made_for}
         if problem := self._record.update("winners", key, winner):
             self._print_line(f"{self.phase} phase: the winner could not be written for later runs: {problem}")
