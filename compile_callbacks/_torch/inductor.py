@@ -256,10 +256,8 @@ def separate_compile() -> Iterator[None]:
 
     outer = torch._guards.TracingContext.get()
     context = torch._guards.TracingContext(outer.fake_mode)
-    passes = [
-        option for option in config.get_config_copy() if option.endswith(("_custom_pre_pass", "_custom_post_pass"))
-    ]
-    plain = dict.fromkeys(passes)
+    suffixes = ("_custom_pre_pass", "_custom_post_pass")
+    plain = dict.fromkeys(option for option in config.get_config_copy() if option.endswith(suffixes))
     with torch._guards.tracing(context), config.patch({**plain, "max_autotune": False, "triton.cudagraphs": False}):
         yield
 
