@@ -160,8 +160,7 @@ class StructuredTrace:
         self._handler.setFormatter(_internal.TorchLogsFormatter(trace=True))
         _internal.trace_log.addHandler(self._handler)
         # torch writes the name of each source file only once per process, so write the names that it already knows.
-        for name, number in structured.INTERN_TABLE.items():
-            entry = name, number
+        for entry in structured.INTERN_TABLE.items():
             _internal.trace_structured("str", lambda entry=entry: entry, suppress_context=True)  # type: ignore[misc]
 
     def stop(self) -> None:

@@ -18,7 +18,7 @@ import torch
 def quiet_export() -> Iterator[None]:
     """Within the ``with`` block, a failing export does not print its graph to stderr."""
     printed = io.StringIO()
-    with own_warnings_off(), contextlib.redirect_stderr(printed):
+    with contextlib.redirect_stderr(printed):
         yield
     sys.stderr.write(printed.getvalue())  # without a failure, the module itself printed this text
 
@@ -73,27 +73,7 @@ def compile_package(program: Any, path: str, options: Mapping[str, Any]) -> None
 
     torch documents ``torch._inductor.aoti_compile_and_package`` for this, but that function changes the options.
     """
-    with own_warnings_off():
-        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
-
-
-def save_program(program: Any, path: str, extra_files: dict[str, Any]) -> None:
-    """Call ``torch.export.save``."""
-    with own_warnings_off():
-        torch.export.save(program, path, extra_files=extra_files)
-
-
-def load_program(path: str) -> torch.nn.Module:
-    """Load a file that `save_program` wrote as a module."""
-    with own_warnings_off():
-        return program_as_module(torch.export.load(path))
-
-
-def program_as_module(program: Any) -> torch.nn.Module:
-    """Return an exported program as a module that runs eagerly."""
-    with own_warnings_off():
-        module: torch.nn.Module = program.module()
-        return module
+    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
 
 
 def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
@@ -105,8 +85,7 @@ def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
     """
     from torch.utils._pytree import tree_unflatten, treespec_loads
 
-    with own_warnings_off():
-        loader = torch._inductor.aoti_load_package(path).loader
+    loader = torch._inductor.aoti_load_package(path).loader
     outputs = treespec_loads(loader.get_call_spec()[1])
 
     def run(tensors: list[torch.Tensor]) -> Any:

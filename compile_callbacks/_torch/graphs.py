@@ -230,11 +230,6 @@ OPERATOR_TYPES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverload
 """The types of ``torch.ops.aten.mul.Tensor`` and ``torch.ops.aten.mul``."""
 
 
-def is_tensor_subclass(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor wraps other tensors, which its ``__tensor_flatten__`` names."""
-    return is_traceable_wrapper_subclass(tensor)
-
-
 def has_tensor_subclasses(module: torch.nn.Module) -> bool:
     """Return whether a module has weights that wrap other tensors, such as a ``DTensor``."""
-    return any(is_tensor_subclass(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    return any(is_traceable_wrapper_subclass(tensor) for tensor in (*module.parameters(), *module.buffers()))

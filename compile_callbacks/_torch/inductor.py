@@ -9,6 +9,7 @@ import functools
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,20 +36,6 @@ def option_type(name: str) -> Any:
     from torch._inductor import config
 
     return config.get_type(name)  # type: ignore[attr-defined]
-
-
-def has_triton() -> bool:
-    """Return whether Triton is installed and supports the GPU of this machine."""
-    from torch.utils._triton import has_triton
-
-    return bool(has_triton())
-
-
-def has_triton_tma() -> bool:
-    """Return whether Triton can use the Tensor Memory Accelerator."""
-    from torch.utils._triton import has_triton_tma_device
-
-    return bool(has_triton_tma_device())
 
 
 def has_cutlass() -> bool:
@@ -120,8 +107,11 @@ def compile_graph(
         regions.expose_aliases(part)
         return inner_compile(part, *args, **kwargs)
 
-    tag = f"{autocast_state()} {regions.cache_tag(graph_module)}".strip()
-    with functorch_config.patch(settings), regions.without_warnings(), tagged_cache(tag):
+    # The second part of the tag prevents that the cache returns code that was compiled without `expose_aliases`.
+    tag = f"{autocast_state()} {'aliases_exposed' if regions.calls_of_regions(graph_module) else ''}".strip()
+    with functorch_config.patch(settings), warnings.catch_warnings(), tagged_cache(tag):
+        # torch compiles a backward region twice, for two layouts of a gradient.
+        warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
         return compile_fx(  # type: ignore[return-value]
             graph_module, example_inputs, inner_compile=compile_part, config_patches=dict(options)
         )
@@ -266,8 +256,8 @@ def separate_compile() -> Iterator[None]:
 
     outer = torch._guards.TracingContext.get()
     context = torch._guards.TracingContext(outer.fake_mode)
-    plain = {option: None for option in config.get_config_copy() if option.endswith("_custom_pre_pass")}
-    plain |= {option: None for option in config.get_config_copy() if option.endswith("_custom_post_pass")}
+    suffixes = ("_custom_pre_pass", "_custom_post_pass")
+    plain = dict.fromkeys(option for option in config.get_config_copy() if option.endswith(suffixes))
     with torch._guards.tracing(context), config.patch({**plain, "max_autotune": False, "triton.cudagraphs": False}):
         yield
 
@@ -309,12 +299,14 @@ def wants_channels_last(module: torch.fx.GraphModule) -> bool:
     return bool(GraphLowering.decide_layout_opt(module, is_inference=True))
 
 
-TORCH_PASSES_FLAG = hasattr(_custom_graph_pass, "CustomInferenceAwareGraphPass")
-"""Whether torch passes ``is_inference`` to post-grad passes. Workaround (torch<2.13): later versions do."""
-
-GRAPH_PASS_BASE: Any = getattr(_custom_graph_pass, "CustomInferenceAwareGraphPass", _custom_graph_pass.CustomGraphPass)
-
 TORCH_PASS_TYPES: tuple[type, ...] = (_custom_graph_pass.CustomGraphPass,)
+
+_WITH_FLAG = getattr(_custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+
+FLAGGED_PASS_TYPES: tuple[Any, ...] = () if _WITH_FLAG is None else (_WITH_FLAG,)
+"""The classes of passes that get ``is_inference`` from torch. Workaround (torch<2.13): there is no such class."""
+
+GRAPH_PASS_BASE: Any = _WITH_FLAG or _custom_graph_pass.CustomGraphPass
 
 
 def pool_offsets_to_indices() -> Any:
@@ -335,13 +327,6 @@ def inference_flag_of_caller() -> bool:
             return bool(frame.f_locals["is_inference"])
         frame = frame.f_back  # type: ignore[assignment]
     raise RuntimeError("is_inference is known only while torch runs its post-grad passes")
-
-
-def run_pass(graph_pass: Any, graph: torch.fx.Graph, is_inference: bool) -> Any:
-    """Call a pass with the arguments that its class accepts."""
-    if TORCH_PASSES_FLAG and isinstance(graph_pass, GRAPH_PASS_BASE):
-        return graph_pass(graph, is_inference)
-    return graph_pass(graph)
 
 
 def pattern_matcher(

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -88,26 +87,14 @@ def with_constant_floats() -> Any:
     return torch._dynamo.config.patch(specialize_float=True)
 
 
-def cache_tag(graph_module: GraphModule) -> str:
-    """Return a tag for the keys of torch's caches, so that code compiled without `expose_aliases` is not loaded."""
-    return "aliases_exposed" if _calls_in_all_parts(graph_module) else ""
-
-
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Ignore torch's warning that it compiles a backward region twice, for two layouts of a gradient."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
-        yield
-
-
 def shares_code(graph_module: GraphModule) -> bool:
     """Return whether a graph of Dynamo calls a region more than once."""
-    calls = _calls_in_all_parts(graph_module)
+    calls = calls_of_regions(graph_module)
     return len({call.args[1] for call in calls}) < len(calls)
 
 
-def _calls_in_all_parts(graph_module: GraphModule) -> list[Any]:
+def calls_of_regions(graph_module: GraphModule) -> list[Any]:
+    """Return the calls of regions in a graph and in its subgraphs."""
     return [node for part in graph_module.modules() if isinstance(part, GraphModule) for node in _calls(part)]
 
 
@@ -136,13 +123,12 @@ def expose_aliases(graph_module: GraphModule) -> None:
         setattr(graph_module, name, body)
         expose_aliases(body)
         output: Any = body.graph.output_node()
-        views = [_Views.of(result) for result in output.args[0]]
-        inputs = body.graph.find_nodes(op="placeholder")
-        kept = list(dict.fromkeys(view.base for view in views if view.base not in inputs))
-        if kept == list(output.args[0]):
+        results, inputs = output.args[0], body.graph.find_nodes(op="placeholder")
+        kept = list(dict.fromkeys(base for base in map(_base, results) if base not in inputs))
+        if kept == list(results):
             continue
         for call in calls:
-            _rewrite(call, views, kept, dict(zip(inputs, call.args[2:], strict=True)))
+            _rewrite(call, results, kept, dict(zip(inputs, call.args[2:], strict=True)))
         output.args = (tuple(kept),)
         body.graph.eliminate_dead_code()
         body.recompile()
@@ -150,19 +136,11 @@ def expose_aliases(graph_module: GraphModule) -> None:
         graph_module.recompile()
 
 
-class _Views(NamedTuple):
-    """A result of a region: a value, and the operators that make a view of the value, in order."""
-
-    base: Any
-    operators: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, result: Any) -> _Views:
-        operators: list[Any] = []
-        while isinstance(result, Node) and _is_view(result):
-            operators.insert(0, result)
-            result = result.args[0]
-        return cls(result, tuple(operators))
+def _base(result: Any) -> Any:
+    """Return the value that a result of a region is a view of, or the result itself."""
+    while isinstance(result, Node) and _is_view(result):
+        result = result.args[0]
+    return result
 
 
 def _is_view(node: Any) -> bool:
@@ -175,10 +153,9 @@ _VIEWS_OF_INDUCTOR = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshap
 """Operators that return a copy according to their schema, but that Inductor compiles as views."""
 
 
-def _rewrite(call: Any, views: Sequence[_Views], kept: Sequence[Any], operands: Mapping[Any, Any]) -> None:
+def _rewrite(call: Any, results: Sequence[Any], kept: Sequence[Any], operands: Mapping[Any, Any]) -> None:
     """Change a call of a region to return only ``kept``, and compute the views after the call."""
-    graph, values = call.graph, call.meta["val"]
-    value_of = {view.base: value for view, value in zip(views, values, strict=True) if not view.operators}
+    graph, value_of = call.graph, dict(zip(results, call.meta["val"], strict=True))
     call.meta["val"] = tuple(value_of[base] if base in value_of else _new_value(base) for base in kept)
     outside = dict(operands)  # for each node of the region, the node of the graph with the same value
 
@@ -195,8 +172,7 @@ def _rewrite(call: Any, views: Sequence[_Views], kept: Sequence[Any], operands: 
     getitems = list(call.users)
     with graph.inserting_before(call.next):
         for getitem in getitems:
-            view = views[getitem.args[1]]
-            getitem.replace_all_uses_with(outer(view.operators[-1] if view.operators else view.base))
+            getitem.replace_all_uses_with(outer(results[getitem.args[1]]))
     for getitem in getitems:
         graph.erase_node(getitem)
 

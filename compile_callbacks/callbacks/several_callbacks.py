@@ -61,9 +61,13 @@ def why_not_together(callbacks: Sequence[InductorCompile], module: nn.Module) ->
     return None
 
 
-def name_in_logs(callbacks: Sequence[InductorCompile], own: InductorCompile) -> str:
+def name_in_logs(trainer: Trainer, own: InductorCompile) -> str:
     """Return the name of a callback in scalars and files: empty for the first callback, ``"head-net"`` for another."""
-    return "" if callbacks[0] is own else _name_of(own.arguments.targets)
+    if callbacks_of(trainer, own)[0] is own:
+        return ""
+    targets = own.arguments.targets
+    names = targets if isinstance(targets, str) else "-".join(sorted(targets or ["default"]))
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", names)
 
 
 def state_key(targets: Names) -> str:
@@ -88,8 +92,3 @@ def _measuring(callbacks: Sequence[InductorCompile], phase: Phase) -> InductorCo
     compiling = [callback for callback in callbacks if callback.arguments.configs[phase]]
     tuning = [callback for callback in compiling if isinstance(callback.arguments.configs[phase], Tune)]
     return next(iter([*tuning, *compiling, *callbacks]))
-
-
-def _name_of(targets: Names) -> str:
-    names = targets if isinstance(targets, str) else "-".join(sorted(targets or ["default"]))
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", names)

@@ -52,23 +52,14 @@ class LastReport:
 
 @dataclass(kw_only=True)
 class TrainerCall:
-    """One running Trainer call.
-
-    Attributes:
-        trainer: The trainer.
-        report_folder: The folder for the report.
-        key_matcher: The handle of the hook on the module that matches ``_orig_mod.`` keys. Teardown removes the hook.
-        outer: The session of the outer call, if a hook or a step of another Trainer call makes this call.
-        outer_stage: The stage of the outer call, which continues after this call.
-        nested: Whether this call uses the session of the outer call. Steps of a nested call are not measured.
-    """
+    """One running Trainer call."""
 
     trainer: Trainer
     report_folder: str | None
-    key_matcher: RemovableHandle
-    outer: Session | None = None
-    outer_stage: Stage | None = None
-    nested: bool = False
+    key_matcher: RemovableHandle  # the hook on the module that matches ``_orig_mod.`` keys
+    outer: Session | None = None  # the session of the outer call, if a hook or a step of that call makes this call
+    outer_stage: Stage | None = None  # the stage of the outer call, which continues after this call
+    nested: bool = False  # whether this call uses the session of the outer call; its steps are not measured
 
 
 class TrainerCalls:
@@ -76,19 +67,13 @@ class TrainerCalls:
 
     A call inside another call, such as ``trainer.validate(module)`` in a hook of a fit, uses the session of the outer
     call if both run the same module. Otherwise, the inner call gets its own session.
-
-    Attributes:
-        session: The session of the current or last call.
-        last: The holder of the last report.
-        earlier_state: The state from a checkpoint that the next session resumes.
-        printed: Whether the report was printed.
     """
 
     def __init__(self, last: LastReport | None = None) -> None:
-        self.session: Session | None = None
+        self.session: Session | None = None  # the session of the current or last call
         self.last = last or LastReport()
-        self.earlier_state: object = None
-        self.printed = False
+        self.earlier_state: object = None  # the state from a checkpoint that the next session resumes
+        self.printed = False  # whether the report was printed
         self._calls: list[TrainerCall] = []
         self._others: tuple[Any, ...] = ()  # targets of the trainer's other callbacks, which targets=None excludes
 
@@ -227,14 +212,14 @@ def current_report(own: InductorCompile) -> CompileReport:
 def report_scalars(trainer: Trainer, own: InductorCompile, *, details: bool = True) -> None:
     """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
     if own.session and trainer.loggers and trainer.is_global_zero:
-        name = several.name_in_logs(several.callbacks_of(trainer, own), own)
+        name = several.name_in_logs(trainer, own)
         loggers.log_scalars(trainer.loggers, own.session.report(details=details).scalars(name), trainer.global_step)
 
 
 def write_at_end(trainer: Trainer, own: InductorCompile, call: TrainerCall, exception: BaseException | None) -> None:
     """Write the report when a Trainer call ends, and issue the warnings about the whole run."""
     report = own._calls.last.report = current_report(own)
-    name = several.name_in_logs(several.callbacks_of(trainer, own), own)
+    name = several.name_in_logs(trainer, own)
     loggers.log_scalars(trainer.loggers, report.scalars(name), trainer.global_step)
     graphs = own.arguments.recorded_graphs()
     loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs, name)

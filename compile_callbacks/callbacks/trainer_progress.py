@@ -67,11 +67,9 @@ def _batches_done(trainer: Trainer, batches: float) -> float:
     This assumes that each past epoch had the batches of the current epoch, because a resumed run may have other
     dataloaders.
     """
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    done = float(progress.total.ready)
-    if math.isinf(batches) or trainer.current_epoch * batches <= done <= (trainer.current_epoch + 1) * batches:
-        return done
-    of_epoch = float(progress.current.ready)
+    if math.isinf(batches):
+        return 0.0  # because the remaining batches are infinite, too
+    of_epoch = float(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
     if of_epoch >= batches:  # the count of the last epoch, unless the validation at the end of this epoch runs
         of_epoch = batches if trainer.validating else 0.0
     return trainer.current_epoch * batches + of_epoch

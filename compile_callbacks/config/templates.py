@@ -8,12 +8,12 @@ Example::
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._triton import has_triton, has_triton_tma_device
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import check_choice, check_type
@@ -57,7 +57,7 @@ class Template:
 
 def names() -> list[str]:
     """Return the names of all templates."""
-    return list(_templates())
+    return list(_TEMPLATES)
 
 
 def get(name: str) -> Template:
@@ -69,13 +69,13 @@ def get(name: str) -> Template:
     """
     check_type("template", name, str, "the name of a template")
     check_choice("template", name, names())
-    return _templates()[name]
+    return _TEMPLATES[name]
 
 
 def _without_triton(device: torch.device) -> str | None:
     if device.type == "cpu":
         return "a GPU, and the module is on a CPU"
-    return None if _torch.inductor.has_triton() else "Triton, which is not installed or does not support this GPU"
+    return None if has_triton() else "Triton, which is not installed or does not support this GPU"
 
 
 def _without_cutlass(device: torch.device) -> str | None:
@@ -92,13 +92,12 @@ def _without_tma(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:  # Hopper, compute capability 9.0, is the first GPU with a Tensor Memory Accelerator
         return f"a GPU of compute capability 9.0 or higher, and this is {major}.{minor}"
-    return None if _torch.inductor.has_triton_tma() else "a Triton that supports the Tensor Memory Accelerator"
+    return None if has_triton_tma_device() else "a Triton that supports the Tensor Memory Accelerator"
 
 
-@functools.cache
-def _templates() -> dict[str, Template]:
-    # Created at the first use, because importing Inductor's option names is slow.
-    templates = [
+_TEMPLATES = {
+    template.name: template
+    for template in (
         Template(
             name="triton",
             description="Matrix products and convolutions as Triton kernels, chosen by measuring; ATen if none fits",
@@ -153,5 +152,5 @@ def _templates() -> dict[str, Template]:
             missing=_without_tma,
             fallback="max-autotune-no-cudagraphs with this device's backends",
         ),
-    ]
-    return {template.name: template for template in templates}
+    )
+}

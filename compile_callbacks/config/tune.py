@@ -87,7 +87,7 @@ class Tune:
         return tuple(graph_pass for config in self.configs for graph_pass in config.passes)
 
     def check_beside(self, passes: Sequence[Any]) -> None:
-        """Refuse passes at a hook point that the options or the template of a candidate set.
+        """Refuse passes at a hook point that the options of a candidate set.
 
         Raises:
             ValueError: If a candidate sets the hook point of a pass.
@@ -117,12 +117,7 @@ Settings = InductorConfig | Tune | None
 
 
 def as_settings(value: object, argument: str) -> Settings:
-    """Convert a ``train_mode`` or ``infer_mode``. Return ``None`` if the phase is not compiled.
-
-    Raises:
-        ValueError: If a mode or field is unknown.
-        TypeError: If the value is not a mode, a mapping, a config or a `Tune`.
-    """
+    """Convert a ``train_mode`` or ``infer_mode``. Return ``None`` if the phase is not compiled."""
     if isinstance(value, bool):
         hint = "'default' compiles" if value else "'eager' runs the original modules, and None leaves the phase alone"
         raise TypeError(with_code("CC202", f"{argument}={value} is not a mode: {argument}={hint}"))

@@ -149,7 +149,7 @@ class CallSpec:
 
     @classmethod
     def from_json(cls, text: str) -> CallSpec:
-        """Read the description that `to_json` wrote. `read_spec` handles the errors that other text raises."""
+        """Read the description that `to_json` wrote. `read_package` handles the errors that other text raises."""
         data = json.loads(text)
         parameters = [Parameter(name, getattr(Parameter, kind)) for name, kind in data["parameters"].items()]
         inputs = {n: x if isinstance(x, str) else TensorInput.from_data(x) for n, x in data["inputs"].items()}

@@ -101,23 +101,22 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"path={str(path)!r} does not exist")
-    is_compiled, metadata = read_package(path)
-    spec = read_spec(path, metadata)
+    content, metadata, spec = read_package(path)
     written_by, device = str(metadata.get("torch")), str(metadata.get("device", "cpu"))
     if not _is_available(device):
         raise _not_loaded(f"{path} was exported for a device of type {device}, which is not available here")
     try:
-        run = _torch.export.load_package(str(path)) if is_compiled else _torch.export.load_program(str(path))
+        with _torch.export.own_warnings_off():
+            run = _torch.export.load_package(str(path)) if content == "aoti" else torch.export.load(path).module()
     except Exception as error:
         versions = f"torch {written_by} wrote it, and this is torch {torch.__version__}"
         reason = in_one_line(describe_failure(error))
         raise _not_loaded(f"{path} cannot be loaded by this torch ({versions}): {reason}") from error
-    content: Format = "aoti" if is_compiled else "export"
     return ExportedModule(path=path, format=content, device=device, torch_version=written_by, spec=spec, run=run)
 
 
-def read_package(path: Path) -> tuple[bool, dict[str, Any]]:
-    """Return whether a package contains compiled code, and its metadata. Any other file raises an `ExportError`."""
+def read_package(path: Path) -> tuple[Format, dict[str, Any], CallSpec]:
+    """Return the format, the metadata and the inputs of a package. Any other file raises an `ExportError`."""
     if not zipfile.is_zipfile(path):
         raise _not_loaded(f"{path} is not a .pt2 package, or is truncated")
     try:
@@ -125,8 +124,8 @@ def read_package(path: Path) -> tuple[bool, dict[str, Any]]:
             if (damaged := archive.testzip()) is not None:
                 raise _not_loaded(f"{path} is damaged: {damaged.rpartition('/')[2]} does not match its checksum")
             names = archive.namelist()
-            is_compiled = any(_AOTI_FOLDER in name for name in names)
-            if not is_compiled and not any(name.endswith(_PROGRAM) for name in names):
+            content: Format = "aoti" if any(_AOTI_FOLDER in name for name in names) else "export"
+            if content == "export" and not any(name.endswith(_PROGRAM) for name in names):
                 raise _not_loaded(f"{path} is not a .pt2 package: it has neither compiled code nor a program")
             metadata = _metadata(archive, names)
     # RuntimeError: the file is encrypted, Python lacks its compression method, or its JSON is nested too deeply.
@@ -139,13 +138,8 @@ def read_package(path: Path) -> tuple[bool, dict[str, Any]]:
             f"{path} was not written by compile_callbacks.export; load it with torch._inductor.aoti_load_package or "
             "torch.export.load"
         )
-    return is_compiled, metadata
-
-
-def read_spec(path: Path, metadata: Mapping[str, Any]) -> CallSpec:
-    """Return the description of a package's inputs from its metadata."""
     try:
-        return CallSpec.from_json(metadata["inputs"])
+        return content, metadata, CallSpec.from_json(metadata["inputs"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _not_loaded(
             f"this version of compile_callbacks cannot read the description of the inputs in {path}; another version "
@@ -206,8 +200,7 @@ def run_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, A
 
     Any other error returns ``False``, because the process that loads the package raises it with more details.
     """
-    _, metadata = read_package(path)
-    spec = read_spec(path, metadata)
+    *_, spec = read_package(path)
     with tempfile.TemporaryDirectory() as folder:
         tensors = Path(folder, "inputs.pt")
         torch.save(spec.tensors(spec.bind(args, kwargs)), tensors)

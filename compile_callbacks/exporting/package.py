@@ -118,17 +118,17 @@ def export(
     call = _ExportedCall(_torch.dynamo.unwrap_dynamo(module), args, named, dynamic_batch=dynamic_batch)
     metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
     check_writable(path)
-    with atomic_write(path) as temporary, evaluating(module):
+    with atomic_write(path) as temporary, evaluating(module), _torch.export.own_warnings_off():
         program = call.trace()
         if format == "export":
             program.example_inputs = None  # because the file would contain the user's data
-            _torch.export.save_program(program, str(temporary), {METADATA_KEY: metadata})
+            torch.export.save(program, temporary, extra_files={METADATA_KEY: metadata})
         else:
             with torch.autocast(call.device.type, enabled=False):  # because the program already contains the casts
                 _compile(program, temporary, config, call.device, metadata)
             if verify != "off":
                 package = load_after_smoke_test(temporary, call.args, call.kwargs, call.device)
-                compared = compare_with_eager(_torch.export.program_as_module(program), package, call.args, call.kwargs)
+                compared = compare_with_eager(program.module(), package, call.args, call.kwargs)
                 text = f"the package differs from eager: {compared.reason}"
                 if compared.verdict == "not compared":
                     warn_user("CC602", f"package {path} was not compared with eager: {compared.reason}")

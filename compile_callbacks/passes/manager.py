@@ -96,10 +96,8 @@ class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     def _run(self, graph_pass: Any, graph: Graph, is_inference: bool) -> None:
         before, inputs, outputs, started = _nodes(graph), _inputs(graph), _outputs(graph), time.perf_counter()
         try:
-            if isinstance(graph_pass, GraphPass):
-                returned = graph_pass(graph, is_inference)
-            else:
-                returned = _torch.inductor.run_pass(graph_pass, graph, is_inference)
+            takes_flag = isinstance(graph_pass, (GraphPass, *_torch.inductor.FLAGGED_PASS_TYPES))
+            returned = graph_pass(graph, is_inference) if takes_flag else graph_pass(graph)
         except Exception as error:
             raise self._error(graph_pass, f"raised {type(error).__name__}: {error}") from error
         seconds = time.perf_counter() - started

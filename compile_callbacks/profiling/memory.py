@@ -17,12 +17,7 @@ _Variant = tuple[Phase, bool, str | None]  # the phase, whether the step ran com
 
 
 class Peak(NamedTuple):
-    """The peak memory of a step, or an upper bound for it.
-
-    Attributes:
-        mib: The peak in MiB, or ``None`` if unknown.
-        at_most_mib: The peak of the process in MiB, if the step did not raise that peak.
-    """
+    """The peak memory of a step, or an upper bound for it, if the step did not raise the peak of the process."""
 
     mib: float | None = None
     at_most_mib: float | None = None

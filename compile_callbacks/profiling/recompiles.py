@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 from compile_callbacks._utils.messages import in_one_line
@@ -16,65 +15,18 @@ _ATTRIBUTE = re.compile(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
 OTHER_GRAD_MODE = "is used under inference_mode, was under no_grad"
 """A part of the reason of a recompile: torch also compiles an inference graph in the other grad mode."""
 
-# `Recompile.fix` contains the name of the argument instead of {mode}.
-_DYNAMIC = '{mode}={{"dynamic": True}} avoids it'
-_RAGGED = 'drop_last=True in the DataLoader, or {mode}={{"dynamic": True}}, avoids it'
-
 
 class Recompile(NamedTuple):
-    """The reason for a recompile.
+    """The reason for a recompile."""
 
-    Attributes:
-        reason: The failed guard as a plain sentence, or torch's text if the guard is unknown here.
-        fix: Advice that avoids the recompile, if any.
-    """
-
-    reason: str
-    fix: str | None = None
-
-
-# Failed guards in the format of torch 2.11 to 2.15, our sentences for them, and the fix. `of` is the tensor.
-_RULES: tuple[tuple[str, Callable[[re.Match[str], str], str], str | None], ...] = (
-    (
-        r"size mismatch at index 0\. expected (\d+), actual (\d+)",
-        lambda m, of: f"batch size {m[2]}, was {m[1]}" + ("" if of == "argument 0" else f", of {of}"),
-        _RAGGED,
-    ),
-    (
-        r"size mismatch at index (\d+)\. expected (\d+), actual (\d+)",
-        lambda m, of: f"dimension {m[1]} of {of}: {m[3]}, was {m[2]}",
-        _DYNAMIC,
-    ),
-    (
-        r"stride mismatch at index (\d+)\. expected (\d+), actual (\d+)",
-        lambda m, of: f"memory layout of {of}: stride {m[3]} in dimension {m[1]}, was {m[2]}",
-        "contiguous() before the call avoids it",
-    ),
-    (
-        r"dtype mismatch\. expected (\w+), actual (\w+)",
-        lambda m, of: f"dtype of {of}: {m[2].lower()}, was {m[1].lower()}",
-        None,
-    ),
-    (
-        r"requires_grad mismatch\. expected requires_grad=(\d)",
-        lambda m, of: f"{of} {'no longer requires' if m[1] == '1' else 'now requires'} grad",
-        None,
-    ),
-    (
-        r"rank mismatch\. expected (\d+), actual (\d+)",
-        lambda m, of: f"number of dimensions of {of}: {m[2]}, was {m[1]}",
-        None,
-    ),
-    (
-        r"dispatch key set mismatch\. expected DispatchKeySet\((.*?)\), actual DispatchKeySet\((.*?)\)",
-        lambda m, of: _dispatch_keys(m[1], m[2], of),
-        "Trainer(inference_mode=False) avoids it",
-    ),
-)
+    reason: str  # the failed guard as a plain sentence, or torch's text if the guard is unknown here
+    fix: str | None = None  # advice that avoids the recompile
 
 
 def explain_recompile(torchs_reason: str, mode: str = "mode") -> Recompile:
-    """Translate a failed guard into a plain sentence. ``mode`` is the argument with the settings, for the advice.
+    """Translate a failed guard of torch 2.11 to 2.15 into a plain sentence.
+
+    ``mode`` is the argument with the settings, for the advice.
 
     Example::
 
@@ -84,9 +36,25 @@ def explain_recompile(torchs_reason: str, mode: str = "mode") -> Recompile:
     first = re.sub(r"^\d+/\d+: ", "", torchs_reason.strip().splitlines()[0])
     subject = re.search(r"tensor '(.*)' (?=\w+ mismatch|dispatch key|requires_grad)", first)
     of = _subject(subject[1]) if subject else "a tensor"
-    for pattern, words, fix in _RULES:
-        if found := re.search(pattern, first):
-            return Recompile(words(found, of), fix and fix.format(mode=mode))
+    dynamic = f'{mode}={{"dynamic": True}}'
+    ragged = f"drop_last=True in the DataLoader, or {dynamic}, avoids it"
+    if found := re.search(r"size mismatch at index 0\. expected (\d+), actual (\d+)", first):
+        which = "" if of == "argument 0" else f", of {of}"
+        return Recompile(f"batch size {found[2]}, was {found[1]}{which}", ragged)
+    if found := re.search(r"size mismatch at index (\d+)\. expected (\d+), actual (\d+)", first):
+        return Recompile(f"dimension {found[1]} of {of}: {found[3]}, was {found[2]}", f"{dynamic} avoids it")
+    if found := re.search(r"stride mismatch at index (\d+)\. expected (\d+), actual (\d+)", first):
+        strides = f"stride {found[3]} in dimension {found[1]}, was {found[2]}"
+        return Recompile(f"memory layout of {of}: {strides}", "contiguous() before the call avoids it")
+    if found := re.search(r"dtype mismatch\. expected (\w+), actual (\w+)", first):
+        return Recompile(f"dtype of {of}: {found[2].lower()}, was {found[1].lower()}")
+    if found := re.search(r"requires_grad mismatch\. expected requires_grad=(\d)", first):
+        return Recompile(f"{of} {'no longer requires' if found[1] == '1' else 'now requires'} grad")
+    if found := re.search(r"rank mismatch\. expected (\d+), actual (\d+)", first):
+        return Recompile(f"number of dimensions of {of}: {found[2]}, was {found[1]}")
+    keys = r"dispatch key set mismatch\. expected DispatchKeySet\((.*?)\), actual DispatchKeySet\((.*?)\)"
+    if found := re.search(keys, first):
+        return Recompile(_dispatch_keys(found[1], found[2], of), "Trainer(inference_mode=False) avoids it")
     if found := re.search(r"GLOBAL_STATE changed: (\w+(?:\(\w+\)_enabled)?)", first):
         return Recompile(f"global state changed: {found[1]}")
     guard = re.sub(r"___as_tensor\((.+)\)\.item\(\)", r"\1", first.split("  #")[0].strip())
@@ -95,12 +63,11 @@ def explain_recompile(torchs_reason: str, mode: str = "mode") -> Recompile:
         return Recompile(f"{_subject(found[1])} is in {now} mode, was in {before} mode")
     if found := re.fullmatch(r"(\d+) <= (.+)\.size\(\)\[(\d+)\]", guard):
         which = "batch size" if found[3] == "0" else f"dimension {found[3]}"
-        fix = _RAGGED.format(mode=mode) if found[3] == "0" else None
-        return Recompile(f"{which} of {_subject(found[2])} below {found[1]}", fix)
+        return Recompile(f"{which} of {_subject(found[2])} below {found[1]}", ragged if found[3] == "0" else None)
     if found := re.fullmatch(rf"({_NAME}) == (\S+)", guard):
         is_number = re.fullmatch(r"-?\d\S*", found[2])
-        tensor = "passing a tensor avoids it" if is_number else None
-        return Recompile(f"value of {_subject(found[1])}: no longer {found[2]}", tensor)
+        fix = "passing a tensor avoids it" if is_number else None
+        return Recompile(f"value of {_subject(found[1])}: no longer {found[2]}", fix)
     if found := re.fullmatch(rf"({_NAME}) is ({_NAME})", guard):
         other = "None" if found[2] == "None" else f"the same object as {_subject(found[2])}"
         return Recompile(f"{_subject(found[1])} is no longer {other}")

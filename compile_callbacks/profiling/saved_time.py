@@ -40,19 +40,12 @@ class StepSeries:
 
 
 class Savings(NamedTuple):
-    """The time that compiling saved.
+    """The time that compiling saved."""
 
-    Attributes:
-        net_seconds: Seconds that all steps saved, including the steps during which torch compiled.
-        saved_seconds: Seconds that steps saved, without the steps during which torch compiled.
-        break_even_steps: Number of compiled steps after which the net is positive. Infinite if steps save no time.
-        curve: Numbers of steps in the phase, and the net seconds after these steps.
-    """
-
-    net_seconds: float
-    saved_seconds: float
-    break_even_steps: float
-    curve: list[tuple[int, float]]
+    net_seconds: float  # of all steps, including the steps during which torch compiled
+    saved_seconds: float  # without the steps during which torch compiled
+    break_even_steps: float  # the compiled steps after which the net is positive; infinite if steps save no time
+    curve: list[tuple[int, float]]  # numbers of steps in the phase, and the net seconds after these steps
 
 
 class _Key(NamedTuple):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_WARMUP_CALLS, _TIMED_CALLS, _MAX_SECONDS = 2, 50, 10
+
 
 class Span:
     """The time between two points of a step. An accelerator measures the time by events, without a synchronization."""
@@ -48,14 +50,12 @@ class Span:
         return event
 
 
-def call_times_ms(
-    call: Callable[[], object], *, device: torch.device, samples: int = 50, warmup: int = 2, seconds: float = 10
-) -> tuple[float, ...]:
+def call_times_ms(call: Callable[[], object], *, device: torch.device) -> tuple[float, ...]:
     """Time calls one by one, with a synchronization after each."""
     found: list[float] = []
-    deadline = time.perf_counter() + seconds
+    deadline = time.perf_counter() + _MAX_SECONDS
     synchronize = getattr(getattr(torch, device.type, None), "synchronize", lambda: None)
-    for number in range(warmup + samples):
+    for number in range(_WARMUP_CALLS + _TIMED_CALLS):
         if device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         synchronize()
@@ -63,7 +63,7 @@ def call_times_ms(
         call()
         synchronize()
         end = time.perf_counter()
-        if number >= warmup:
+        if number >= _WARMUP_CALLS:
             found.append((end - start) * 1000)
             if end > deadline:
                 break

@@ -24,19 +24,12 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of steps of equal workload.
-
-    Attributes:
-        samples: Number of steps.
-        median_ms: Median, in milliseconds.
-        p95_ms: 95th percentile, in milliseconds.
-        notch_ms: Half the width of the interval around the median, in milliseconds.
-    """
+    """Statistics of steps of equal workload."""
 
     samples: int
     median_ms: float
     p95_ms: float
-    notch_ms: float
+    notch_ms: float  # half the width of the interval around the median
 
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> StepStats | None:

@@ -12,20 +12,16 @@ from compile_callbacks._utils.signatures import TensorSignature, signature
 class Workload(NamedTuple):
     """The conditions of a step. Two steps can be compared if their workloads are equal.
 
-    Attributes:
-        stage: The stage and the number of its dataloader.
-        kind: All other conditions except sizes: gradient accumulation, the structure and dtypes of the batch, and the
-            set of trained weights.
-        shapes: The shapes of the batch's tensors.
+    ``kind`` contains gradient accumulation, the structure and dtypes of the batch, and the set of trained weights.
     """
 
-    stage: str
+    stage: str  # the stage and the number of its dataloader
     kind: str = ""
     shapes: tuple[tuple[int, ...], ...] = ()
 
     def with_conditions(self, **conditions: object) -> Workload:
         """Return the workload with conditions added to its kind."""
-        return self._replace(kind=_kind_with(self.kind, tuple(conditions.items())))
+        return self._replace(kind=", ".join([self.kind, *(f"{name}={value}" for name, value in conditions.items())]))
 
     @classmethod
     def from_data(cls, data: Sequence[Any]) -> Workload:
@@ -45,11 +41,6 @@ def workload_of(stage: str, batch: Any, part: str = "") -> Workload:
 
 
 @functools.lru_cache(maxsize=1024)  # because each timed step calls this, and small steps are CPU-bound
-def _kind_with(kind: str, conditions: tuple[tuple[str, object], ...]) -> str:
-    return ", ".join([kind, *(f"{name}={value}" for name, value in conditions)])
-
-
-@functools.lru_cache(maxsize=1024)
 def _workload_of_signature(stage: str, part: str, batch_signature: Any) -> Workload:
     shapes: list[tuple[int, ...]] = []
     kind = _without_sizes(batch_signature, shapes)

@@ -38,11 +38,7 @@ def make_record(
 
 
 def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> str:
-    """Append a record to the file in a folder, and create the folder if needed. A damaged file is replaced.
-
-    Returns:
-        The path of the file.
-    """
+    """Append a record to the file in a folder, and return its path. Replace a damaged file."""
     path = f"{folder.rstrip('/')}/{FILE_NAME}"
     records: list[Any] = []
     try:

@@ -111,9 +111,7 @@ def write_report(
 ) -> str | None:
     """Append a record of the trainer call to ``compile_report.json``, if anything was compiled.
 
-    Returns:
-        The path of the file, or ``None`` if nothing was written. The path is relative if the working directory contains
-        the file.
+    Return the path of the file, which is relative if the working directory contains the file.
     """
     if folder is None or not report.has_figures:
         return None

@@ -24,30 +24,21 @@ _CHUNK = 2**22  # elements to compare at once, which bounds the memory of a comp
 class Comparison:
     """The result of comparing compiled code with eager code.
 
-    Attributes:
-        verdict: The result.
-        reason: The difference, or the reason why nothing was compared: a word or two, and the details after a colon.
-        max_abs_error: The largest absolute error of any output element, or ``None`` if nothing was compared.
+    The reason is the difference, or tells why nothing was compared: a word or two, and the details after a colon.
     """
 
     verdict: Result
     reason: str | None = None
-    max_abs_error: float | None = None
+    max_abs_error: float | None = None  # the largest absolute error of any output element
 
 
 @dataclass
 class Results:
-    """The results of one run, by name.
+    """The results of one run, by name. Two complete sets of gradients would take too much memory."""
 
-    Attributes:
-        tensors: Outputs and mutated inputs.
-        sketches: The `sketches` of all gradients. Two complete sets of gradients would take too much memory.
-        gradients: The gradients that the comparison needs in full.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    sketches: dict[str, list[float]] = field(default_factory=dict)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor]  # outputs and mutated inputs
+    sketches: dict[str, list[float]] = field(default_factory=dict)  # the `sketches` of all gradients
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # the gradients that are compared in full
 
 
 Rerun = Callable[[Literal["eager", "compiled", "float64"], Collection[str]], Results]

@@ -31,28 +31,16 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, kw_only=True)
 class CompileArguments:
-    """The arguments of a `Session`.
-
-    Attributes:
-        configs: The config of each phase, or a `Tune` with candidates. ``None`` leaves the phase eager.
-        left_alone: The phases whose mode is ``None``. In these phases, a target that the user compiled in place runs as
-            the user compiled it.
-        targets: The names of the targets.
-        passes: Graph passes for both phases.
-        target_settings: The reactions to failures, differences from eager and new shapes.
-        cache_dir: The folder for compiled code and for the winners of a `Tune`.
-        baseline_steps: The number of eager steps to time in each phase.
-        mode_argument: The name of the user's argument with the settings of a phase.
-    """
+    """The arguments of a `Session`. `InductorCompile` describes them."""
 
     configs: Mapping[Phase, Settings]
-    left_alone: frozenset[Phase] = frozenset()
+    left_alone: frozenset[Phase] = frozenset()  # the phases whose mode is None, which run as the user compiled them
     targets: Sequence[str] | str | None = None
     passes: tuple[Any, ...] = ()
     target_settings: TargetSettings = field(default_factory=TargetSettings)
     cache_dir: Path | None = None
     baseline_steps: int = 0
-    mode_argument: str = "{phase}_mode"
+    mode_argument: str = "{phase}_mode"  # the name of the user's argument with the settings of a phase
 
     @classmethod
     def checked(

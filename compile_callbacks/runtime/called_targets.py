@@ -42,13 +42,10 @@ class CalledTargets:
 
     The class records a method if the method calls a module or returns a tensor. If a method calls its own module, as
     ``generate`` does, the class records the module instead.
-
-    Attributes:
-        stages: The names of the stages whose first step has begun.
     """
 
     def __init__(self, root: nn.Module, others: Sequence[Target] = ()) -> None:
-        self.stages: set[str] = set()
+        self.stages: set[str] = set()  # the stages whose first step has begun
         self._root = root
         self._others = others
         self._recording = False
@@ -109,7 +106,8 @@ class CalledTargets:
         if not isinstance(module, nn.Module):
             return
         calls_root = module is self._root and code is _MODULE_CALL
-        if only_if_named(module) or (calls_root and not (_runs_step(module) or self._others)):
+        runs_step = "forward" in vars(self._root)  # for DDP, Lightning replaces ``forward`` by the step
+        if only_if_named(module) or (calls_root and not (runs_step or self._others)):
             self._skipped = frame
         elif id(module) not in self._modules:
             return
@@ -142,11 +140,6 @@ class CalledTargets:
             targets = [Target(f"{path}.{call.method}", call.module, call.method)]
         for target in targets:
             self._found.setdefault((id(target.module), target.method), target)
-
-
-def _runs_step(root: nn.Module) -> bool:
-    """Return whether a call of the LightningModule runs a step. For DDP, Lightning replaces ``forward`` by the step."""
-    return "forward" in vars(root)
 
 
 def _method_name(module: nn.Module, code: CodeType) -> str | None:

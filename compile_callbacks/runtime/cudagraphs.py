@@ -56,32 +56,14 @@ def with_cloned_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class BackwardInCallingThread:
-    """Runs backward passes in the thread that starts them, between `begin` and `end`.
-
-    By default, autograd runs the backward pass of each GPU in a separate thread, while the calling thread waits. Each
-    step then switches twice to a core whose caches do not have the step's data. In CPU-bound steps, the switches take
-    a fifth of the time (``benchmarks/overhead.py``). ``torch.autograd.set_multithreading_enabled`` does not change
-    results.
-    """
-
-    def __init__(self) -> None:
-        self._off: torch.autograd.set_multithreading_enabled | None = None
-
-    def begin(self) -> None:
-        """Change the setting, unless this object or another callback of the trainer has already changed it."""
-        if torch.autograd.is_multithreading_enabled():
-            self._off = torch.autograd.set_multithreading_enabled(False)  # the constructor changes the setting
-
-    def end(self) -> None:
-        """Restore the setting."""
-        if self._off is not None:
-            self._off.__exit__(None, None, None)
-            self._off = None
-
-
 class StepsOnGpu:
-    """Prepares the steps of a session for CUDA graphs. If the module is not on a GPU, all methods do nothing."""
+    """Prepares the steps of a session for CUDA graphs. If the module is not on a GPU, all methods do nothing.
+
+    Backward passes of compiled training steps run in the thread that starts them. By default, autograd runs the
+    backward pass of each GPU in a separate thread, while the calling thread waits. Each step then switches twice to a
+    core whose caches do not have the step's data. In CPU-bound steps, the switches take a fifth of the time
+    (``benchmarks/overhead.py``). ``torch.autograd.set_multithreading_enabled`` does not change results.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.on_gpu = False
@@ -89,7 +71,7 @@ class StepsOnGpu:
         self._module = module
         self._several_devices = False
         self._copies: dict[int, int] = {}  # the addresses of copied gradients, by the id of the parameter
-        self._backward_thread = BackwardInCallingThread()
+        self._one_thread: torch.autograd.set_multithreading_enabled | None = None
 
     def begin(self, device: torch.device) -> None:
         """Begin a Trainer run on a device."""
@@ -100,13 +82,15 @@ class StepsOnGpu:
         """Begin a step."""
         if self.on_gpu:
             torch.compiler.cudagraph_mark_step_begin()
-            if trains_compiled and not self._several_devices:
-                self._backward_thread.begin()
+            # Another callback of the trainer may have changed the setting already.
+            if trains_compiled and not self._several_devices and torch.autograd.is_multithreading_enabled():
+                self._one_thread = torch.autograd.set_multithreading_enabled(False)  # the constructor changes it
 
     def step_ends(self) -> None:
-        """End a step."""
-        if self.on_gpu:
-            self._backward_thread.end()
+        """End a step, also after an exception within the step."""
+        if self._one_thread is not None:
+            self._one_thread.__exit__(None, None, None)
+            self._one_thread = None
 
     def keep_gradients(self) -> None:
         """Copy gradients out of the memory of CUDA graphs, because they outlive the step that computed them.
@@ -126,7 +110,7 @@ class StepsOnGpu:
 
     def end(self) -> None:
         """End the run, also after an exception within a step."""
-        self._backward_thread.end()
+        self.step_ends()
         if not self.on_gpu:
             return
         # After an exception within a step, gradients may be in memory that a later graph has overwritten. If Lightning

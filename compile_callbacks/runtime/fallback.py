@@ -26,21 +26,15 @@ Verify = Literal["off", "warn", "eager", "raise"]
 class TargetSettings:
     """The settings of a compiled target that are not compiler settings.
 
-    Attributes:
-        on_error: The reaction if the compiler fails.
-        verify: The reaction if a graph differs from eager in its first call.
-        new_shapes: The reaction if an input has a new shape.
-        on_trial: Whether the config is a candidate of a `Tune`. If the candidate fails or differs from eager, it runs
-            eagerly, and the `Tune` excludes it, with any of the other settings. If it is chosen, its warnings are
-            issued.
-        trace_dir: The folder for scripts that reproduce a difference from eager.
+    With ``on_trial``, the config is a candidate of a `Tune`. If the candidate fails or differs from eager, it runs
+    eagerly, and the `Tune` excludes it, with any of the other settings. If it is chosen, its warnings are issued.
     """
 
     on_error: OnError = "eager"
     verify: Verify = "off"
     new_shapes: NewShapes = "auto"
     on_trial: bool = False
-    trace_dir: Path | None = None
+    trace_dir: Path | None = None  # the folder for scripts that reproduce a difference from eager
 
     def __post_init__(self) -> None:
         if isinstance(self.verify, bool):
@@ -56,15 +50,7 @@ class TargetSettings:
 
 
 class EagerFallback:
-    """The failures of one compiled target.
-
-    Attributes:
-        runs_eagerly: Whether the target runs eagerly from now on.
-        has_regions: Whether the target has regions.
-        region_failure: The reason why the regions are compiled separately from now on.
-        settings: The reaction to a failure.
-        pending: The warnings to issue at the end of the call.
-    """
+    """The failures of one compiled target."""
 
     def __init__(
         self,
@@ -77,12 +63,12 @@ class EagerFallback:
     ) -> None:
         self.runs_eagerly = False
         self.has_regions = has_regions
-        self.region_failure: str | None = None
+        self.region_failure: str | None = None  # the reason why the regions are compiled separately from now on
         self.settings = settings
         self._key = key
         self._recorder = recorder
         self._warn = warn
-        self.pending: list[tuple[str, str, Hashable]] = []
+        self.pending: list[tuple[str, str, Hashable]] = []  # the warnings to issue at the end of the call
 
     def compiler_failed(self, error: BaseException, *, what: str = "the compiler failed") -> None:
         """Record that a part of the target runs eagerly, and warn after the call."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-
-from compile_callbacks import _torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _CHUNK = 2**22  # elements to hash at once, which bounds the memory of the hash
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,7 +20,7 @@ class WeightWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parts: list[torch.Tensor] = []
-        self._wrappers: list[torch.Tensor] = []
+        self._wrappers: list[Any] = []
         self._some_lazy = False
         self._versions: list[tuple[int, int]] = []
         self._addresses: list[int] = []
@@ -38,8 +38,9 @@ class WeightWatch:
             self._some_lazy = len(initialized) < len(weights)  # the next call initializes them
             self._parts = [part for weight in initialized for part in _parts(weight) if not part.is_inference()]
             # The inner tensors of a subclass have their own version counters.
-            wrappers = filter(_torch.graphs.is_tensor_subclass, initialized)
-            self._wrappers = [weight for weight in wrappers if not weight.is_inference()]
+            self._wrappers = [
+                one for one in initialized if not one.is_inference() and is_traceable_wrapper_subclass(one)
+            ]
         elif self._read_versions() == self._versions:
             return False
         before = self._hashes, self._addresses
@@ -82,8 +83,8 @@ def _weights(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that contain the values of a tensor, which may be a tensor subclass."""
-    if _torch.graphs.is_tensor_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))
     else:
         yield tensor

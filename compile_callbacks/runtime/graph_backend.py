@@ -31,16 +31,8 @@ if TYPE_CHECKING:
 class GraphBackend:
     """Compiles each graph that Dynamo captures from a target.
 
-    If Inductor fails on a graph, the graph runs eagerly. If a graph pass fails, the backend compiles the graph without
-    the pass.
-
-    If ``may_compile`` returns ``False``, a graph runs eagerly.
-
-    Attributes:
-        graphs: The number of compiled graphs.
-        weights: The number of weights that are inputs of the compiled graphs. Each graph counts its own.
-        shares_regions: Whether several regions of a graph shared their code.
-        must_compile_again: Whether a compile and the eager run of its graph both ran out of memory.
+    If Inductor fails on a graph, or ``may_compile`` returns ``False``, the graph runs eagerly. If a graph pass fails,
+    the backend compiles the graph without the pass.
     """
 
     def __init__(
@@ -54,9 +46,10 @@ class GraphBackend:
         fallback: EagerFallback,
         may_compile: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.graphs = self.weights = 0
-        self.shares_regions = False
-        self.must_compile_again = False
+        self.graphs = 0  # the number of compiled graphs
+        self.weights = 0  # the number of weights that are inputs of the compiled graphs; each graph counts its own
+        self.shares_regions = False  # whether several regions of a graph shared their code
+        self.must_compile_again = False  # whether a compile and the eager run of its graph both ran out of memory
         self._may_compile = may_compile
         # torch never frees a backend, so a backend must not keep the module alive.
         self._first = weakref.ref(target.members[0])

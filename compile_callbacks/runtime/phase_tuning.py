@@ -37,14 +37,6 @@ class PhaseTuning:
 
     In training, all ranks decide together at the end of each block. In the infer phase, ranks may have different
     numbers of batches, so each rank decides for itself. At the end of the stage, all ranks use rank zero's winner.
-
-    Args:
-        phase: The phase.
-        tune: The candidates and the limits.
-        switch: Contains the compiled targets, and frees the code of candidates that lose.
-        recorder: Contains the compile events.
-        processes: Gathers the measurements of all ranks.
-        print_line: A function that prints a line of text.
     """
 
     def __init__(
@@ -88,15 +80,7 @@ class PhaseTuning:
         precision: str = "",
         record: ModelRecord | None = None,
     ) -> None:
-        """Begin a Trainer run, and keep the winner of the last run, if that run was long enough to choose one.
-
-        Args:
-            device: The device of the module.
-            model: The fingerprint of the module.
-            passes: Graph passes for both phases.
-            precision: The trainer's precision.
-            record: The file for winners.
-        """
+        """Begin a Trainer run, and keep the winner of the last run, if that run was long enough to choose one."""
         self._device, self._record = device, record
         self._conditions = conditions(
             model=model,
@@ -106,9 +90,8 @@ class PhaseTuning:
             device=device,
             ranks=self._processes.size,
         )
-        for winner in record.load()["winners"].values() if record is not None else ():
-            key, config_key = winner.get("key"), winner.get("config_key")
-            if isinstance(key, str) and isinstance(config_key, str):
+        for key, winner in record.load()["winners"].items() if record is not None else ():
+            if isinstance(config_key := winner.get("config_key"), str):
                 self._earlier[key] = config_key
         if not self._tuner.lasts:
             self._switch.free_candidates(self.phase, *self._configs)
@@ -128,12 +111,7 @@ class PhaseTuning:
         return self._configs[self._tuner.candidate]
 
     def step_ends(self, workload: Workload, span: Span | None) -> None:
-        """End a measured step.
-
-        Args:
-            workload: The workload of the step.
-            span: The time of the step, or ``None`` if the time must not be used.
-        """
+        """End a measured step. ``span`` is ``None`` if the time of the step must not be used."""
         if self.winner is not None:
             return
         if not self._tuner.started:
@@ -290,6 +268,6 @@ class PhaseTuning:
         if self._record is None or self._earlier.get(key) == config_key:
             return
         self._earlier[key] = config_key
-        winner = {"key": key, "candidate": self.winner, "config_key": config_key, "made_for": self._made_for}
+        winner = {"candidate": self.winner, "config_key": config_key, "made_for": self._made_for}
         if problem := self._record.update("winners", key, winner):
             self._print_line(f"{self.phase} phase: the winner could not be written for later runs: {problem}")

@@ -18,15 +18,10 @@ _REASONS = 3  # the number of reasons in the message
 
 @dataclass(kw_only=True)
 class CompileLimits:
-    """The limits of the compiles of a session. It has no reference to the module, because torch never frees a backend.
+    """The limits of the compiles of a session. They do not refer to the module, because torch never frees a backend."""
 
-    Attributes:
-        seconds_saved: A function that returns the time that compiled steps of a phase have saved so far.
-        stopping: A function that returns whether the process was asked to stop, so that no compile should begin.
-    """
-
-    seconds_saved: Callable[[Phase], float] = lambda phase: 0.0
-    stopping: Callable[[], bool] = lambda: False
+    seconds_saved: Callable[[Phase], float] = lambda phase: 0.0  # the time that compiled steps have saved so far
+    stopping: Callable[[], bool] = lambda: False  # whether the process was asked to stop, so no compile should begin
 
 
 def allowed_seconds(first_compile: float, saved: float) -> float:
@@ -99,6 +94,5 @@ class RecompileBudget:
 
 
 def _describe(reason: str, file: str | None, line: int | None) -> str:
-    text = in_one_line(reason)
-    text = text if len(text) <= 100 else f"{text[:97]}..."
+    text = in_one_line(reason, 100)
     return f"{text} ({file}:{line})" if file else text

@@ -31,12 +31,8 @@ def group_targets(
 ) -> Sequence[AnyTarget]:
     """Group the targets of the same structure, so that they share a compiled function.
 
-    The function warns about a target that torch cannot compile, and omits it.
-
-    Args:
-        root: The module that contains the targets.
-        targets: The targets. Duplicates count once.
-        shares: A function that returns whether a target may share a compiled function.
+    Duplicates count once. The function warns about a target that torch cannot compile, and omits it. ``shares`` returns
+    whether a target may share a compiled function.
     """
     once: dict[tuple[int, str | None], Target] = {}
     for target in targets:
@@ -44,7 +40,8 @@ def group_targets(
     alike: dict[Any, list[Target]] = {}
     for key, target in once.items():
         if (reason := target.uncompilable_reason()) is None:
-            alike.setdefault(_look(target) if shares(target) else key, []).append(target)
+            structure = (target.method, target.own_function, structure_of(target.module))
+            alike.setdefault(structure if shares(target) else key, []).append(target)
         elif _is_first_process():
             warn_user("CC104", f"target {target.name!r} is not compiled: {reason}")
     return [found[0] if len(found) == 1 else _sharing(root, found) for found in alike.values()]
@@ -70,18 +67,14 @@ def with_regions(root: nn.Module, target: Target) -> Target:
     prefix = "" if called in ("", "forward") else f"{called}."
     regions = []
     for blocks in find_repetitions(target.module):
-        members = [Target(prefix + path, block) for path, block in blocks.items() if _RegionMark.fits(block)]
+        members = [Target(prefix + path, block) for path, block in blocks.items() if _can_be_marked(block)]
         if len(members) > 1:
             regions.append(replace(_sharing(root, members), asked_for=True))
     return replace(target, regions=tuple(regions))
 
 
 def check_is_repeated(root: nn.Module) -> None:
-    """Check ``targets="repeated"``.
-
-    Raises:
-        ValueError: If the module has no repeated blocks.
-    """
+    """Refuse ``targets="repeated"`` for a module without repeated blocks."""
     if not find_repetitions(root):
         message = (
             f"targets={REPEATED!r} finds no repeated blocks in {type(root).__name__}: no two members of its "
@@ -89,10 +82,6 @@ def check_is_repeated(root: nn.Module) -> None:
             f"module, or omit targets to compile the whole module (targets=[{REPEATED!r}] names a submodule)"
         )
         raise ValueError(with_code("CC120", message))
-
-
-def _look(target: Target) -> Any:
-    return target.method, target.own_function, structure_of(target.module)
 
 
 def _is_first_process() -> bool:
@@ -115,16 +104,13 @@ class RegionMarks:
 
     A mark is an instance attribute ``forward`` that exists only during calls of the compiled function. No copy, pickle
     or checkpoint therefore contains a mark, and no mark remains after an exception.
-
-    Args:
-        blocks: The blocks.
     """
 
     def __init__(self, blocks: Iterable[RepeatedBlocks]) -> None:
         modules = [block.module for found in blocks for block in found.members]
         # One region for each class, because blocks share code only if they call the same function (torch 2.11).
         regions = {forward: _torch.regions.region_of(forward) for forward in {type(one).forward for one in modules}}
-        self._marks = [_RegionMark(one, regions[type(one).forward]) for one in modules]
+        self._marks = [(vars(one), types.MethodType(regions[type(one).forward], one)) for one in modules]
         self._lock = threading.Lock()
         self._calls = 0  # the number of running calls in all threads
 
@@ -134,8 +120,8 @@ class RegionMarks:
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
                 if not self._calls:
-                    for mark in self._marks:
-                        mark.install()
+                    for attributes, forward in self._marks:
+                        attributes.setdefault("forward", forward)
                 self._calls += 1
             try:
                 return compiled(*args, **kwargs)
@@ -143,47 +129,29 @@ class RegionMarks:
                 with self._lock:
                     self._calls -= 1
                     if not self._calls:
-                        for mark in self._marks:
-                            mark.remove()
+                        for attributes, forward in self._marks:
+                            if attributes.get("forward") is forward:
+                                del attributes["forward"]
 
         return call
 
 
-class _RegionMark:
-    def __init__(self, block: nn.Module, region: Callable[..., Any]) -> None:
-        self._attributes = vars(block)
-        self._forward = types.MethodType(region, block)
-
-    @staticmethod
-    def fits(block: nn.Module) -> bool:
-        """Return whether a block can be marked: its ``forward`` must be the Python function of its class."""
-        own = "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule)
-        return not own and isinstance(type(block).forward, types.FunctionType)
-
-    def install(self) -> None:
-        self._attributes.setdefault("forward", self._forward)
-
-    def remove(self) -> None:
-        if self._attributes.get("forward") is self._forward:
-            del self._attributes["forward"]
+def _can_be_marked(block: nn.Module) -> bool:
+    """Return whether the ``forward`` of a block is the Python function of its class."""
+    own = "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule)
+    return not own and isinstance(type(block).forward, types.FunctionType)
 
 
 # ---------------------------------------------------------------------------------------------- structure
 
 
 def find_repetitions(root: nn.Module) -> list[dict[str, nn.Module]]:
-    """Return the repeated blocks of a module. If blocks contain other blocks, return the outermost blocks.
+    """Return the repeated blocks of a module by their dotted names, in one mapping for each structure.
 
     A block is a member of a ``Sequential``, ``ModuleList`` or ``ModuleDict``, has parameters, and is more than one
     layer of ``torch.nn``. Blocks have the same structure if their submodules have the same classes, and if their
-    parameters and buffers have the same names, shapes and dtypes. They may have different parents.
-
-    Args:
-        root: The module to search. The root itself is not a block.
-
-    Returns:
-        For each structure, its blocks by their dotted names in the root module. If a block has several names, all names
-        are included.
+    parameters and buffers have the same names, shapes and dtypes. They may have different parents, and several names.
+    If blocks contain other blocks, the function returns the outermost blocks.
     """
     alone: set[Any] = set()
     while True:  # a block that occurs once may contain repeated blocks
@@ -228,16 +196,15 @@ def structure_of(module: nn.Module) -> Any:
 
 
 def name_of(root: nn.Module, paths: Sequence[str]) -> str:
-    """Return the name of several modules, for reports.
+    """Return the name of several modules for reports, if possible as one glob, such as ``"encoder.layers.*"``.
 
-    Returns:
-        One glob, such as ``"encoder.layers.*"``, if it matches no other module with parameters. Otherwise, the paths.
+    The glob must match no other module with parameters. Otherwise, the name consists of paths.
     """
     split = [path.split(".") for path in paths]
     if len({len(names) for names in split}) == 1:
         glob = [names[0] if len(set(names)) == 1 else "*" for names in zip(*split, strict=True)]
         named = root.named_modules(remove_duplicate=False)
-        others = {strip_fsdp1_names(path) for path, part in named if path and _has_parameters(part)}
+        others = {strip_fsdp1_names(path) for path, part in named if path and next(part.parameters(), None) is not None}
         if sum(_matches(glob, path.split(".")) for path in others) == len(paths):
             return ".".join(glob)
     by_parent = groupby(sorted(paths, key=_parent), key=_parent)
@@ -266,7 +233,3 @@ def _matches(glob: list[str], names: list[str]) -> bool:
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None

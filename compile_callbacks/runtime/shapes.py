@@ -30,13 +30,10 @@ class ObservedShapes:
     `record` gets the inputs of eager calls and of calls that compile. A dimension varies if it had two sizes other than
     0 and 1. Within `marked`, torch treats varying dimensions and integers as dynamic, and all others as static. The
     first graph then accepts all recorded sizes, and one recompile is enough for dimensions that vary later.
-
-    Attributes:
-        gradients_differentiated: Whether a backward pass through an eager call had ``create_graph=True``.
     """
 
     def __init__(self) -> None:
-        self.gradients_differentiated = False
+        self.gradients_differentiated = False  # whether a backward pass through an eager call had create_graph=True
         self._sizes: dict[str, list[int | None]] = {}  # by input; None if the size varies; an integer has one entry
 
     def record(self, args: Any, kwargs: Any) -> None:

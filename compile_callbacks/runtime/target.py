@@ -17,20 +17,15 @@ from compile_callbacks.runtime.fsdp import fsdp1_wrapped, innermost_fsdp_units, 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A module or a method that is compiled as one piece.
+    """A method, or the call of a module (``method=None``), that is compiled as one piece.
 
-    Attributes:
-        name: The dotted name in the root module. ``"forward"`` is the call of the root module itself.
-        module: The module.
-        method: The method that is compiled, or ``None`` for the call of the module. Unlike the call, the method
-            ``"forward"`` does not run the hooks of the module.
-        regions: The repeated blocks in the module that are regions of the target's graph. See `RegionMarks`.
+    Unlike the call, the method ``"forward"`` does not run the hooks of the module.
     """
 
-    name: str
+    name: str  # the dotted name in the root module; "forward" is the call of the root module itself
     module: nn.Module
     method: str | None = None
-    regions: tuple[RepeatedBlocks, ...] = ()
+    regions: tuple[RepeatedBlocks, ...] = ()  # the repeated blocks that are regions of the graph, see `RegionMarks`
 
     def __post_init__(self) -> None:
         # An attribute of the module itself overrides its class: net.forward = patched. It may be a dispatcher.
@@ -97,21 +92,13 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class RepeatedBlocks:
-    """Blocks of the same structure that share one compiled function.
+    """Blocks of the same structure that share one compiled function."""
 
-    Attributes:
-        name: The name in reports, such as ``"encoder.layers.*"``.
-        members: The blocks, without duplicates.
-        count: The number of blocks, with duplicates.
-        asked_for: Whether the user asked for a shared graph (``targets="repeated"``).
-        regions: Always empty. See `Target`.
-    """
-
-    name: str
-    members: tuple[Target, ...]
-    count: int
-    asked_for: bool = False
-    regions: tuple[RepeatedBlocks, ...] = ()
+    name: str  # such as "encoder.layers.*"
+    members: tuple[Target, ...]  # the blocks, without duplicates
+    count: int  # the number of blocks, with duplicates
+    asked_for: bool = False  # whether the user asked for a shared graph (targets="repeated")
+    regions: tuple[RepeatedBlocks, ...] = ()  # always empty, see `Target`
 
     def label(self, graphs: int) -> str:
         """Return the name of the blocks in a report, with this number of compiled graphs."""

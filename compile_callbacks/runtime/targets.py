@@ -61,26 +61,19 @@ def resolve_targets(
         of_globs = {id(target.module) for name in names if _is_glob(name) for target in _matching(root, name)}
         shares = lambda target: target.sharded or (id(target.module) in of_globs and is_block(target.module))  # noqa: E731
         return group_targets(root, named_targets(root, names), shares)
-    found = [one for one in _default_targets(root, base) if not any(overlap(one, other) for other in others)]
+    of_root = call_targets("forward", root) if type(root).forward is not base.forward else []
+    found = [one for one in (*of_root, *_children(root, "")) if not any(overlap(one, other) for other in others)]
     if names is None:
         return group_targets(root, found, lambda target: target.sharded)
     check_is_repeated(root)
-    if (
-        base is nn.Module and type(root).forward is not base.forward
-    ):  # because the user calls the root without a Trainer
-        found = call_targets("forward", root)
+    if base is nn.Module and of_root:  # because the user calls the root without a Trainer
+        found = of_root
     return group_repeated(root, found)
 
 
 def named_targets(root: nn.Module, names: Sequence[str] | None) -> list[Target]:
     """Return the targets with these names, or no targets for ``None`` and ``"repeated"``. See `resolve_targets`."""
     return [target for name in (names if names != REPEATED else None) or () for target in _matching(root, name)]
-
-
-def _default_targets(root: nn.Module, base: type[nn.Module]) -> Iterator[Target]:
-    if type(root).forward is not base.forward:
-        yield from call_targets("forward", root)
-    yield from _children(root, "")
 
 
 def _children(parent: nn.Module, prefix: str) -> Iterator[Target]:

@@ -167,14 +167,8 @@ class _CompiledGraphFailedError(Exception):
 class _FirstCall:
     """The first call of a compiled graph.
 
-    To compare gradients, this object runs the compiled graph on aliases of the inputs. Otherwise, it compares the
-    user's own call.
-
-    Attributes:
-        compiled: The compiled graph.
-        eager: The captured graph.
-        options: The Inductor options of the compiled graph.
-        outputs: The outputs of the user's own call, if this object made it.
+    To compare gradients, this object runs the compiled graph on aliases of the inputs. Otherwise, it makes the user's
+    own call, and compares its ``outputs``.
     """
 
     def __init__(

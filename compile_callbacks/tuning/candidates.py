@@ -29,14 +29,8 @@ def candidates_of(
 ) -> Iterator[tuple[InductorConfig, Trial]]:
     """Return a trial for each candidate in order, without eager. The verdict of an excluded candidate is "not tried".
 
-    Args:
-        tune: The `Tune`.
-        phase: The phase.
-        device: The device of the module.
-        no_freezing: The reason why the targets cannot have frozen weights, or ``None`` if they can.
-        no_cudagraphs: The reason why the targets cannot use CUDA graphs, or ``None`` if they can.
-        shapes_vary: Whether batches have different shapes.
-        repetitions: How often the targets repeat a block. With 8 or more, ``"auto"`` also tries regions.
+    ``no_freezing`` and ``no_cudagraphs`` are the reasons why the targets cannot have frozen weights or CUDA graphs. If
+    the targets repeat a block often, ``"auto"`` also tries regions.
     """
     if not tune.configs and repetitions >= _LEAST_REPETITIONS:
         repeated = InductorConfig(mode="reduce-overhead" if device.type == "cuda" else "default")

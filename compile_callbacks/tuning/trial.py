@@ -28,20 +28,12 @@ Verdict = Literal["undecided", "chosen", "beaten", "not faster", "not compared",
 
 
 class Block(NamedTuple):
-    """The measurements of a block of steps.
+    """The measurements of a block of steps."""
 
-    Attributes:
-        times: The step times in milliseconds, by workload.
-        seconds: The duration of the block, including compile time.
-        compile_seconds: The compile time of the candidate so far.
-        problem: The reason why the candidate cannot win, if it failed or its results differ.
-        steps: The number of steps.
-    """
-
-    times: Mapping[Workload, Sequence[float]]
-    seconds: float
-    compile_seconds: float = 0.0
-    problem: tuple[Verdict, str] | None = None
+    times: Mapping[Workload, Sequence[float]]  # in milliseconds
+    seconds: float  # including compile time
+    compile_seconds: float = 0.0  # the compile time of the candidate so far
+    problem: tuple[Verdict, str] | None = None  # the reason why the candidate cannot win
     steps: int = 0
 
     @classmethod
@@ -62,29 +54,17 @@ class Block(NamedTuple):
 
 @dataclass
 class Trial:
-    """The result of one candidate.
+    """The result of one candidate."""
 
-    Attributes:
-        candidate: The settings of the candidate in one line, or ``"eager"``.
-        verdict: The result.
-        reason: The reason for the result, if the numbers do not show it.
-        compile_seconds: The compile time of the candidate, or ``None`` if it was never compiled.
-        compile_cost: The expected compile time, divided by the compile time of the default mode.
-        repeated: Whether the repeated blocks of the targets are regions of the graph.
-        stats: Median and percentiles of the compared step times, or ``None`` if no step time can be compared.
-        times: All step times of the candidate in milliseconds, by workload.
-        blocks: Number of blocks that ran with the candidate.
-    """
-
-    candidate: str
+    candidate: str  # its settings in one line, or "eager"
     verdict: Verdict = "undecided"
-    reason: str | None = None
+    reason: str | None = None  # the reason for the verdict, if the numbers do not show it
     compile_seconds: float | None = None
-    compile_cost: float = 1.0
-    repeated: bool = False
-    stats: StepStats | None = None
-    times: defaultdict[Workload, list[float]] = field(default_factory=lambda: defaultdict(list))
-    blocks: int = 0
+    compile_cost: float = 1.0  # the expected compile time, divided by the compile time of the default mode
+    repeated: bool = False  # whether the repeated blocks of the targets are regions of the graph
+    stats: StepStats | None = None  # of the step times that can be compared
+    times: defaultdict[Workload, list[float]] = field(default_factory=lambda: defaultdict(list))  # in milliseconds
+    blocks: int = 0  # the number of blocks that ran with the candidate
 
     @property
     def samples(self) -> int:

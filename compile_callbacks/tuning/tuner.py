@@ -27,21 +27,13 @@ class Tuner:
     """Decides which candidate runs in the next block of steps, until a candidate is chosen.
 
     Eager runs first. Call `start` after the first block, and `block_ends` after each block.
-
-    Args:
-        tune: The limits.
-        device_type: The type of the device that the steps run on.
     """
 
     def __init__(self, tune: Tune, device_type: str = "cpu") -> None:
-        self.winner: str | None = None
-        """The chosen candidate, or ``None`` before the choice."""
-        self.complete = True
-        """Whether the comparison is complete, so that a longer run would choose the same candidate."""
+        self.winner: str | None = None  # the chosen candidate
+        self.complete = True  # whether a longer run would choose the same candidate
         self.trials: dict[str, Trial] = {EAGER: Trial(EAGER)}
-        """The result of each candidate so far, eager first."""
-        self.steps_left = math.inf
-        """The remaining steps of the run, in which a candidate of ``"auto"`` must amortize its compile time."""
+        self.steps_left = math.inf  # the steps in which a candidate of "auto" must amortize its compile time
         self._tune = tune
         self._device_type = "cpu" if device_type == "cpu" else "cuda"
         self._eager = self.trials[EAGER]
@@ -104,15 +96,10 @@ class Tuner:
         if len(in_play) == 1 and self._is_clear(in_play[0], self._eager, self._tune.min_speedup):
             self._choose(in_play[0])
         elif self._budget_left <= 0:
-            self.conclude(f"budget_seconds={self._tune.budget_seconds:g} was used up")
+            self.complete = False
+            self._choose_fastest(f"budget_seconds={self._tune.budget_seconds:g} was used up")
         else:
             self._next_turn()
-
-    def conclude(self, reason: str) -> None:
-        """Choose now, before all candidates have enough samples. If eager has no samples, choose nothing."""
-        if self.winner is None and self._eager.blocks:
-            self.complete = False
-            self._choose_fastest(reason)
 
     def adopt(self, name: str, reason: str) -> None:
         """Choose a candidate that won in an earlier run or on another rank."""

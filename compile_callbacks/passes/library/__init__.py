@@ -17,12 +17,8 @@ def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., An
     """Define ``torch.ops.compile_callbacks.NAME``, and return the operator.
 
     The operator has no gradient, because passes run after autograd. On a GPU, the operator calls the function of the
-    same name in ``triton_kernels``, which writes to its last argument.
-
-    Args:
-        schema: The schema, such as ``"name(Tensor x) -> Tensor"``.
-        reference: A function that computes the operator with torch's operators. The operator uses it on a CPU.
-        fake: A function that returns an uninitialized result with the right shape, dtype and strides.
+    same name in ``triton_kernels``, which writes to its last argument. On a CPU, it calls ``reference``. ``fake``
+    returns an uninitialized result with the right shape, dtype and strides.
     """
     name = schema.partition("(")[0]
 
