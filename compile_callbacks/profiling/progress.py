@@ -30,6 +30,12 @@ _LINES = {
     "fallback": "{target} falls back to eager: {reason}",
     "cudagraph_skip": "CUDA graph of {target} skipped: {reason}",
 }
+_PLURALS = {
+    "recompile": "recompiles",
+    "graph_break": "graph breaks",
+    "fallback": "fallbacks to eager",
+    "cudagraph_skip": "skipped CUDA graphs",
+}
 
 
 class CompileProgress:
@@ -87,9 +93,7 @@ class CompileProgress:
         for (kind, of_phase), count in self._events.items():
             if of_phase == phase and count > MAX_LINES:
                 reasons = f"their reasons: callback.report.{phase}.diagnostics.events"
-                self._print_line(
-                    f"further {kind.replace('_', ' ')}s in the {phase} phase: {count - MAX_LINES}; {reasons}"
-                )
+                self._print_line(f"further {_PLURALS[kind]} in the {phase} phase: {count - MAX_LINES}; {reasons}")
                 self._events[kind, phase] = MAX_LINES
 
     def _print_lines(self, key: CompileKey, started: float, over: threading.Event) -> None:
