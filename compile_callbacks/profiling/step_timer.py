@@ -36,7 +36,7 @@ STEADY_STEPS = 100
 """The number of steps of one kind without a compile after which on average one step in `TIMED_ONE_OF` is timed. Two
 CUDA events take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs, which delays a CPU-bound step."""
 
-TIMED_ONE_OF = 8
+TIMED_ONE_OF = 32
 
 _MAX_UNREAD = 64  # the number of unread CUDA events after which the timer reads the events that the GPU has passed
 
