@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch._functorch.config
 from torch import nn
-from torch._dynamo.callback import callback_handler
 
 from compile_callbacks import InductorConfig, Tune, compile_phases, report_of, restore
 from tests.support.against_eager import assert_same_gradients
@@ -83,9 +82,7 @@ def test_a_compiled_module_is_the_original():
         with pytest.raises(ValueError, match="restore got Sequential, which compile_phases did not compile"):
             restore(twin)
         twin.load_state_dict(mlp().state_dict())
-    restore(module)
-    assert vars(module).keys() == vars(mlp()).keys()
-    assert callback_handler.start_callbacks == []
+    restore(module)  # test_no_trace.py checks that it leaves nothing behind
 
 
 def test_restore_keeps_what_the_user_compiled_in_place():
@@ -175,9 +172,6 @@ def test_a_smaller_activation_memory_budget_saves_less_for_backward_and_computes
 def test_wrong_arguments_are_refused_by_name(module, settings, error, message):
     with pytest.raises(error, match=message):
         compile_phases(module, **settings)
-
-
-# ------------------------------------------------------------------------------------------ lifetime
 
 
 class Encoder(Wrapper):

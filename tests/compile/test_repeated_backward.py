@@ -204,9 +204,6 @@ def test_a_backward_pass_frees_the_inputs_of_its_call():
     restore(net)
 
 
-# ---------------------------------------------------------------------------------------------- refused
-
-
 def bias_changed(net, x):
     out = net(x, x)
     net.second.bias.data.add_(0)

@@ -120,9 +120,6 @@ def test_a_graph_break_that_torch_asks_for_is_not_a_failure_of_the_compiler(comp
     assert report.fallbacks == 0
 
 
-# ------------------------------------------------------------------------------------------ activation checkpoints
-
-
 class Breaking(nn.Module):
     """Has two graphs, and only the second one has a ReLU."""
 
