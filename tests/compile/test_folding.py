@@ -90,6 +90,7 @@ def counting(module, x):
     return x @ (module.steps[:, None] * module.scale)
 
 
+@pytest.mark.filterwarnings("ignore:fold_weights=True has no effect")
 @pytest.mark.parametrize("breaks", [False, True], ids=["in the graph", "in another graph"])
 def test_a_buffer_that_forward_changes_is_read_on_each_call(folded, breaks):
     module = Plain(counting, steps=torch.zeros(8), scale=nn.Parameter(torch.ones(8)))

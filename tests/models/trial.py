@@ -29,31 +29,19 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A model, its data and how it is trained.
+    """A model, its data and how it is trained."""
 
-    Attributes:
-        name: The name in the table.
-        make: Makes the LightningModule, after the seed is set.
-        train: Makes the training data.
-        validate: Makes the validation data; ``None`` if the model is only trained.
-        settings: Arguments of the Trainer.
-        after: Called with the module after the fit; a second validation outside of the fit follows.
-        eager_targets: How many targets the callback leaves eager in training, because it cannot compile them.
-        close: Tolerances of losses, outputs and weights.
-        arguments: Arguments of the callback that the tests give, and the table does not.
-        chaotic: Whether training amplifies rounding, so that two eager runs differ beyond any tolerance if their
-            weights differ by 1e-7. The tests then compare each graph, and not the runs.
-    """
-
-    name: str
-    make: Callable[[], pl.LightningModule]
-    train: Callable[[], Iterable[Any]]
-    validate: Callable[[], Iterable[Any]] | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    after: Callable[[pl.LightningModule], None] | None = None
-    eager_targets: int = 0
-    close: Mapping[str, float] = field(default_factory=lambda: CLOSE)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # in the table
+    make: Callable[[], pl.LightningModule]  # called after the seed is set
+    train: Callable[[], Iterable[Any]]  # makes the training data
+    validate: Callable[[], Iterable[Any]] | None = None  # makes the validation data
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the Trainer
+    after: Callable[[pl.LightningModule], None] | None = None  # called after the fit; a second validation follows
+    eager_targets: int = 0  # how many targets the callback leaves eager in training, because it cannot compile them
+    close: Mapping[str, float] = field(default_factory=lambda: CLOSE)  # of losses, outputs and weights
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the callback, in the tests and not in the table
+    # Whether training amplifies rounding, so that two eager runs differ beyond any tolerance if their weights differ by
+    # 1e-7. The tests then compare each graph, and not the runs.
     chaotic: bool = False
 
 
