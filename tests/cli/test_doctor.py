@@ -40,8 +40,7 @@ def test_doctor_names_a_missing_compiler_and_the_fix(tmp_path):
     assert checks["torch"]["status"] == "ok"
 
 
-@pytest.fixture
-def compiler_without_libstdcxx(tmp_path):
+def test_doctor_names_a_compiler_that_links_torchs_cpp_library(tmp_path, monkeypatch):
     """A GCC that finds only the archive of libstdc++."""
     compiler = tmp_path / "g++"
     compiler.write_text(
@@ -49,12 +48,8 @@ def compiler_without_libstdcxx(tmp_path):
         f'*) exec {shutil.which("g++")} "$@";; esac\n'
     )
     compiler.chmod(0o755)
-    return compiler
-
-
-def test_doctor_names_a_compiler_that_links_torchs_cpp_library(compiler_without_libstdcxx, monkeypatch):
-    monkeypatch.setenv("PATH", str(compiler_without_libstdcxx.parent), prepend=os.pathsep)
-    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler_without_libstdcxx))}):
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}):
         check = doctor.check_cpp_compiler()
     assert check.status == "warning"
     assert "there is no libstdc++.so for it" in check.found

@@ -83,20 +83,10 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-@pytest.fixture
-def run(tmp_path):
-    def run(*command):
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{BENCHMARKS}", "PYTHONWARNINGS": "ignore"}
-        return subprocess.run(
-            [sys.executable, *map(str, command)],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=True,
-        ).stdout  # fmt: skip
-
-    return run
-
-
 @pytest.mark.slow
-def test_every_benchmark_imports(run):
+def test_every_benchmark_imports(tmp_path):
     modules = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
     assert "warm_start" in modules
-    run("-c", f"import {', '.join(modules)}")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{BENCHMARKS}", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", f"import {', '.join(modules)}"]
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=280, check=True)

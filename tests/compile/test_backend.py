@@ -29,9 +29,6 @@ class Broken(Uncached):
         raise ZeroDivisionError("by design")
 
 
-# ------------------------------------------------------------------------------------------ states
-
-
 @pytest.fixture(scope="module")
 def saved():
     backend = InductorBackend().build(linear(), batch())
@@ -78,9 +75,6 @@ def test_each_state_allows_its_calls_and_refuses_others(saved, state):
         if "infer" in TRANSITIONS[after]:
             with torch.no_grad():
                 torch.testing.assert_close(backend.infer(batch()), linear()(batch()))
-
-
-# ------------------------------------------------------------------------------------------ build and activate
 
 
 @pytest.mark.all_versions
@@ -157,9 +151,6 @@ def test_wrong_samples_are_refused_by_their_index(samples, error, text):
         InductorBackend().build(linear(), samples)
 
 
-# ------------------------------------------------------------------------------------------ infer
-
-
 @pytest.mark.parametrize("new_shapes", ["eager", "raise"])
 def test_new_shapes_are_those_of_no_sample(new_shapes):
     backend = InductorBackend({"dynamic": False}, new_shapes=new_shapes)
@@ -172,9 +163,6 @@ def test_new_shapes_are_those_of_no_sample(new_shapes):
         with pytest.raises(CompileError, match=r"\(5, 8\)"):
             backend.infer(batch(5))
     assert backend.report.infer.graphs == 2
-
-
-# ------------------------------------------------------------------------------------------ other owners
 
 
 @pytest.mark.all_versions

@@ -33,8 +33,8 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def samples(*sizes, device="cpu"):
-    return [torch.ones(size, FEATURES, device=device) for size in sizes]
+def samples(*sizes):
+    return [torch.ones(size, FEATURES) for size in sizes]
 
 
 def weight_sized():
@@ -121,7 +121,7 @@ def in_use():
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "freezing"])
 def test_deactivate_frees_gpu_memory(mode):
     module, x = wide(), torch.randn(1024, WIDTH)
-    expected = copy_on_gpu(module)(x.cuda()).cpu()
+    expected = run_on_gpu(module, x).cpu()
     backend = InductorBackend(mode).build(module, x, device="cuda")
     backend.deactivate()
     before = in_use()  # after a first time: what cuBLAS works in is allocated for good, 32 MiB on a Hopper
@@ -141,14 +141,11 @@ def test_deactivate_frees_gpu_memory(mode):
     assert after[1] - before[1] < 4  # the allocator reserves pieces of 2 MiB
 
 
-def copy_on_gpu(module):
-    def run(x):
-        weights = {name: value.cuda() for name, value in module.state_dict().items()}
-        module.eval()
-        with torch.no_grad():
-            return torch.func.functional_call(module, weights, x)
-
-    return run
+def run_on_gpu(module, x):
+    weights = {name: value.cuda() for name, value in module.state_dict().items()}
+    module.eval()
+    with torch.no_grad():
+        return torch.func.functional_call(module, weights, x.cuda())
 
 
 @pytest.mark.gpu
@@ -156,7 +153,7 @@ def test_outputs_of_cuda_graphs_stay_valid_and_a_gpus_backend_runs_where_it_is_l
     module, x = wide(), torch.randn(64, WIDTH)
     backend = InductorBackend("reduce-overhead").build(module, x, device="cuda")
     outs = [backend.infer(x * scale) for scale in range(1, 5)]
-    expected = [copy_on_gpu(module)((x * scale).cuda()) for scale in range(1, 5)]
+    expected = [run_on_gpu(module, x * scale) for scale in range(1, 5)]
     torch.testing.assert_close(outs, expected, rtol=1e-3, atol=1e-3)
     state = backend.to_dict()
     assert not any(value.is_cuda for value in state["state_dict"].values())

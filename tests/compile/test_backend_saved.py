@@ -141,9 +141,6 @@ def test_what_cannot_be_saved_is_named():
     assert backend.state == "active"
 
 
-# ------------------------------------------------------------------------------------------ samples
-
-
 class Takes(nn.Module):
     """Takes an image, tokens and a mask, in containers and by name."""
 

@@ -10,11 +10,12 @@ import weakref
 import lightning
 import pytest
 import torch
+import torch._functorch.config
 from torch import nn
-from torch._dynamo.callback import callback_handler
 
 from compile_callbacks import InductorConfig, Tune, compile_phases, report_of, restore
-from tests.support.models import CLASSES, FEATURES, mlp
+from tests.support.against_eager import assert_same_gradients
+from tests.support.models import CLASSES, FEATURES, Wrapper, mlp, seeded
 from tests.support.uncached import Uncached
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -35,11 +36,6 @@ class Watch(Uncached):
 
     def __call__(self, graph, is_inference):
         self.seen.append((self.phase, is_inference))
-
-
-def seeded():
-    torch.manual_seed(0)
-    return mlp()
 
 
 def trained(module, fabric=None):
@@ -66,9 +62,9 @@ def trained(module, fabric=None):
 @pytest.mark.parametrize("with_fabric", [False, True])
 def test_a_loop_has_two_phases_and_the_results_of_eager(with_fabric):
     fabric = lightning.Fabric(accelerator="cpu", devices=1) if with_fabric else None
-    watch, module = Watch(), seeded()
+    watch, module = Watch(), seeded(mlp)
     assert compile_phases(module, passes=[watch]) is module
-    torch.testing.assert_close(trained(module, fabric), trained(seeded()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(trained(module, fabric), trained(seeded(mlp)), rtol=1e-4, atol=1e-5)
     assert watch.seen == [("train", False), ("train", False), ("infer", True)]
     report = report_of(module)
     assert (report.train.graphs, report.infer.graphs) == (1, 1)
@@ -78,21 +74,19 @@ def test_a_loop_has_two_phases_and_the_results_of_eager(with_fabric):
 
 
 def test_a_compiled_module_is_the_original():
-    module = compile_phases(seeded())
+    module = compile_phases(mlp())
     module(X)
-    assert set(module.state_dict()) == set(seeded().state_dict())
+    assert set(module.state_dict()) == set(mlp().state_dict())
     assert type(module) is nn.Sequential
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         with pytest.raises(ValueError, match="restore got Sequential, which compile_phases did not compile"):
             restore(twin)
-        twin.load_state_dict(seeded().state_dict())
-    restore(module)
-    assert vars(module).keys() == vars(seeded()).keys()
-    assert callback_handler.start_callbacks == []
+        twin.load_state_dict(mlp().state_dict())
+    restore(module)  # test_no_trace.py checks that it leaves nothing behind
 
 
 def test_restore_keeps_what_the_user_compiled_in_place():
-    module = seeded()
+    module = mlp()
     module.compile()
     own = module._compiled_call_impl
     compile_phases(module)
@@ -121,12 +115,8 @@ def test_a_decorated_function():
     torch.testing.assert_close(double(x), x * 2)
 
 
-class Breaking(nn.Module):
+class Breaking(Wrapper):
     """Its graph breaks, so that Dynamo keeps graphs on the code of this class."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(FEATURES, 3)
 
     def forward(self, x):
         x = self.net(x)
@@ -134,7 +124,7 @@ class Breaking(nn.Module):
         return x + 1
 
 
-@pytest.mark.parametrize(("make", "graphs"), [(lambda: nn.Linear(FEATURES, 3), 6), (Breaking, 12)])
+@pytest.mark.parametrize(("make", "graphs"), [(mlp, 6), (Breaking, 12)])
 def test_phases_do_not_share_a_recompile_limit(make, graphs):
     static = {"dynamic": False}
     module = compile_phases(make(), static, static, verify="off", new_shapes="recompile")
@@ -155,6 +145,20 @@ def test_autocasts_of_two_dtypes_share_no_cached_graph():
         restore(module)
 
 
+def test_a_smaller_activation_memory_budget_saves_less_for_backward_and_computes_the_same():
+    layers = [part for _ in range(6) for part in (nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32))]
+    net, x, saved = nn.Sequential(nn.Linear(FEATURES, 32), *layers, nn.Linear(32, 3)), torch.randn(64, FEATURES), []
+    for budget in (None, 0.5, 0.0):
+        mode = InductorConfig(activation_memory_budget=budget, passes=[Uncached()])  # a cached graph is not counted
+        module = compile_phases(copy.deepcopy(net), train_mode=mode)
+        assert_same_gradients(module, net, x)
+        assert torch._functorch.config.activation_memory_budget == 1.0  # in force for our compiles only
+        report = report_of(module).train
+        assert ("activation_memory_budget=0.5" in str(report.mode)) == (budget == 0.5)
+        saved.append(report.diagnostics.saved_for_backward_mib)
+    assert saved[0] > saved[1] > saved[2]
+
+
 @pytest.mark.parametrize(
     ("module", "settings", "error", "message"),
     [
@@ -170,15 +174,11 @@ def test_wrong_arguments_are_refused_by_name(module, settings, error, message):
         compile_phases(module, **settings)
 
 
-# ------------------------------------------------------------------------------------------ lifetime
-
-
-class Encoder(nn.Module):
+class Encoder(Wrapper):
     """Computes a product of weights alone, which is folded, and has a method that is a target."""
 
     def __init__(self):
         super().__init__()
-        self.net = mlp()
         self.left, self.right = (nn.Parameter(torch.randn(FEATURES, FEATURES)) for _ in range(2))
 
     def encode(self, x):

@@ -7,26 +7,22 @@ import threading
 import pytest
 import torch
 import torch._dynamo
-from torch import nn
 
 from compile_callbacks import InductorCompile, compile_phases, report_of, restore
-from tests.support.models import FEATURES, Classifier, loader, seeded, trainer
+from tests.support.models import FEATURES, Classifier, Wrapper, loader, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
 
 
-class Waits(nn.Module):
+class Waits(Wrapper):
     """Calls a function in the middle of its forward, with a graph break around it."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, FEATURES)
-        self.waiting = lambda: None
+    waiting = staticmethod(lambda: None)
 
     def forward(self, x):
-        x = self.layer(x)
+        x = self.net(x)
         self.wait()
         return x * 2
 

@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import _torch
-from compile_callbacks.folding.folded_graph import Folding, compile_inner
+from compile_callbacks import report_of
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
 
-class Folded:
-    """A module compiled with folding, outside of any callback."""
+@pytest.fixture
+def folded(compiled):
+    """Compiles a module with folding in the infer phase."""
+    return lambda module: compiled(module, train_mode=None, infer_mode={"fold_weights": True}, verify="off")
 
-    def __init__(self, module):
-        self.refreshes = 0
-        self.folding = Folding(64.0, self._count)
-        self.module, self.eager = module, copy.deepcopy(module)
 
-        def call(*args):
-            return module(*args)
+def folding_of(module):
+    """The number of graphs with folded weights, and how often these were computed."""
+    report = report_of(module).infer
+    events = [event for event in report.diagnostics.events if event["kind"] == "fold"]
+    assert ([event for event in events if event.get("reason")], report.fallbacks) == ([], 0)
+    return len(events), report.diagnostics.weight_refreshes
 
-        self.compiled = torch.compile(call, backend=self._backend)
 
-    def _count(self):
-        self.refreshes += 1
-
-    def _backend(self, graph, inputs):
-        with self.folding.active():
-            return _torch.inductor.compile_graph(graph, inputs, options={}, inner_compile=compile_inner)
-
-    def assert_equals_eager(self, *args, rtol=1e-4, atol=1e-5):
-        self.eager.load_state_dict(self.module.state_dict())
-        with torch.no_grad():
-            expected = self.eager(*args)
-        with torch.no_grad():
-            actual = self.compiled(*args)
-        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
-        assert not self.folding.failures
-        return actual
-
-    @property
-    def graphs(self):
-        return len(self.folding.graphs)
+def assert_equals_eager(module, x, rtol=1e-4, atol=1e-5):
+    with torch.no_grad():
+        actual, expected = module(x), module._call_impl(x)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+    return actual
 
 
 def randomized(module):
@@ -79,12 +62,6 @@ class Plain(nn.Module):
         return self._forward(self, x)
 
 
-def weight(*shape):
-    return nn.Parameter(torch.rand(shape) + 0.5)
-
-
-# ------------------------------------------------------------------------------------------ what is folded
-
 NETS = {
     "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()), (2, 3, 9, 9)),
     "with a bias": (lambda: nn.Sequential(nn.Conv2d(4, 8, 3, stride=2, groups=4), nn.BatchNorm2d(8)), (2, 4, 9, 9)),
@@ -96,18 +73,14 @@ NETS = {
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_batch_norms_are_folded_into_products(name):
+def test_batch_norms_are_folded_into_products(folded, name):
     make, shape = NETS[name]
-    folded = Folded(randomized(make()))
-    x = torch.randn(shape)
+    module, x = folded(randomized(make())), torch.randn(shape)
     for refreshes in (1, 2):
         for _ in range(2):
-            folded.assert_equals_eager(x)
-        assert (folded.graphs, folded.refreshes) == (1, refreshes)
-        change_weights(folded.module)
-
-
-# ------------------------------------------------------------------------------------------ what is not folded
+            assert_equals_eager(module, x)
+        assert folding_of(module) == (1, refreshes)
+        change_weights(module)
 
 
 def counting(module, x):
@@ -117,36 +90,34 @@ def counting(module, x):
     return x @ (module.steps[:, None] * module.scale)
 
 
+@pytest.mark.filterwarnings("ignore:fold_weights=True has no effect")
 @pytest.mark.parametrize("breaks", [False, True], ids=["in the graph", "in another graph"])
-def test_a_buffer_that_forward_changes_is_read_on_each_call(breaks):
+def test_a_buffer_that_forward_changes_is_read_on_each_call(folded, breaks):
     module = Plain(counting, steps=torch.zeros(8), scale=nn.Parameter(torch.ones(8)))
     module.breaks = breaks
-    folded = Folded(module)
+    folded(module)
     with torch.no_grad():
         for step in range(1, 4):
-            torch.testing.assert_close(folded.compiled(torch.ones(2, 8)), torch.full((2, 8), 8.0 * step))
-    assert folded.graphs == breaks
+            torch.testing.assert_close(module(torch.ones(2, 8)), torch.full((2, 8), 8.0 * step))
+    assert folding_of(module)[0] == breaks
 
 
 @pytest.mark.codegen
-def test_outputs_are_not_in_memory_that_is_written_again():
+def test_outputs_are_not_in_memory_that_is_written_again(folded):
     def returning(module, x):
         cast = module.weight.bfloat16()
         return x @ cast, cast.t(), module.weight * 2
 
-    folded = Folded(Plain(returning, weight=weight(8, 8)))
+    module = folded(Plain(returning, weight=nn.Parameter(torch.rand(8, 8) + 0.5)))
     x = torch.randn(2, 8, dtype=torch.bfloat16)
-    before = folded.assert_equals_eager(x)
+    before = assert_equals_eager(module, x)
     kept = [tensor.clone() for tensor in before]
-    change_weights(folded.module)
-    after = folded.assert_equals_eager(x)
+    change_weights(module)
+    after = assert_equals_eager(module, x)
     assert not torch.equal(after[1], kept[1])
     assert all(torch.equal(tensor, copied) for tensor, copied in zip(before, kept, strict=True))
     before[1].zero_(), before[2].zero_()
-    folded.assert_equals_eager(x)
-
-
-# ------------------------------------------------------------------------------------------ how weights change
+    assert_equals_eager(module, x)
 
 
 def replace_parameter(module):
@@ -194,11 +165,10 @@ CHANGES += [fused_optimizer_step, swap_data, edit_under_inference_mode]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_each_change_is_seen_by_the_next_call(change):
+def test_each_change_is_seen_by_the_next_call(folded, change):
     make, shape = NETS["one channel"]
-    folded = Folded(randomized(make()))
-    x = torch.randn(shape)
-    folded.assert_equals_eager(x)
-    change(folded.module)
-    folded.assert_equals_eager(x)
-    assert folded.refreshes == 2
+    module, x = folded(randomized(make())), torch.randn(shape)
+    assert_equals_eager(module, x)
+    change(module)
+    assert_equals_eager(module, x)
+    assert folding_of(module)[1] == 2

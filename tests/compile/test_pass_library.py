@@ -11,23 +11,19 @@ from compile_callbacks.passes import TritonMaxPoolBackward, TritonSqueezeExcitat
 from compile_callbacks.passes.library.max_pool_backward import max_pool2d_backward
 from compile_callbacks.passes.library.squeeze_excitation import two_layers
 from compile_callbacks.passes.testing import check_pass
+from tests.support.models import Wrapper
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-CLOSE = {"rtol": 3e-2, "atol": 3e-2}  # bfloat16, of values about 1
 
 
-class Half(nn.Module):
+class Half(Wrapper):
     """Runs a module under autocast."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
 
     def forward(self, x):
         with torch.autocast(x.device.type, torch.bfloat16):
-            return self.module(x)
+            return self.net(x)
 
 
 def on(device, kind):
@@ -37,30 +33,23 @@ def on(device, kind):
     return graph_pass
 
 
-def images(device="cpu", channels=16):
-    return torch.randn(4, channels, 8, 8, device=device).to(memory_format=torch.channels_last)
+def images(device):
+    return torch.randn(4, 16, 8, 8, device=device).to(memory_format=torch.channels_last)
 
 
 def check(graph_pass, module, x, **kwargs):
     module = module.to(x.device, memory_format=torch.channels_last)
-    return check_pass(graph_pass, Half(module), x, **kwargs)
-
-
-def replaced(result, operator):
-    return result.ops_after[str(operator)]
-
-
-# ------------------------------------------------------------------------------------------ squeeze and excitation
+    result = check_pass(graph_pass, Half(module), x, **kwargs)
+    result.assert_close(rtol=3e-2, atol=3e-2)  # bfloat16, of values about 1
+    return result.ops_after
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("activation", "gate"), [(nn.SiLU, nn.Sigmoid), (nn.ReLU, nn.Hardsigmoid)])
 def test_the_two_layers_of_a_squeeze_and_excitation_become_one(activation, gate, device):
     module = SqueezeExcitation(16, 6, activation=activation, scale_activation=gate)
-    result = check(on(device, TritonSqueezeExcitation), module, images(device))
-    assert replaced(result, two_layers) == 1
-    assert result.ops_after["aten.convolution.default"] == 0
-    result.assert_close(**CLOSE)
+    ops = check(on(device, TritonSqueezeExcitation), module, images(device))
+    assert (ops[str(two_layers)], ops["aten.convolution.default"]) == (1, 0)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
@@ -78,22 +67,14 @@ def test_the_triton_kernel_of_two_layers_equals_its_reference(batch_size, channe
     torch.testing.assert_close(two_layers(*inputs, activation).cpu().double(), expected, **close)
 
 
-# ------------------------------------------------------------------------------------------ max pooling backward
-
-
-def pooled(*args, **kwargs):
-    return nn.Sequential(nn.Conv2d(16, 16, 1), nn.ReLU(), nn.MaxPool2d(*args, **kwargs))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "settings", [(3, 2, 1), (2,), (3, 1, 1), ((3, 2), (2, 3), (1, 0))], ids=["3 by 2", "2", "3 by 1", "uneven"]
 )
 def test_the_gradient_of_a_max_pooling(settings, device):
-    result = check(on(device, TritonMaxPoolBackward), pooled(*settings), images(device), phase="train")
-    assert replaced(result, max_pool2d_backward) == 1
-    assert result.ops_after["aten.max_pool2d_with_indices_backward.default"] == 0
-    result.assert_close(**CLOSE)
+    module = nn.Sequential(nn.Conv2d(16, 16, 1), nn.ReLU(), nn.MaxPool2d(*settings))
+    ops = check(on(device, TritonMaxPoolBackward), module, images(device), phase="train")
+    assert (ops[str(max_pool2d_backward)], ops["aten.max_pool2d_with_indices_backward.default"]) == (1, 0)
 
 
 @pytest.mark.gpu

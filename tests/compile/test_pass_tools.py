@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from compile_callbacks import InductorCompile, graph_pass
-from compile_callbacks.passes import (
-    RecordGraphs,
-    call_before,
-    count_ops,
-    find_nodes,
-    pattern_pass,
-    replace_node,
-)
+from compile_callbacks.passes import RecordGraphs, call_before, count_ops, find_nodes, pattern_pass, replace_node
 from compile_callbacks.passes.testing import check_pass
 from tests.support.models import Classifier, loader, trainer
 
@@ -38,22 +32,10 @@ def where_positive(x, y):
     return torch.where(total > 0, total, 0)
 
 
-def pattern(**kwargs):
-    return pattern_pass(clamped_sum, where_positive, [torch.ones(2, 3)] * 2, **kwargs)
-
-
-def inputs(dtype=torch.float32, requires_grad=False):
-    torch.manual_seed(0)
-    return [torch.randn(5, 7, dtype=dtype, requires_grad=requires_grad) for _ in range(2)]
-
-
-# ------------------------------------------------------------------------------------------ patterns
-
-
 @pytest.mark.parametrize("hook", ["joint_pre", "joint_post", "post_grad_pre", "post_grad_post"])
 def test_a_pattern_is_replaced_at_every_hook_point_with_operators(hook):
-    replacing = pattern(hook=hook)
-    result = check_pass(replacing, AddAndClamp(), *inputs())
+    replacing = pattern_pass(clamped_sum, where_positive, [torch.ones(2, 3)] * 2, hook=hook)
+    result = check_pass(replacing, AddAndClamp(), torch.randn(5, 7), torch.randn(5, 7))
     result.assert_close()
     assert replacing.replaced == 1
     assert (result.ops_before["aten.relu.default"], result.ops_after["aten.relu.default"]) == (1, 0)
@@ -73,9 +55,6 @@ def test_a_pattern_is_replaced_at_every_hook_point_with_operators(hook):
 def test_wrong_patterns_are_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         pattern_pass(*arguments)
-
-
-# ------------------------------------------------------------------------------------------ nodes
 
 
 def test_nodes_are_found_counted_inserted_and_replaced():
@@ -99,21 +78,13 @@ def test_nodes_are_found_counted_inserted_and_replaced():
         result.assert_close()
 
 
-# ------------------------------------------------------------------------------------------ checking and recording
-
-
 def test_record_graphs_writes_files_and_to_tensorboard(tmp_path):
-    from lightning.pytorch.loggers import TensorBoardLogger
-
     record = RecordGraphs(tmp_path / "graphs", hook="post_grad_pre")
     callback = InductorCompile(passes=[record], targets=["net"], baseline_steps=0, verify="off")
     logger = TensorBoardLogger(tmp_path)
     trainer(callback, logger=logger, log_every_n_steps=1).fit(Classifier(), loader(2), loader(1))
-    titles = [
-        "000_train_forward_post_grad_pre",
-        "001_train_backward_post_grad_pre",
-        "002_infer_inference_post_grad_pre",
-    ]
+    graphs = ["000_train_forward", "001_train_backward", "002_infer_inference"]
+    titles = [f"{name}_post_grad_pre" for name in graphs]
     assert [graph.title for graph in record.graphs] == titles
     assert sorted(path.stem for path in (tmp_path / "graphs").iterdir()) == titles
     text = (tmp_path / "graphs" / f"{titles[0]}.txt").read_text()

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from compile_callbacks import compile_phases, restore
-from tests.support.against_eager import FLOAT32
+from tests.support.against_eager import assert_same_gradients
+from tests.support.models import seeded
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -72,10 +73,6 @@ def trains(path, requires_grad):
     return lambda net: net.get_submodule(path).requires_grad_(requires_grad)
 
 
-def toggle(name):
-    return lambda net: net.get_parameter(name).requires_grad_(not net.get_parameter(name).requires_grad)
-
-
 def cast(name, dtype):
     def change(net):
         net.get_buffer(name).data = net.get_buffer(name).to(dtype)
@@ -112,13 +109,12 @@ FREEZES = [trains("1", False), trains("1", True), trains("1", False)]
         (blocks, [replace_block, *FREEZES], None),
         (Turning, [lambda net: None], None),
         (Adapted, [activate_the_other], None),
-        (Late, [register, toggle("late.factor"), toggle("late.factor")], None),
+        (Late, [register, trains("late", False), trains("late", True)], None),
         (Late, [cast("factor", torch.float64), cast("factor", torch.float32)], None),
     ],
 )
 def test_gradients_equal_eager_after_each_change(make, changes, targets):
-    torch.manual_seed(0)
-    eager = make()
+    eager = seeded(make)
     net = copy.deepcopy(eager)
     compile_phases(net, train_mode="default", infer_mode=None, targets=targets)
     x = torch.randn(4, 8, requires_grad=True)
@@ -126,14 +122,5 @@ def test_gradients_equal_eager_after_each_change(make, changes, targets):
         for module in (eager, net):
             change(module)
         for _ in range(2):  # nothing is new in the second call
-            assert_same_gradients(net, eager, lambda module: module(x))
+            assert_same_gradients(net, eager, x)
     restore(net)
-
-
-def assert_same_gradients(net, eager, call):
-    found = []
-    for module in (net, eager):
-        module.zero_grad()
-        call(module).square().sum().backward()
-        found.append({name: parameter.grad for name, parameter in module.named_parameters()})
-    torch.testing.assert_close(*found, **FLOAT32)

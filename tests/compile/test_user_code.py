@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import CompileWarning, report_of
 from tests.support.against_eager import FLOAT32
-from tests.support.models import FEATURES
+from tests.support.models import FEATURES, Wrapper
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -23,6 +23,10 @@ pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 def compiled(compiled):
     """Compiles modules so that a difference from eager raises."""
     return functools.partial(compiled, verify="raise")
+
+
+def relu_layer():
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU())
 
 
 class LanguageModel(nn.Module):
@@ -56,26 +60,21 @@ def test_aliased_and_strided_inputs_compile_one_graph(compiled, make, call):
 
 
 def test_a_sparse_output_is_returned(compiled):
-    class Sparse(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(FEATURES, 4)
-
+    class Sparse(Wrapper):
         def forward(self, x):
-            return self.layer(x).relu().to_sparse()
+            return self.net(x).to_sparse()
 
-    module, x = compiled(Sparse()), torch.randn(8, FEATURES)
+    module, x = compiled(Sparse(relu_layer())), torch.randn(8, FEATURES)
     output = module(x)
     assert output.is_sparse
-    torch.testing.assert_close(output.to_dense(), module.layer(x).relu())
+    torch.testing.assert_close(output.to_dense(), module.net(x))
     output.to_dense().sum().backward()
 
 
 def test_the_module_runs_as_often_as_the_user_calls_it(compiled):
-    class Counting(nn.Module):
+    class Counting(Wrapper):
         def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4))
+            super().__init__(nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4)))
             self.calls, self.queue = 0, []
 
         def forward(self, x):
@@ -94,7 +93,7 @@ def test_the_module_runs_as_often_as_the_user_calls_it(compiled):
 
 
 def test_hooks_on_tensors_see_one_backward_pass(compiled):
-    module, seen = compiled(nn.Sequential(nn.Linear(FEATURES, 4), nn.ReLU())), []
+    module, seen = compiled(relu_layer()), []
     x = torch.randn(3, FEATURES, requires_grad=True)
     x.register_hook(lambda gradient: seen.append("input"))
     module[0].weight.register_hook(lambda gradient: seen.append("weight"))
@@ -106,36 +105,19 @@ def test_hooks_on_tensors_see_one_backward_pass(compiled):
     assert report_of(module).train.verified == "equal 1"
 
 
-class Layer(nn.Module):
-    """If Dynamo skips the caller, it compiles this ``forward`` separately; those of torch.nn it does not."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, 6)
-
-    def forward(self, x):
-        return self.linear(x).relu()
-
-
 def test_a_graph_break_that_torch_asks_for_is_not_a_failure_of_the_compiler(compiled):
-    class Positions(nn.Module):
+    class Positions(Wrapper):
         """Computes with the value of a tensor, which a graph cannot: torch ends the graph there."""
-
-        def __init__(self):
-            super().__init__()
-            self.net = Layer()
 
         def forward(self, x, length):
             return self.net(x) + torch.arange(0, length)
 
-    module, x = compiled(Positions()), torch.randn(3, FEATURES)
-    torch.testing.assert_close(module(x, torch.tensor(6)), module.net(x) + torch.arange(6))
+    # If Dynamo skips the caller, it compiles the forward of an inner wrapper separately; those of torch.nn it does not.
+    module, x = compiled(Positions(Wrapper(relu_layer()))), torch.randn(3, FEATURES)
+    torch.testing.assert_close(module(x, torch.tensor(16)), module.net(x) + torch.arange(16))
     report = report_of(module).train
     assert report.graphs >= 1
     assert report.fallbacks == 0
-
-
-# ------------------------------------------------------------------------------------------ activation checkpoints
 
 
 class Breaking(nn.Module):
@@ -149,10 +131,6 @@ class Breaking(nn.Module):
         hidden = torch.tanh(self.first(x)) * torch.sigmoid(x)[:, :1]
         torch._dynamo.graph_break()
         return torch.relu(self.second(hidden))
-
-
-def relu_layer():
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU())
 
 
 def gradients(net, *batches):
@@ -199,13 +177,12 @@ def directional(net, x):
     return sum(jvp(net, (x,), (x.cos(),)))
 
 
-class Transformed(nn.Module):
+class Transformed(Wrapper):
     """Calls its net under a transform."""
 
     def __init__(self, transform):
-        super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 3))
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 3)))
         self.transform = transform
 
     def forward(self, x):

@@ -6,7 +6,6 @@ The two processes use gloo on the CPU and, if there are two GPUs, NCCL.
 from __future__ import annotations
 
 import contextlib
-import json
 from unittest import mock
 
 import pytest
@@ -22,10 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from compile_callbacks import InductorBackend, InductorCompile, Tune, compile_phases, export, report_of, restore
 from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.runtime.targets import resolve_targets
-from tests.support.against_eager import FLOAT32, FLOAT32_ON_GPU
-from tests.support.pairs import made_once, run_pairs
+from tests.support.against_eager import FLOAT32
+from tests.support.pairs import Pair, made_once, run_pairs
 from tests.support.sharded_models import BLOCKS, WIDTH, Blocks, Whole, data, loader, one_device, shard_blocks
 
+CASES = ["fits", "resumes_a_checkpoint_of_one_device", "predicts", "checkpoints_activations"]
+CASES += ["accumulates_clips_and_thaws", "sharded_as_one", "one_rank_fails", "without_a_trainer", "fsdp1_in_a_trainer"]
 PARTS = [f"net.layers.{index}" for index in range(BLOCKS)]
 ONE_GRAPH = f"net.layers.* ({BLOCKS} blocks, one graph)"
 
@@ -34,44 +35,16 @@ ONE_GRAPH = f"net.layers.* ({BLOCKS} blocks, one graph)"
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def accelerator(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def close(accelerator):
-    return FLOAT32_ON_GPU if accelerator == "gpu" else FLOAT32
-
-
-@pytest.fixture(scope="module")
-def folder(accelerator, tmp_path_factory, worker_id):
+def pair(request, tmp_path_factory, worker_id):
     """The results of two processes, which run all cases once: to start them takes longer than most cases do."""
 
     def fill(folder):
         module, trainer = Whole(), one_device(InductorCompile(baseline_steps=0))
         trainer.fit(module, loader(1), loader(1))
         trainer.save_checkpoint(folder / "one.ckpt")
-        run_pairs("fsdp_ranks.py", folder, accelerator, [])
+        run_pairs("fsdp_ranks.py", folder, request.param, CASES)
 
-    return made_once(f"fsdp_{accelerator}", fill, tmp_path_factory, worker_id)
-
-
-@pytest.fixture
-def results(folder):
-    """The results of a case on both ranks."""
-
-    def of_case(name):
-        both = []
-        for rank in (0, 1):
-            written = folder / f"rank{rank}.json"
-            assert written.exists(), (folder / f"printed0.{rank}").read_text()[-3000:]
-            cases = json.loads(written.read_text())
-            assert name in cases, next(reversed(cases.values()))
-            assert "error" not in (cases[name] or {}), cases[name]["error"]
-            both.append(cases[name])
-        return both
-
-    return of_case
+    return Pair(made_once(f"fsdp_{request.param}", fill, tmp_path_factory, worker_id), request.param)
 
 
 def assert_close(apart, close):
@@ -90,28 +63,25 @@ def assert_compiled(phase, target=ONE_GRAPH):
 @pytest.mark.parametrize(
     ("case", "target"), [("fits", ONE_GRAPH), ("sharded_as_one", "net"), ("checkpoints_activations", ONE_GRAPH)]
 )
-def test_sharded_blocks_share_a_graph_and_train_as_in_eager(results, close, case, target):
-    for rank in results(case):
-        assert_close(rank["apart"], close)
+def test_sharded_blocks_share_a_graph_and_train_as_in_eager(pair, case, target):
+    for rank in pair(case):
+        assert_close(rank["apart"], pair.close)
         assert_compiled(rank["report"]["train"], target)
         if case == "fits":
             assert_compiled(rank["report"]["infer"])
             assert rank["left"] == []
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["accumulates_clips_and_thaws", "resumes_a_checkpoint_of_one_device"],
-)
-def test_sharded_training_equals_eager(results, close, case):
-    for rank in results(case):
-        assert_close(rank["apart"], close)
+@pytest.mark.parametrize("case", ["accumulates_clips_and_thaws", "resumes_a_checkpoint_of_one_device"])
+def test_sharded_training_equals_eager(pair, case):
+    for rank in pair(case):
+        assert_close(rank["apart"], pair.close)
 
 
-def test_a_compiler_that_fails_on_one_rank_does_not_end_the_run(results, close):
-    ranks = results("one_rank_fails")
+def test_a_compiler_that_fails_on_one_rank_does_not_end_the_run(pair):
+    ranks = pair("one_rank_fails")
     for rank in ranks:
-        assert_close(rank["apart"], close)
+        assert_close(rank["apart"], pair.close)
     failed, other = ranks[1]["report"]["train"], ranks[0]["report"]["train"]
     assert failed["fallbacks"] >= 1
     reasons = [event["reason"] for event in failed["diagnostics"]["events"] if event["kind"] == "fallback"]
@@ -119,13 +89,13 @@ def test_a_compiler_that_fails_on_one_rank_does_not_end_the_run(results, close):
     assert (other["graphs"], other["fallbacks"]) == (1, 0)
 
 
-def test_sharded_weights_are_not_frozen(results, close):
-    for number, rank in enumerate(results("predicts")):
-        assert rank["apart"] < close["atol"]
-        assert rank["apart_moved"] < close["atol"]
+def test_sharded_weights_are_not_frozen(pair):
+    for number, rank in enumerate(pair("predicts")):
+        assert rank["apart"] < pair.close["atol"]
+        assert rank["apart_moved"] < pair.close["atol"]
         assert rank["moved"] > 0.1
-        assert len(rank["warned"]) == (1 if number == 0 else 0)  # the first process warns for all
-        assert all("freezing" in message and WEIGHTS_ARE_SHARDED in message for message in rank["warned"])
+        assert len(rank["warnings"]) == (1 if number == 0 else 0)  # the first process warns for all
+        assert all("freezing" in message and WEIGHTS_ARE_SHARDED in message for message in rank["warnings"])
         diagnostics = rank["report"]["infer"]["diagnostics"]
         reasons = [event["reason"] for event in diagnostics["events"] if event["kind"] == "fold"]
         assert [WEIGHTS_ARE_SHARDED in reason for reason in reasons] == [True] * (number == 0)
@@ -133,9 +103,9 @@ def test_sharded_weights_are_not_frozen(results, close):
 
 
 @pytest.mark.parametrize("case", ["without_a_trainer", "fsdp1_in_a_trainer"])
-def test_fsdp1_and_modules_without_a_trainer_equal_eager(results, close, case):
-    for rank in results(case):
-        torch.testing.assert_close(rank["losses"], rank["eager"], **close)
+def test_fsdp1_and_modules_without_a_trainer_equal_eager(pair, case):
+    for rank in pair(case):
+        torch.testing.assert_close(rank["losses"], rank["eager"], **pair.close)
         target = ONE_GRAPH if case == "fsdp1_in_a_trainer" else ONE_GRAPH.removeprefix("net.")
         assert_compiled(rank["report"]["train"], target)
 
@@ -143,9 +113,9 @@ def test_fsdp1_and_modules_without_a_trainer_equal_eager(results, close, case):
 # ------------------------------------------------------------------------------------------ checkpoints
 
 
-def test_a_checkpoint_of_two_devices_loads_into_one_eager_module(results, folder):
-    results("fits")
-    state = torch.load(folder / "full.ckpt", weights_only=False)["state_dict"]
+def test_a_checkpoint_of_two_devices_loads_into_one_eager_module(pair):
+    pair("fits")
+    state = torch.load(pair.folder / "full.ckpt", weights_only=False)["state_dict"]
     module = Whole()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     assert list(state) == list(before)
@@ -153,15 +123,15 @@ def test_a_checkpoint_of_two_devices_loads_into_one_eager_module(results, folder
     assert not any(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
-def test_one_device_resumes_a_checkpoint_of_two(results, close, folder):
-    results("fits")
+def test_one_device_resumes_a_checkpoint_of_two(pair):
+    pair("fits")
     resumed, straight = Whole(), Whole()
     ours = one_device(InductorCompile(baseline_steps=0), max_epochs=3)
-    ours.fit(resumed, loader(1), loader(1), ckpt_path=folder / "full.ckpt")
+    ours.fit(resumed, loader(1), loader(1), ckpt_path=pair.folder / "full.ckpt")
     one_device(max_epochs=3).fit(straight, loader(1), loader(1))
     assert len(resumed.losses) == len(loader(1))
-    torch.testing.assert_close(resumed.losses, straight.losses[-len(resumed.losses) :], **close)
-    torch.testing.assert_close(resumed.state_dict(), straight.state_dict(), rtol=1e-3, atol=close["atol"])
+    torch.testing.assert_close(resumed.losses, straight.losses[-len(resumed.losses) :], **pair.close)
+    torch.testing.assert_close(resumed.state_dict(), straight.state_dict(), rtol=1e-3, atol=pair.close["atol"])
 
 
 # ------------------------------------------------------------------------------------------ one process

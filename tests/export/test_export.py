@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -224,23 +225,21 @@ def test_a_program_equals_eager_and_contains_no_example(tmp_path):
     assert torch.export.load(run.path).example_inputs is None
 
 
-@pytest.mark.parametrize("how", ["compile_phases", "module.compile", "torch.compile"])
+def compile_in_place(net):
+    net.compile(backend="aot_eager")
+    return net
+
+
+@pytest.mark.parametrize("how", [compile_phases, compile_in_place, functools.partial(torch.compile, backend="eager")])
 def test_the_original_of_a_compiled_module_is_exported(tmp_path, how):
     net = mlp().eval()
     expected = net(torch.ones(2, 8))
-    compiled = net
-    if how == "compile_phases":
-        compile_phases(net)
-        with torch.no_grad():
-            net(torch.ones(2, 8))
-    elif how == "module.compile":
-        net.compile(backend="aot_eager")
-        net(torch.ones(2, 8))
-    else:
-        compiled = torch.compile(net, backend="aot_eager")
+    compiled = how(net)
+    with torch.no_grad():
+        compiled(torch.ones(2, 8))
     run = export_program(compiled, (torch.randn(4, 8),), tmp_path)
     torch.testing.assert_close(run(torch.ones(2, 8)), expected, **CLOSE)
-    if how == "compile_phases":
+    if how is compile_phases:
         assert report_of(net).infer.graphs == 1  # still compiled, and the export compiled no graph
         restore(net)
 
@@ -273,9 +272,6 @@ def test_a_module_that_cannot_be_exported_is_an_error_with_its_line(tmp_path, ca
     assert list(tmp_path.iterdir()) == []
     assert module.training
     assert "def forward" not in capfd.readouterr().err  # torch prints the unfinished graph
-
-
-# ------------------------------------------------------------------------------------------ arguments
 
 
 X = (torch.randn(4, 8),)

@@ -74,23 +74,16 @@ INPUTS = {
 
 @pytest.mark.all_versions
 @pytest.mark.parametrize("format_", ["export", "aoti"])
-def test_inputs_that_cannot_be_read_are_an_export_error(format_, packages, tmp_path):
-    others = [
-        lambda text, inputs=inputs: json.dumps({**json.loads(text), "inputs": inputs})
-        for inputs in (None, 3, [1], "", "[1]", "{", DEEP)
-    ]
-    for change in (*map(with_inputs, INPUTS.values()), *others):
+def test_metadata_and_inputs_that_cannot_be_read_are_an_export_error(format_, packages, tmp_path):
+    unreadable, damaged = r"cannot read the description of the inputs in .*other\.pt2", r"other\.pt2 is damaged"
+    cases = [(with_inputs(change), unreadable) for change in INPUTS.values()]
+    for inputs in (None, 3, [1], "", "[1]", "{", DEEP):
+        cases += [(lambda text, inputs=inputs: json.dumps({**json.loads(text), "inputs": inputs}), unreadable)]
+    for metadata in ("", "[1]", "null", '"text"', '{"torch": "2.15"}', "{", DEEP):
+        cases += [(lambda _, metadata=metadata: metadata, damaged)]
+    for change, text in cases:
         package = with_metadata(packages[format_], tmp_path / "other.pt2", change)
-        with pytest.raises(ExportError, match=r"cannot read the description of the inputs in .*other\.pt2"):
-            load_exported(package)
-
-
-@pytest.mark.all_versions
-@pytest.mark.parametrize("format_", ["export", "aoti"])
-def test_metadata_that_cannot_be_read_are_an_export_error(format_, packages, tmp_path):
-    for text in ("", "[1]", "null", '"text"', '{"torch": "2.15"}', "{", DEEP):
-        package = with_metadata(packages[format_], tmp_path / "other.pt2", lambda _, text=text: text)
-        with pytest.raises(ExportError, match=r"other\.pt2 is damaged"):
+        with pytest.raises(ExportError, match=text):
             load_exported(package)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from typing import Any
 
 import pytest
 import torch
 
-from tests.models.trial import Run, Trial, check, describe, difference, equal, figures
+from tests.models.trial import Run, Trial, check, compare, figures
 
 
 @functools.cache
@@ -20,16 +19,9 @@ def series(kind: str):
     from pytorch_forecasting import TimeSeriesDataSet
 
     rng = np.random.default_rng(0)
-    frames = [
-        pd.DataFrame(
-            {
-                "value": np.sin(np.arange(60) / 5 + group) + 0.1 * rng.standard_normal(60),
-                "time": np.arange(60),
-                "group": str(group),
-            }
-        )
-        for group in range(4)
-    ]
+    times = np.arange(60)
+    values = [np.sin(times / 5 + group) + 0.1 * rng.standard_normal(60) for group in range(4)]
+    frames = [pd.DataFrame({"value": v, "time": times, "group": str(group)}) for group, v in enumerate(values)]
     data = pd.concat(frames, ignore_index=True).astype({"value": "float32"})
     common: dict[str, Any] = {
         "time_idx": "time",
@@ -74,19 +66,13 @@ def batches(kind: str, *, train: bool):
 
 TRIALS = [
     Trial(
-        name="pytorch-forecasting TFT",
-        make=tft,
-        train=lambda: batches("tft", train=True),
-        validate=lambda: batches("tft", train=False),
+        name=f"pytorch-forecasting {name}",
+        make=make,
+        train=functools.partial(batches, kind, train=True),
+        validate=functools.partial(batches, kind, train=False),
         settings={"limit_train_batches": 10, "limit_val_batches": 4, "gradient_clip_val": 0.1},
-    ),
-    Trial(
-        name="pytorch-forecasting N-BEATS",
-        make=nbeats,
-        train=lambda: batches("nbeats", train=True),
-        validate=lambda: batches("nbeats", train=False),
-        settings={"limit_train_batches": 10, "limit_val_batches": 4, "gradient_clip_val": 0.1},
-    ),
+    )
+    for name, kind, make in [("TFT", "tft", tft), ("N-BEATS", "nbeats", nbeats)]
 ]
 
 
@@ -124,21 +110,7 @@ def neuralforecast_run(*callbacks: Any) -> Run:
 
 
 def neuralforecast_figures(**arguments: Any) -> dict[str, Any]:
-    from compile_callbacks import InductorCompile
-
-    eager = neuralforecast_run()
-    callback = InductorCompile(**{"baseline_steps": 5, **arguments})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        compiled = neuralforecast_run(callback)
-    row = describe(callback.report, caught)
-    row["seconds"] = {"eager": round(eager.seconds, 1), "compiled": round(compiled.seconds, 1)}
-    for phase in ("train", "infer"):
-        of_phase = callback.report.phase(phase)
-        row[phase] |= {"eager_ms": of_phase.eager_step_ms, "compiled_ms": of_phase.compiled_step_ms}
-    row["difference"] = difference(eager, compiled)
-    row["equal"] = equal(eager, compiled, {"rtol": 1e-3, "atol": 1e-4})
-    return row
+    return compare(neuralforecast_run, **arguments)
 
 
 def test_neuralforecast_equals_eager():

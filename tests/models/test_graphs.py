@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.models.trial import Trial, check, figures
+from tests.models.trial import Trained, Trial, check, figures
 
 WIDTH = 32
 
@@ -28,19 +27,12 @@ class _GCN(torch.nn.Module):
         return self.head(global_mean_pool(x, batch))
 
 
-class Graphs(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = _GCN()
-
+class Graphs(Trained):
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self.net(batch.x, batch.edge_index, batch.batch), batch.y)
 
     def validation_step(self, batch, batch_idx):
         return self.net(batch.x, batch.edge_index, batch.batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def graphs(batches: int, seed: int = 0):
@@ -57,7 +49,9 @@ def graphs(batches: int, seed: int = 0):
     return DataLoader(data, batch_size=4)
 
 
-TRIALS = [Trial(name="PyG GCN", make=Graphs, train=lambda: graphs(30), validate=lambda: graphs(10, seed=1))]
+TRIALS = [
+    Trial(name="PyG GCN", make=lambda: Graphs(_GCN()), train=lambda: graphs(30), validate=lambda: graphs(10, seed=1))
+]
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)

@@ -9,20 +9,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.models.trial import Trial, check, figures
+from tests.models.trial import Trained, Trial, check, figures
 
 
-class Packed(pl.LightningModule):
+class Packed(Trained):
     """An LSTM on a `PackedSequence` of sequences of varying length."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(8, 32, batch_first=True)
+        super().__init__(nn.LSTM(8, 32, batch_first=True))
         self.head = nn.Linear(32, 3)
 
     def forward(self, x, lengths):
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        _, (hidden, _) = self.lstm(packed)
+        _, (hidden, _) = self.net(packed)
         return self.head(hidden[-1])
 
     def training_step(self, batch, batch_idx):
@@ -31,9 +30,6 @@ class Packed(pl.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         return self(*batch[:2])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def sequences(batches: int, seed: int = 0) -> DataLoader:
@@ -110,12 +106,11 @@ class _Replay(IterableDataset):
             yield torch.stack(states), torch.tensor(actions), torch.tensor(rewards), torch.stack(nexts)
 
 
-class DQN(pl.LightningModule):
+class DQN(Trained):
     """Q-learning with a target network, which is copied every eight steps."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
+        super().__init__(nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2)))
         self.slow_net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
         self.slow_net.load_state_dict(self.net.state_dict())
 
@@ -131,16 +126,10 @@ class DQN(pl.LightningModule):
     def train_dataloader(self):
         return DataLoader(_Replay(self, 24), batch_size=None)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
 
 TRIALS = [
     Trial(
-        name="LSTM on packed sequences",
-        make=Packed,
-        train=lambda: sequences(24),
-        validate=lambda: sequences(8, seed=1),
+        name="LSTM on packed sequences", make=Packed, train=lambda: sequences(24), validate=lambda: sequences(8, seed=1)
     ),
     Trial(
         name="WGAN-GP",

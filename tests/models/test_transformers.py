@@ -7,24 +7,20 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.models.trial import Trial, check, figures
+from tests.models.trial import Trained, Trial, check, figures
 
 WIDTH, WORDS = 32, 64
 
 
-class _Texts(pl.LightningModule):
+class _Texts(Trained):
     def __init__(self, net: torch.nn.Module) -> None:
-        super().__init__()
-        self.net = net.train()
+        super().__init__(net.train())
 
     def training_step(self, batch, batch_idx):
         return self.net(**batch).loss
 
     def validation_step(self, batch, batch_idx):
         return self.net(**batch).logits
-
-    def configure_optimizers(self):
-        return torch.optim.SGD((w for w in self.parameters() if w.requires_grad), lr=0.05)
 
 
 class _Generates(_Texts):
@@ -38,14 +34,9 @@ def bert(*, checkpointing: bool = False, width: int = WIDTH):
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
-        vocab_size=WORDS,
-        hidden_size=width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=2 * width,
-        hidden_dropout_prob=0,
-        attention_probs_dropout_prob=0,
-    )
+        vocab_size=WORDS, hidden_size=width, num_hidden_layers=2, num_attention_heads=2, intermediate_size=2 * width,
+        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
     net = BertForSequenceClassification(config)
     if checkpointing:
         net.gradient_checkpointing_enable()
@@ -56,17 +47,9 @@ def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=WORDS,
-        n_embd=WIDTH,
-        n_layer=2,
-        n_head=2,
-        n_positions=64,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
+        vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
     return GPT2LMHeadModel(config)
 
 
@@ -119,44 +102,29 @@ def same_length(batches: int, seed: int = 0) -> DataLoader:
     return DataLoader([batch(8 + i % 5) for i in range(batches)], batch_size=None)
 
 
+def on_texts(name: str, make, *, labels: str, batches: int = 16, **settings) -> Trial:
+    train, validate = lambda: texts(batches, labels=labels), lambda: texts(8, labels=labels, seed=1)
+    return Trial(**{"name": name, "make": make, "train": train, "validate": validate} | settings)
+
+
 def _nothing(module: pl.LightningModule) -> None:
     pass
 
 
 TRIALS = [
-    Trial(
-        name="BERT, padded to the longest",
-        make=lambda: _Texts(bert()),
-        train=lambda: texts(24, labels="class"),
-        validate=lambda: texts(8, labels="class", seed=1),
-        after=_nothing,
+    on_texts("BERT, padded to the longest", lambda: _Texts(bert()), labels="class", batches=24, after=_nothing),
+    on_texts(
+        "BERT, activation checkpointing", lambda: _Texts(bert(checkpointing=True, width=40)), labels="class", batches=24
     ),
-    Trial(
-        name="BERT, activation checkpointing",
-        make=lambda: _Texts(bert(checkpointing=True, width=40)),
-        train=lambda: texts(24, labels="class"),
-        validate=lambda: texts(8, labels="class", seed=1),
-    ),
-    Trial(
-        name="GPT-2 with generate()",
-        make=lambda: _Generates(gpt2()),
-        train=lambda: texts(16, labels="words"),
+    on_texts(
+        "GPT-2 with generate()",
+        lambda: _Generates(gpt2()),
+        labels="words",
         validate=lambda: same_length(6),
         after=_nothing,
     ),
-    Trial(
-        name="T5",
-        make=lambda: _Texts(t5()),
-        train=lambda: texts(16, labels="words"),
-        validate=lambda: texts(8, labels="words", seed=1),
-    ),
-    Trial(
-        name="peft LoRA, merged",
-        make=lambda: _Texts(lora()),
-        train=lambda: texts(16, labels="class"),
-        validate=lambda: texts(8, labels="class", seed=1),
-        after=merge,
-    ),
+    on_texts("T5", lambda: _Texts(t5()), labels="words"),
+    on_texts("peft LoRA, merged", lambda: _Texts(lora()), labels="class", after=merge),
 ]
 
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import copy
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.models.trial import Trial, check, figures
+from tests.models.trial import Trained, Trial, check, figures
 
 CLASSES = 4
 
 
-class _Images(pl.LightningModule):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
+class _Images(Trained):
+    rate = 0.01
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -27,9 +24,6 @@ class _Images(pl.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         return self.net(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class _Mixed(_Images):
@@ -82,11 +76,10 @@ def images(batches: int, sizes: tuple[int, ...] = (32,), *, masks: bool = False,
     return DataLoader([batch(sizes[i % len(sizes)]) for i in range(batches)], batch_size=None)
 
 
-# ---------------------------------------------------------------------------------------------- lightly
-
-
-class BYOL(pl.LightningModule):
+class BYOL(Trained):
     """As in lightly's examples: an online and a momentum encoder."""
+
+    rate = 0.01
 
     def __init__(self) -> None:
         from lightly.loss import NegativeCosineSimilarity
@@ -125,12 +118,6 @@ class BYOL(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         return self.backbone(batch[0])
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-# ---------------------------------------------------------------------------------------------- monai
-
 
 class Volumes(_Images):
     """Trains on patches, validates whole images by sliding windows."""
@@ -166,10 +153,9 @@ def whole_images(count: int) -> DataLoader:
     return DataLoader([torch.randn(1, 1, *size, generator=generator) for size in sizes], batch_size=None)
 
 
-# ---------------------------------------------------------------------------------------------- torchvision
+class Detector(Trained):
+    rate = 0.001
 
-
-class Detector(pl.LightningModule):
     def __init__(self) -> None:
         from torchvision.models.detection import FasterRCNN
         from torchvision.models.detection.rpn import AnchorGenerator
@@ -178,29 +164,20 @@ class Detector(pl.LightningModule):
         super().__init__()
         backbone = nn.Sequential(nn.Conv2d(3, 16, 3, 4, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU())
         backbone.out_channels = 16
+        proposals = {"rpn_pre_nms_top_n_train": 50, "rpn_post_nms_top_n_train": 20}
+        proposals |= {"rpn_pre_nms_top_n_test": 50, "rpn_post_nms_top_n_test": 10}
         self.net = FasterRCNN(
-            backbone,
-            num_classes=CLASSES,
+            backbone, num_classes=CLASSES, min_size=64, max_size=96,
             rpn_anchor_generator=AnchorGenerator(sizes=((16, 32),), aspect_ratios=((1.0,),)),
             box_roi_pool=MultiScaleRoIAlign(featmap_names=["0"], output_size=4, sampling_ratio=2),
-            min_size=64,
-            max_size=96,
-            box_batch_size_per_image=16,
-            rpn_batch_size_per_image=16,
-            rpn_pre_nms_top_n_train=50,
-            rpn_post_nms_top_n_train=20,
-            rpn_pre_nms_top_n_test=50,
-            rpn_post_nms_top_n_test=10,
-        )
+            box_batch_size_per_image=16, rpn_batch_size_per_image=16, **proposals,
+        )  # fmt: skip
 
     def training_step(self, batch, batch_idx):
         return sum(self.net(*batch).values())
 
     def validation_step(self, batch, batch_idx):
         return [found["scores"].sum() for found in self.net(batch[0])]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.001)
 
 
 def boxes(batches: int, seed: int = 0) -> DataLoader:
@@ -246,16 +223,9 @@ TRIALS = [
         chaotic=True,
     ),
     Trial(
-        name="monai U-Net, sliding windows",
-        make=Volumes,
-        train=lambda: patches(16),
-        validate=lambda: whole_images(8),
+        name="monai U-Net, sliding windows", make=Volumes, train=lambda: patches(16), validate=lambda: whole_images(8)
     ),
-    Trial(
-        name="monai U-Net, MetaTensor",
-        make=MetaTensors,
-        train=lambda: patches(16),
-    ),
+    Trial(name="monai U-Net, MetaTensor", make=MetaTensors, train=lambda: patches(16)),
     Trial(
         name="torchvision Faster R-CNN",
         make=Detector,

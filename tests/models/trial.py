@@ -6,6 +6,7 @@ The tests of this folder and ``benchmarks/models_table.py`` call it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 from collections import Counter
@@ -23,36 +24,38 @@ from compile_callbacks import CompileWarning, InductorCompile
 from tests.support.models import trainer
 
 BASELINE_STEPS = 5
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A model, its data and how it is trained.
+    """A model, its data and how it is trained."""
 
-    Attributes:
-        name: The name in the table.
-        make: Makes the LightningModule, after the seed is set.
-        train: Makes the training data.
-        validate: Makes the validation data; ``None`` if the model is only trained.
-        settings: Arguments of the Trainer.
-        after: Called with the module after the fit; a second validation outside of the fit follows.
-        eager_targets: How many targets the callback leaves eager in training, because it cannot compile them.
-        close: Tolerances of losses, outputs and weights.
-        arguments: Arguments of the callback that the tests give, and the table does not.
-        chaotic: Whether training amplifies rounding, so that two eager runs differ beyond any tolerance if their
-            weights differ by 1e-7. The tests then compare each graph, and not the runs.
-    """
-
-    name: str
-    make: Callable[[], pl.LightningModule]
-    train: Callable[[], Iterable[Any]]
-    validate: Callable[[], Iterable[Any]] | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    after: Callable[[pl.LightningModule], None] | None = None
-    eager_targets: int = 0
-    close: Mapping[str, float] = field(default_factory=lambda: {"rtol": 1e-3, "atol": 1e-4})
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # in the table
+    make: Callable[[], pl.LightningModule]  # called after the seed is set
+    train: Callable[[], Iterable[Any]]  # makes the training data
+    validate: Callable[[], Iterable[Any]] | None = None  # makes the validation data
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the Trainer
+    after: Callable[[pl.LightningModule], None] | None = None  # called after the fit; a second validation follows
+    eager_targets: int = 0  # how many targets the callback leaves eager in training, because it cannot compile them
+    close: Mapping[str, float] = field(default_factory=lambda: CLOSE)  # of losses, outputs and weights
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the callback, in the tests and not in the table
+    # Whether training amplifies rounding, so that two eager runs differ beyond any tolerance if their weights differ by
+    # 1e-7. The tests then compare each graph, and not the runs.
     chaotic: bool = False
+
+
+class Trained(pl.LightningModule):
+    """Has a net, and trains those of its weights that are not frozen with SGD."""
+
+    rate = 0.05
+
+    def __init__(self, net: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = net
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD((weight for weight in self.parameters() if weight.requires_grad), lr=self.rate)
 
 
 @dataclass(kw_only=True)
@@ -140,20 +143,27 @@ def figures(trial: Trial, **arguments: Any) -> dict[str, Any]:
     Raises:
         AssertionError: The runs differ.
     """
-    eager = run(trial)
+    return compare(functools.partial(run, trial), trial.close, **arguments)
+
+
+def compare(run: Callable[..., Run], close: Mapping[str, float] = CLOSE, **arguments: Any) -> dict[str, Any]:
+    """Return the row of the table for a function that takes callbacks and runs once."""
+    eager = run()
     callback = InductorCompile(**{"baseline_steps": BASELINE_STEPS, **arguments})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        compiled = run(trial, callback)
+        compiled = run(callback)
     row = describe(callback.report, caught)
     row["seconds"] = {"eager": round(eager.seconds, 1), "compiled": round(compiled.seconds, 1)}
     for phase in ("train", "infer"):
         # The second half, after compiling: the median of steps that may differ in their shapes, the same in both runs.
-        late = [steps[len(steps) // 2 :] for steps in (eager.step_ms[phase], compiled.step_ms[phase])]
-        row[phase]["eager_ms"], row[phase]["compiled_ms"] = (round(median(ms), 2) if ms else None for ms in late)
-        row[phase] |= traces(compiled, phase)
+        for name, steps in (("eager_ms", eager.step_ms[phase]), ("compiled_ms", compiled.step_ms[phase])):
+            if steps:
+                row[phase][name] = round(median(steps[len(steps) // 2 :]), 2)
+        if compiled.traces:
+            row[phase] |= traces(compiled, phase)
     row["difference"] = difference(eager, compiled)
-    row["equal"] = equal(eager, compiled, trial.close)
+    row["equal"] = equal(eager, compiled, close)
     return row
 
 
@@ -170,6 +180,8 @@ def describe(report: Any, caught: Iterable[warnings.WarningMessage] = ()) -> dic
             "fallbacks": phase.fallbacks,
             "compile_seconds": round(phase.compile_seconds or 0, 1),
             "comparisons": phase.verified,
+            "eager_ms": phase.eager_step_ms,
+            "compiled_ms": phase.compiled_step_ms,
         }
     row["warnings"] = [str(one.message)[:400] for one in caught if issubclass(one.category, CompileWarning)]
     return row

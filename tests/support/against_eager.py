@@ -53,6 +53,16 @@ def assert_same_values(ours: Classifier, eager: Classifier, close: Mapping[str, 
     torch.testing.assert_close(dict(ours.state_dict()), dict(eager.state_dict()), **close)
 
 
+def assert_same_gradients(ours: nn.Module, eager: nn.Module, *inputs: torch.Tensor) -> None:
+    """Run a forward and a backward pass of both modules, and compare the gradients of their weights."""
+    found = []
+    for module in (ours, eager):
+        module.zero_grad()
+        module(*inputs).square().sum().backward()
+        found.append({name: parameter.grad for name, parameter in module.named_parameters()})
+    torch.testing.assert_close(*found, **FLOAT32)
+
+
 def assert_same_module(ours: nn.Module, eager: nn.Module) -> None:
     """Nothing is on a module, or on one within it, that is not on its eager twin."""
     assert [_attributes(module) for module in ours.modules()] == [_attributes(module) for module in eager.modules()]

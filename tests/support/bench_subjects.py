@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tests.support.models import Wrapper
+
 
 def classifier():
     """A module and its input."""
@@ -16,16 +18,12 @@ def images():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-class Breaks(nn.Module):
+class Breaks(Wrapper):
     """A graph break, which ``fullgraph`` refuses."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 3)
 
     def forward(self, x):
         torch._dynamo.graph_break()
-        return self.linear(x)
+        return self.net(x)
 
 
 def breaks():

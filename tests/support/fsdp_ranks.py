@@ -1,32 +1,29 @@
-"""Cases under FSDP that two processes run; each process writes its results to a file.
+"""Cases of FSDP training, which each of two processes runs one after the other, and the results of each process.
 
-    LOCAL_RANK=0 python -m tests.support.fsdp_ranks FOLDER [CASE ...] and the same with LOCAL_RANK=1, in a new folder
+    LOCAL_RANK=0 python -m tests.support.fsdp_ranks FOLDER CASE ... and the same with LOCAL_RANK=1, in a new folder
 
-The results are in ``FOLDER/rank0.json`` and ``rank1.json``. ``FOLDER`` has ``one.ckpt``, which one device saved.
+``FOLDER`` has ``one.ckpt``, which one device saved.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import sys
-import traceback
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+import torch._inductor.graph
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from compile_callbacks import CompileWarning, InductorCompile, compile_phases, report_of, restore
+from compile_callbacks import InductorCompile, compile_phases, report_of, restore
 from tests.support.models import trainer
-from tests.support.pairs import ACCELERATOR, BACKEND, DEVICE, join
+from tests.support.pairs import ACCELERATOR, BACKEND, DEVICE, join, run_cases
 from tests.support.sharded_models import (
     Block,
     Blocks,
@@ -41,12 +38,6 @@ from tests.support.sharded_models import (
 from tests.support.uncached import Uncached
 
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
-CASES: dict[str, Callable[[], Any]] = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
 
 
 def fit(*callbacks, module=None, save=None, ckpt_path=None, **settings):
@@ -100,7 +91,6 @@ def phases(ours):
 # ------------------------------------------------------------------------------------------ FSDP2
 
 
-@case
 def fits():
     module = Sharded()
     found = compared(compiler("default", "default"), module, max_epochs=2, save="full.ckpt")
@@ -108,34 +98,28 @@ def fits():
     return {**found, "left": left}
 
 
-@case
 def resumes_a_checkpoint_of_one_device():
     return compared(compiler(), ckpt_path=FOLDER / "one.ckpt", max_epochs=2)
 
 
-@case
 def predicts():
     module, ours = fit(), compiler(None, {"freezing": True})
     expected = torch.cat(two_devices().predict(module, loader(2)))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = two_devices(ours)
-        got = torch.cat(trainer.predict(module, loader(2)))
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.mul_(0.5)
-        moved = torch.cat(trainer.predict(module, loader(2)))
+    trainer = two_devices(ours)
+    got = torch.cat(trainer.predict(module, loader(2)))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+    moved = torch.cat(trainer.predict(module, loader(2)))
     moved_expected = torch.cat(two_devices().predict(module, loader(2)))
     return {
         "apart": float((got - expected).abs().max()),
         "apart_moved": float((moved - moved_expected).abs().max()),
         "moved": float((moved - got).abs().max()),
-        "warned": [str(one.message) for one in caught if issubclass(one.category, CompileWarning)],
         "report": phases(ours),
     }
 
 
-@case
 def checkpoints_activations():
     module = Sharded()
     module.net.checkpoints = True
@@ -149,23 +133,19 @@ class Thaws(pl.Callback):
         pl_module.net.layers[0].requires_grad_(trainer.current_epoch > 0)
 
 
-@case
 def accumulates_clips_and_thaws():
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}
     return {"apart": apart(fit(Thaws(), compiler(), **settings), fit(Thaws(), **settings))}
 
 
-@case
 def sharded_as_one():
     return compared(compiler(), Sharded(by_block=False))
 
 
-@case
 def one_rank_fails():
     """Torch fails to compile the first block on one rank."""
-    from torch._inductor import graph
-
-    rank, run, calls = torch.distributed.get_rank(), graph.GraphLowering.run, []
+    lowering, calls = torch._inductor.graph.GraphLowering, []
+    rank, run = torch.distributed.get_rank(), lowering.run
 
     def failing(*args, **kwargs):
         calls.append(1)
@@ -173,13 +153,8 @@ def one_rank_fails():
             raise RuntimeError("no code on this rank")
         return run(*args, **kwargs)
 
-    graph.GraphLowering.run = failing
-    try:
-        with warnings.catch_warnings(record=True):
-            warnings.simplefilter("always")
-            return compared(compiler({"passes": [Uncached()]}, verify="off"))
-    finally:
-        graph.GraphLowering.run = run
+    with mock.patch.object(lowering, "run", failing):
+        return compared(compiler({"passes": [Uncached()]}, verify="off"))
 
 
 # ------------------------------------------------------------------------------------------ without a Trainer, FSDP1
@@ -214,7 +189,6 @@ def by_hand(shard):
     return {"losses": losses, "eager": steps(eager_net), "report": report}
 
 
-@case
 def without_a_trainer():
     mesh = init_device_mesh(DEVICE.type, (2,))
     return by_hand(lambda net: shard_blocks(net, mesh=mesh))
@@ -229,7 +203,6 @@ class OnAnyDevice(FSDPStrategy):
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
 
-@case
 def fsdp1_in_a_trainer():
     """Lightning wraps the LightningModule as a whole, and each block within it."""
     ours, losses = compiler(), []
@@ -242,18 +215,6 @@ def fsdp1_in_a_trainer():
     return {"losses": losses[0], "eager": losses[1], "report": phases(ours)}
 
 
-def main():
-    join(FOLDER, "group")
-    seen: dict[str, Any] = {}
-    for name in sys.argv[2:] or CASES:
-        try:
-            seen[name] = CASES[name]()
-        except Exception:
-            seen[name] = {"error": traceback.format_exc()}
-            break  # the other rank is somewhere else by now
-    (FOLDER / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
-    torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    join(FOLDER, "group")
+    run_cases(FOLDER, [globals()[case] for case in sys.argv[2:]])

@@ -19,6 +19,17 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
 
 
+class Wrapper(nn.Module):
+    """Runs a module; for tests that write another ``forward`` around it."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = net if net is not None else mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
 class Classifier(pl.LightningModule):
     """Calls ``self(x)`` in validation and ``self.net(x)`` in training; keeps losses and validation outputs."""
 

@@ -1,17 +1,25 @@
-"""Pairs of processes that train together, run once for all tests that look at what they left."""
+"""Pairs of processes that train together, run once for all tests that read their results."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import time
-from collections.abc import Callable
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from filelock import FileLock
 
+from compile_callbacks import CompileWarning
+from tests.support.against_eager import FLOAT32, FLOAT32_ON_GPU
 from tests.support.processes import start_new_process
 
 _SUPPORT = Path(__file__).parent
@@ -85,3 +93,47 @@ def join(folder: Path, name: str, timeout: float = 300) -> None:
     if ACCELERATOR == "gpu":
         torch.cuda.set_device(DEVICE)  # for collectives of objects, whose tensors NCCL needs on this rank's GPU
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout))
+
+
+def run_cases(folder: Path, cases: Iterable[Callable[[], dict[str, Any]]]) -> None:
+    """Run cases in this process. Write ``CASE.RANK.json`` with the result of each, and ``.err`` and ``.out``."""
+    torch.manual_seed(0)
+    for case in cases:
+        torch._dynamo.reset()
+        name = f"{case.__name__}.{os.environ['LOCAL_RANK']}"
+        with (
+            (folder / f"{name}.out").open("w") as out,
+            (folder / f"{name}.err").open("w") as err,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            try:
+                result = case()
+            except BaseException:
+                result = {"raised": traceback.format_exc()}
+        result["warnings"] = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
+        result["groups"] = len(dist.distributed_c10d._world.pg_map)
+        (folder / f"{name}.json").write_text(json.dumps(result))
+        if "raised" in result:
+            break  # the other process is somewhere else by now
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Pair:
+    """The results of each of two processes for each case."""
+
+    def __init__(self, folder: Path, accelerator: str) -> None:
+        self.folder = folder
+        self.close = FLOAT32_ON_GPU if accelerator == "gpu" else FLOAT32
+
+    def __call__(self, case: str) -> list[dict[str, Any]]:
+        results = []
+        for rank in (0, 1):
+            written, printed = self.folder / f"{case}.{rank}.json", self.folder.glob(f"printed*.{rank}")
+            assert written.exists(), "\n".join(file.read_text()[-3000:] for file in printed)
+            results.append(json.loads(written.read_text()))
+            assert "raised" not in results[rank], f"rank {rank}: {results[rank]['raised']}"
+        return results

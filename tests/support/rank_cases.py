@@ -1,8 +1,6 @@
 """Cases of DDP training, which each of two processes runs one after the other, and the results of each process.
 
-    LOCAL_RANK=0 python -m tests.support.rank_cases FOLDER CASE ... and the same with LOCAL_RANK=1, in a new folder
-
-Each process writes ``FOLDER/CASE.RANK.json`` with the result of a case, and ``.err`` and ``.out`` with its output.
+LOCAL_RANK=0 python -m tests.support.rank_cases FOLDER CASE ... and the same with LOCAL_RANK=1, in a new folder
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import json
 import os
 import sys
 import time
-import traceback
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,9 +22,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from compile_callbacks import CompileWarning, InductorCompile, Tune, _torch
+from compile_callbacks import InductorCompile, Tune, _torch
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
-from tests.support.pairs import ACCELERATOR, BACKEND, join
+from tests.support.pairs import ACCELERATOR, BACKEND, join, run_cases
 from tests.support.uncached import Uncached
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -281,28 +277,5 @@ def tuned() -> dict[str, Any]:
     return {"report": report_of(ours), "compiled": result_of(module)}
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    for case in sys.argv[2:]:
-        torch._dynamo.reset()
-        with (
-            (FOLDER / f"{case}.{RANK}.out").open("w") as out,
-            (FOLDER / f"{case}.{RANK}.err").open("w") as err,
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("always")
-            try:
-                result = globals()[case]()
-            except BaseException:
-                result = {"raised": traceback.format_exc()}
-        result["warnings"] = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
-        result["groups"] = len(torch.distributed.distributed_c10d._world.pg_map)
-        (FOLDER / f"{case}.{RANK}.json").write_text(json.dumps(result))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(FOLDER, [globals()[case] for case in sys.argv[2:]])

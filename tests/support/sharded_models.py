@@ -13,10 +13,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from tests.support import models
 from tests.support.models import trainer
 from tests.support.pairs import ACCELERATOR
 
-WIDTH, CLASSES, BLOCKS, SAMPLES, BATCH = 8, 3, 3, 24, 6  # BATCH: of all devices together
+WIDTH, BLOCKS, SAMPLES, BATCH = models.FEATURES, 3, 24, 6  # BATCH: of all devices together
 
 
 class Block(nn.Module):
@@ -39,7 +40,7 @@ class Blocks(nn.Module):
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.head = nn.Linear(WIDTH, models.CLASSES)
         self.checkpoints = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,9 +103,7 @@ def shard_blocks(net: Blocks, **settings: Any) -> nn.Module:
 
 
 def data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SAMPLES, WIDTH, generator=generator)
-    return TensorDataset(x, torch.randint(CLASSES, (SAMPLES,), generator=generator))
+    return models.loader(batches=SAMPLES // BATCH, batch_size=BATCH).dataset
 
 
 def loader(devices: int) -> DataLoader:

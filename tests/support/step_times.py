@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.workload import Workload
-
-
-class Fixed:
-    """A step time."""
-
-    def __init__(self, ms):
-        self.ms = ms
-
-    def passed(self):
-        return True
-
-    def milliseconds(self):
-        return float(self.ms)
-
-    def stop(self):
-        pass
 
 
 class TimedSteps:
@@ -53,9 +39,10 @@ class Times:
         def stop(timer, phase, *, compiled, workload, disturbed, candidate=None):
             ms = None if workload is None else self._fixed(phase, candidate if compiled else "eager", workload)
             if timer._span is not None and ms is not None and not disturbed:
-                timer._span = Fixed(ms)
-            arguments = {"compiled": compiled, "workload": workload, "disturbed": disturbed, "candidate": candidate}
-            return real_stop(timer, phase, **arguments)
+                timer._span = SimpleNamespace(stop=lambda: None, passed=lambda: True, milliseconds=lambda: ms)
+            return real_stop(
+                timer, phase, compiled=compiled, workload=workload, disturbed=disturbed, candidate=candidate
+            )
 
         monkeypatch.setattr(StepTimer, "stop", stop)
 

@@ -55,11 +55,6 @@ REFERENCE = f"{__name__}:changes_nothing"
         ({"passes": [3]}, TypeError, ["passes", "3"]),
         ({"passes": [Scale]}, TypeError, ["passes", "Scale(...)"]),
         ({"passes": [lambda graph, is_inference: None]}, TypeError, ["passes", "graph_pass"]),
-        (
-            {"passes": [Scale()], "options": {"post-grad-custom-post-pass": Scale()}},
-            ValueError,
-            ["post_grad_custom_post_pass", "passes"],
-        ),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings, error, texts):

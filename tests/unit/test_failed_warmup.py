@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -62,9 +61,7 @@ def test_the_call_after_a_first_run_that_raised_works_and_reports_it(manager, fa
     with pytest.warns(CompileWarning, match=r"target 'net' \(train phase\): the first run of a CUDA graph raised"):
         fallback.issue_warnings()
     assert call(2) == 3
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fallback.issue_warnings()
+    fallback.issue_warnings()  # a warning would be an error
 
 
 @pytest.mark.parametrize("tree", [None, SimpleNamespace(current_node=None)], ids=["no tree", "no run"])
@@ -72,6 +69,4 @@ def test_nothing_is_repaired_if_memory_was_short_before_the_first_run(monkeypatc
     """To make the tree of CUDA graphs, torch allocates on a new stream, which takes 2 MiB."""
     monkeypatch.setattr(cudagraph_trees, "get_manager", lambda index, create_if_none_exists: tree)
     assert wrap(lambda x: x, fallback)(1) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fallback.issue_warnings()
+    fallback.issue_warnings()  # a warning would be an error

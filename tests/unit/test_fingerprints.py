@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks._utils.fingerprints import (
-    architecture_fingerprint,
-    code_fingerprint,
-)
+from compile_callbacks._utils.fingerprints import architecture_fingerprint, code_fingerprint
 from tests.support.processes import run_in_new_process
 
 PRINT_FINGERPRINTS = """

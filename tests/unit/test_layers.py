@@ -1,13 +1,17 @@
-"""The rules of the architecture, read from the syntax trees of all files."""
+"""The rules of the architecture: public names, lazy imports, and the imports in the syntax trees of all files."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -86,3 +90,34 @@ def test_workarounds_are_deleted_when_the_oldest_torch_does_not_need_them():
     assert [w for w in workarounds if not re.match(r"torch<\d+\.\d+$|until ", w[1])] == []
     fixed = [w for w in workarounds if w[1].startswith("torch<") and Version(w[1].removeprefix("torch<")) <= oldest]
     assert fixed == [], "delete these workarounds"
+
+
+NAMES = """
+AOTInductorExport CompileError CompileReport CompileWarning ExportError GraphPass InductorBackend InductorCompile
+InductorConfig PhaseReport Tune compile_phases export graph_pass load_exported report_of restore templates
+"""
+
+PROGRAM = """
+import sys
+
+import compile_callbacks
+
+print(*sorted({name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names) - {"__main__"}))
+"""
+
+
+def test_import_of_the_package_imports_nothing_else():
+    environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["compile_callbacks"]
+
+
+def test_public_names_exist_and_no_submodule_has_one_of_them():
+    assert compile_callbacks.__all__ == NAMES.split()
+    for name in compile_callbacks.__all__:
+        assert getattr(compile_callbacks, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'pattern_pass'"):
+        _ = compile_callbacks.pattern_pass
+    assert {path.stem for path in ROOT.iterdir()} & set(NAMES.split()) == set()

@@ -23,9 +23,6 @@ class Scale(GraphPass):
             node.args = (node.args[0], self.factor)
 
 
-# ------------------------------------------------------------------------------------------ arguments
-
-
 def test_a_uuid_covers_arguments_source_and_hook():
     def body(graph, is_inference):
         pass
@@ -41,8 +38,6 @@ def test_a_uuid_covers_arguments_source_and_hook():
     assert Scale(torch.ones(3)).uuid() == Scale(torch.ones(3)).uuid()
     assert Scale(torch.ones(2**20)).uuid() is None
 
-
-# ------------------------------------------------------------------------------------------ code
 
 USER_MODULE = """
 import functools

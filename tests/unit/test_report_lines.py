@@ -99,9 +99,8 @@ def test_a_line_names_the_eager_steps_of_the_earlier_run():
     assert line("faster", 558.0, 291.0, **restored).startswith(f"1.92x faster {earlier} (558 → 291 ms), saved")
     assert line("compile time not repaid", 558.0, 291.0, **restored).startswith(f"1.92x faster {earlier} (558 →")
     assert line("slower", 100.0, 112.0, **restored).startswith(f"slower by 12% {earlier} (100 →")
-    assert line("no difference", 10.0, 10.1, **restored).startswith(
-        f"no difference {earlier.replace('than', 'from')} ("
-    )
+    same = f"no difference {earlier.replace('than', 'from')} ("
+    assert line("no difference", 10.0, 10.1, **restored).startswith(same)
 
 
 def test_medians_that_are_not_close_are_not_called_equal():

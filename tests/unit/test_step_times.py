@@ -9,7 +9,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
 from compile_callbacks._utils.errors import WarnOnce
@@ -21,7 +20,7 @@ from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.report.build import compare
 from compile_callbacks.runtime.diagnostics import RECENT_SAMPLES, SessionWarnings
 from compile_callbacks.runtime.dispatcher import PhaseSwitch
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.models import Classifier, loader, seeded, trainer
 from tests.support.step_times import TimedSteps, Times
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
@@ -29,14 +28,6 @@ pytestmark = pytest.mark.usefixtures("no_codegen")
 
 def of_size(elements):
     return Workload("train", "tokens", ((1, elements),))
-
-
-def batches(sizes):
-    chance = torch.Generator().manual_seed(0)
-    return DataLoader(
-        [(torch.randn(n, FEATURES, generator=chance), torch.randint(CLASSES, (n,), generator=chance)) for n in sizes],
-        batch_size=None,
-    )
 
 
 def test_timer_compares_the_current_work_only():
@@ -67,15 +58,13 @@ class Frozen(Classifier):
 
 
 def test_steps_that_train_other_weights_have_no_speedup_without_eager_steps_of_their_own():
-    ours = InductorCompile("default", None, baseline_steps=4, verify="off")
-    trainer(ours, max_epochs=1).fit(seeded(Frozen), batches([4] * 30))
-    assert ours.report.train.compiled_step_ms is not None
-    assert ours.report.train.eager_step_ms is not None
-    ours = InductorCompile("default", None, baseline_steps=4, verify="off")
-    trainer(ours, max_epochs=3).fit(seeded(Frozen), batches([4] * 30))
-    assert ours.report.train.compiled_step_ms is not None
-    assert ours.report.train.eager_step_ms is None
-    assert ours.report.train.speedup is None
+    for epochs in (1, 3):
+        ours = InductorCompile("default", None, baseline_steps=4, verify="off")
+        trainer(ours, max_epochs=epochs).fit(seeded(Frozen), loader(30))
+        train = ours.report.train
+        assert train.compiled_step_ms is not None
+        assert (train.eager_step_ms is None) == (epochs == 3)
+    assert train.speedup is None
 
 
 NET = CompileKey("net", "train")
@@ -153,20 +142,15 @@ def test_interval_draws_from_no_global_generator():
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
 
 
-def fitted(baseline_steps, monkeypatch, eager, compiled):
-    Times(monkeypatch, train={"eager": eager, None: compiled})
-    callback = InductorCompile("default", None, baseline_steps=baseline_steps, verify="off")
-    trainer(callback).fit(Classifier(), loader(20))
-    return callback.report
-
-
 @pytest.mark.parametrize(
     ("baseline_steps", "compiled", "reason"),
     [(2, 5, "too few samples"), (5, 10, "no difference"), (0, 5, "too few samples")],
 )
 def test_a_run_without_evidence_reports_why(baseline_steps, compiled, reason, monkeypatch):
-    report = fitted(baseline_steps, monkeypatch, 10, compiled)
-    train = report.train
+    Times(monkeypatch, train={"eager": 10, None: compiled})
+    callback = InductorCompile("default", None, baseline_steps=baseline_steps, verify="off")
+    trainer(callback).fit(Classifier(), loader(20))
+    report, train = callback.report, callback.report.train
     assert (train.speedup, train.break_even_steps) == (None, None)
     assert (train.net_seconds_saved is None) == (baseline_steps < 5)
     assert train.verdict == reason
@@ -178,46 +162,26 @@ def test_a_run_without_evidence_reports_why(baseline_steps, compiled, reason, mo
 MIB = 2**20
 
 
-class Allocator:
-    """The two counters of torch's CUDA allocator, in MiB."""
-
-    peak = 0
-
-    def uses(self, mib):
-        self.peak = max(self.peak, mib)
-
-    def max_memory_allocated(self):
-        return self.peak * MIB
-
-    def reset_peak_memory_stats(self):
-        raise AssertionError("the user's own code may read the peak")
-
-
-@pytest.fixture
-def allocator(monkeypatch):
-    fake = Allocator()
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", fake.max_memory_allocated)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fake.reset_peak_memory_stats)
-    return fake
-
-
-def step(memory, allocator, mib, *, compiled, traced=False):
-    memory.start("train", compiled=compiled)
-    allocator.uses(mib)
-    memory.stop(traced=traced)
-
-
-def test_a_peak_is_measured_only_if_a_step_raises_it(allocator):
+def test_a_peak_is_measured_only_if_a_step_raises_it(monkeypatch):
+    """The user's own code may read the peak of torch's CUDA allocator, so it is not reset."""
+    allocated = [100]  # MiB
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: max(allocated) * MIB)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", pytest.fail)
     memory = PeakMemory()
-    allocator.uses(100)
+
+    def step(mib, *, compiled, traced=False):
+        memory.start("train", compiled=compiled)
+        allocated.append(mib)
+        memory.stop(traced=traced)
+
     assert memory.peak("train", compiled=False) == Peak()
     for mib in (300, 938, 700):
-        step(memory, allocator, mib, compiled=False)
-    step(memory, allocator, 950, compiled=True, traced=True)  # the compiler used this memory
-    step(memory, allocator, 207, compiled=True)
+        step(mib, compiled=False)
+    step(950, compiled=True, traced=True)  # the compiler used this memory
+    step(207, compiled=True)
     assert memory.peak("train", compiled=False) == Peak(mib=938)
     assert memory.peak("train", compiled=True) == Peak(at_most_mib=950)
-    step(memory, allocator, 1000, compiled=True)
+    step(1000, compiled=True)
     assert memory.peak("train", compiled=True) == Peak(mib=1000)
 
 

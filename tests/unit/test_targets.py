@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from torch import nn
 
 from compile_callbacks.runtime.repeated import find_repetitions
@@ -23,8 +22,6 @@ class Parts(pl.LightningModule):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
         self.heads = nn.ModuleDict({"a": nn.Linear(2, 2)})
-        self.activation = nn.ReLU()
-        self.table = nn.ParameterList([nn.Parameter(torch.ones(2))])
 
     def encode(self, x):
         return self.layers[0](x)

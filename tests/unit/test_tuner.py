@@ -6,6 +6,8 @@ import copy
 import math
 import pickle
 import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -19,34 +21,21 @@ from compile_callbacks.tuning.trial import Block, Trial
 from compile_callbacks.tuning.tuner import Tuner
 
 
+@dataclass
 class Machine:
-    """Simulates steps. The first step of a candidate compiles; it and the two steps after it are no samples.
+    """Simulates steps. The first step of a candidate compiles; it and the two steps after it are no samples."""
 
-    Args:
-        mean_ms: The step time of each candidate.
-        noise: The standard deviation of a step time, relative to its mean.
-        compile_seconds: The compile time of each candidate; 2 if it is not named.
-        spikes: How often a step takes ten times as long.
-        drift: The factor of a step time, by the number of steps so far.
-        workload: The workload of a step, by the number of steps so far.
-        fails: Candidates that fail.
-    """
+    mean_ms: dict[str, float]  # the step time of each candidate
+    noise: float = 0.05  # the standard deviation of a step time, relative to its mean
+    compile_seconds: dict[str, float] = field(default_factory=dict)  # of each candidate; 2 if it is not named
+    spikes: float = 0.0  # how often a step takes ten times as long
+    drift: Callable[[int], float] = lambda n: 1  # the factor of a step time, by the number of steps so far
+    workload: Callable[[int], Workload] = lambda n: Workload("train")  # of a step, by the number of steps so far
+    fails: Collection[str] = ()  # candidates that fail
+    seed: int = 0
 
-    def __init__(
-        self,
-        mean_ms,
-        *,
-        noise=0.05,
-        compile_seconds=None,
-        spikes=0.0,
-        drift=lambda n: 1,
-        workload=lambda n: Workload("train"),
-        fails=(),
-        seed=0,
-    ):
-        self.mean_ms, self.noise, self.spikes, self.drift, self.fails = mean_ms, noise, spikes, drift, fails
-        self.workload, self.compile_seconds = workload, compile_seconds or {}
-        self.random = random.Random(seed)
+    def __post_init__(self):
+        self.random = random.Random(self.seed)
         self.blocks: list[str] = []
         self.steps = 0
 

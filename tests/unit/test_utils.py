@@ -17,23 +17,20 @@ from compile_callbacks.report.console import make_table, to_text
 from compile_callbacks.report.table import _listed
 
 
-def test_atomic_write_replaces_the_file_when_the_block_ends(tmp_path):
-    with atomic_write(tmp_path / "a.json") as temporary:
-        temporary.write_text("complete")
-        assert not (tmp_path / "a.json").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
-    assert (tmp_path / "a.json").read_text() == "complete"
-
-
-def test_write_json_keeps_the_old_file_if_json_has_no_form_for_the_data(tmp_path):
-    write_json(tmp_path / "a.json", {"name": "Zoë", "sizes": [1, 2]})
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "a.json", {"sizes": {1, 2}})
-    with contextlib.suppress(OSError), atomic_write(tmp_path / "a.json") as temporary:
+def test_a_file_is_replaced_only_when_all_of_it_is_written(tmp_path):
+    path = tmp_path / "a.json"
+    with atomic_write(path) as temporary:
+        temporary.write_text("[]")
+        assert not path.exists()
+    assert path.read_text() == "[]"
+    write_json(path, {"name": "Zoë", "sizes": [1, 2]})
+    with pytest.raises(TypeError):  # JSON has no sets
+        write_json(path, {"sizes": {1, 2}})
+    with contextlib.suppress(OSError), atomic_write(path) as temporary:
         temporary.write_text("ha")
         raise OSError("full")
-    assert read_json(tmp_path / "a.json") == {"name": "Zoë", "sizes": [1, 2]}
-    assert len(list(tmp_path.iterdir())) == 1
+    assert read_json(path) == {"name": "Zoë", "sizes": [1, 2]}
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
