@@ -174,8 +174,9 @@ class CompileRecorder:
         self._maybe_cached: dict[str, Recompile] = {}  # by torch's compile id
         self._running: tuple[CompileKey | None, float] | None = None
         self._listening = False
-        self._listener = self.compile_begins  # one object, because a comparison of two bound methods takes 0.3 µs
-        self._listeners = _torch.events.callback_handler.start_callbacks  # torch.compiler.reset() clears this list
+        self.listener = self.compile_begins  # one object, because a comparison of two bound methods takes 0.3 µs
+        self.listeners = _torch.events.callback_handler.start_callbacks
+        """The functions that torch calls when a compile begins. ``torch.compiler.reset()`` clears this list."""
         self._graphs = 0
         self._part: CompilePart = "graph"
         self._breaks_seen = 0
@@ -193,7 +194,7 @@ class CompileRecorder:
 
     def listen(self) -> None:
         """Start listening. A second call checks whether ``torch.compiler.reset()`` removed the listener."""
-        if self._listener in self._listeners:
+        if self.listener in self.listeners:
             self._listening = True
             return
         if self._listening:
@@ -203,12 +204,12 @@ class CompileRecorder:
         _, self._breaks_seen = _torch.events.graph_breaks(0)
         for _ in _torch.events.compilation_records(self._records_seen):
             pass
-        _torch.events.callback_handler.register_start_callback(self._listener)
+        _torch.events.callback_handler.register_start_callback(self.listener)
         _torch.events.callback_handler.register_end_callback(self.compile_ends)
 
     def listen_after_reset(self) -> None:
-        """Listen again if ``torch.compiler.reset()`` was called. The check takes 0.1 µs."""
-        if self._listening and self._listener not in self._listeners:
+        """Listen again if ``torch.compiler.reset()`` was called."""
+        if self._listening and self.listener not in self.listeners:
             self.listen()
             self.trace_settings.install()
 
@@ -216,7 +217,7 @@ class CompileRecorder:
         """Stop listening, and remove all listeners from torch."""
         self.collect()
         self._listening = False
-        _torch.events.unregister(self._listener, self.compile_ends)
+        _torch.events.unregister(self.listener, self.compile_ends)
 
     def compiled_since(self, before: tuple[int, int]) -> tuple[bool, bool]:
         """Return whether torch has compiled since `marker`, with and without recordings of CUDA graphs."""

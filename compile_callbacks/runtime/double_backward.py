@@ -34,21 +34,16 @@ def with_repeated_backward(
     which autograd can differentiate. All other backward passes run compiled. The wrapper raises an error if the second
     computation would have other results than the first.
     """
-    passes = _BackwardPasses(eager, key, fallback)
-
-    def call(*inputs: Any) -> Any:
-        outputs = compiled(*inputs)
-        if torch.is_grad_enabled():
-            passes.remember(inputs, outputs)
-        return outputs
-
-    return call
+    return _BackwardPasses(compiled, eager, key, fallback).call
 
 
 class _BackwardPasses:
     """The backward passes of one graph."""
 
-    def __init__(self, eager: torch.fx.GraphModule, key: CompileKey, fallback: EagerFallback) -> None:
+    def __init__(
+        self, compiled: Callable[..., Any], eager: torch.fx.GraphModule, key: CompileKey, fallback: EagerFallback
+    ) -> None:
+        self._compiled = compiled
         self._eager = eager
         self._key = key
         self._fallback = fallback
@@ -59,26 +54,28 @@ class _BackwardPasses:
         # The position of an output that leads to autograd's node, or None if the inputs need not be stored.
         self._position: int | None = None
         self._is_direct = False  # whether autograd's node is the grad_fn of that output
-        self._outputs: dict[
-            int, tuple[int, bool]
-        ] = {}  # for each output of the node: its position, and if it is a view
+        # For each output of the node: the position among the graph's outputs, and whether it is a view.
+        self._outputs: dict[int, tuple[int, bool]] = {}
         self._write_only: set[int] = set()  # positions of inputs that the graph writes but does not read
         self._problem: str | None = None
 
-    def remember(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Store the inputs of a call, with their versions, on autograd's node until the backward pass.
+    def call(self, *inputs: Any) -> Any:
+        """Call the graph, and store the inputs with their versions on autograd's node until the backward pass.
 
-        Each call does this, because any training step may differentiate its gradients.
+        Each call stores them, because any training step may differentiate its gradients.
         """
+        outputs = self._compiled(*inputs)
+        if not torch.is_grad_enabled():
+            return outputs
         if not self._examined:
             self._examine(inputs, outputs)
-        if self._position is None:
-            return
-        node = outputs[self._position].grad_fn
-        if not self._is_direct:
-            node, _, _ = _compiled_node(outputs[self._position]) or (None, 0, False)
-        if node is not None:  # each call takes time for this, so compute the versions without a frame of Python
-            node.computed_from = inputs, list(map(_version, itertools.compress(inputs, self._versioned)))
+        if self._position is not None:
+            node = outputs[self._position].grad_fn
+            if not self._is_direct:
+                node, _, _ = _compiled_node(outputs[self._position]) or (None, 0, False)
+            if node is not None:  # without a comprehension, because each call takes time for this
+                node.computed_from = inputs, list(map(_version, itertools.compress(inputs, self._versioned)))
+        return outputs
 
     def _examine(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Find autograd's node in the first call, and replace its backward pass. All calls have the same nodes."""
