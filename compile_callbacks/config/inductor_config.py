@@ -35,8 +35,8 @@ class InductorConfig:
         options: Inductor options by name, for example ``{"max_autotune": True, "triton.cudagraphs": True}``.
             ``torch._inductor.list_options()`` lists the names. Allowed only with ``mode="default"``, as in
             ``torch.compile``.
-        freezing: Whether Inductor freezes weights into the code while they are constant, in test and predict
-            (docs/how_to/cuda_graphs.md). If ``None``, ``options`` and ``template`` decide.
+        freezing: Whether Inductor freezes weights into the code while they are constant, in ``trainer.validate``,
+            ``test`` and ``predict`` (docs/how_to/cuda_graphs.md). If ``None``, ``options`` and ``template`` decide.
         fullgraph: Whether a graph break counts as a compiler failure.
         dynamic: ``True`` compiles for dynamic shapes from the start. ``False`` recompiles for each shape. ``None``
             compiles for dynamic shapes after the first change of a shape.
