@@ -118,7 +118,8 @@ is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 def skip(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make Dynamo run a function as it is, but not the functions that it calls.
 
-    ``torch.compiler.disable(recursive=False)`` does the same, and adds a wrapper in torch 2.11.
+    Workaround (until ``torch.compiler.disable(recursive=False)`` adds no wrapper): torch 2.11 and 2.15 add one, which
+    each call pays for.
     """
     skipped: Callable[..., Any] = torch._dynamo.decorators.skip(function)
     return skipped

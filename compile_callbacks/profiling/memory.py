@@ -17,10 +17,10 @@ _Variant = tuple[Phase, bool, str | None]  # the phase, whether the step ran com
 
 
 class Peak(NamedTuple):
-    """The peak memory of a step, or an upper bound for it, if the step did not raise the peak of the process."""
+    """The peak memory of a step, or an upper bound for it."""
 
     mib: float | None = None
-    at_most_mib: float | None = None
+    at_most_mib: float | None = None  # the peak of the process, if the step did not raise it
 
 
 class PeakMemory:

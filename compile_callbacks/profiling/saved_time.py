@@ -42,8 +42,8 @@ class StepSeries:
 class Savings(NamedTuple):
     """The time that compiling saved."""
 
-    net_seconds: float  # of all steps, including the steps during which torch compiled
-    saved_seconds: float  # without the steps during which torch compiled
+    net_seconds: float  # the time saved by all steps, including steps in which torch compiled
+    saved_seconds: float  # the time saved by the other steps
     break_even_steps: float  # the compiled steps after which the net is positive; infinite if steps save no time
     curve: list[tuple[int, float]]  # numbers of steps in the phase, and the net seconds after these steps
 

@@ -120,9 +120,9 @@ class StepTimer:
         return True
 
     def start_untimed(self) -> bool:
-        """Start a step that is not timed. Return ``False`` if the next step needs timing.
+        """Start a step that is not timed. If the step must be timed, return ``False`` and change nothing.
 
-        If the last step was of the same kind, the end of the step may only increase `passed`.
+        If the last step was of the same kind, the caller may add 1 to `passed` instead of calling `stop`.
         """
         if not self.untimed_left:
             return False

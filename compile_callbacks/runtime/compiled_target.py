@@ -97,13 +97,13 @@ class CompiledTarget:
         self._limits_shapes = settings.new_shapes in ("eager", "raise")
         self._uncompilable: set[Any] = set()  # signatures of the inputs for which the compiler failed
         self._guards_hooks = False
-        self._hooks_seen: int | None = None
+        self._hooks_seen: int | None = -1  # the target has not looked for hooks yet
         self._weights = WeightWatch(self._members[0].module)  # a target with frozen weights has a single member
         self._weights_are_suspect = True
         self._while_tracing = contextlib.ExitStack()
         self._traces_without_graph = 0
         self._compiled_of: dict[Any, set[Target]] = {}
-        self._compiled: Callable[..., Any] | None = None  # until the first call
+        self._compiled: Callable[..., Any] | None = self._compile()
 
     # ------------------------------------------------------------------------------------------ a call
 
@@ -111,8 +111,8 @@ class CompiledTarget:
         """Call a member of the target compiled, or eagerly if it cannot be compiled."""
         calling, fallback = self._calling, self._fallback
         outer = calling.current
-        # In the steady state, only these comparisons run before the compiled function. Each call takes time for them,
-        # and 3 µs for each of our functions that the previous step did not leave in the caches of the CPU.
+        # In the steady state, only these comparisons run before the compiled function. Each call takes time for them. A
+        # function of ours whose code is no longer in the caches of the CPU takes 3 µs.
         hooks_changed = self._hooks_seen != _torch.dynamo.hooks_registered()
         may_run_eagerly = outer is not None or fallback.runs_eagerly or self._uncompilable or not self.ran
         if (may_run_eagerly or hooks_changed) and self._runs_eagerly(outer, args, kwargs):
@@ -300,7 +300,7 @@ class CompiledTarget:
         if self._guards_hooks:
             compiled = _torch.dynamo.with_dynamo_settings(compiled, skip_nnmodule_hook_guards=lambda _: False)
         ddp_is_configured = self.key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and not ddp_is_configured:
+        if torch.distributed.is_available() and not ddp_is_configured:
             # Compile whole graphs, which were faster than DDP's buckets (docs/how_to/several_gpus.md).
             compiled = _torch.distributed.outside_ddp(compiled)
         self._compiled, self._raises_limit = compiled, False

@@ -17,6 +17,7 @@ from compile_callbacks import InductorCompile
 from tests.support.against_eager import FLOAT32
 from tests.support.models import Classifier, loader, seeded, trainer
 from tests.support.pairs import Pair, made_once, run_pairs
+from tests.support.processes import run_in_new_process
 
 SAME = ["plain", "find_unused_parameters", "static_graph", "accumulation", "split"]
 # Each list is a pair of processes, at the same time. The first pair spends most of its time waiting.
@@ -177,3 +178,23 @@ def test_a_checkpoint_of_one_process_continues_in_two(pair):
         assert result["report"]["train"]["diagnostics"]["restored"] == []
         assert result["report"]["train"]["graphs"] == 1
         assert result["warnings"] == []
+
+
+CALLED_BEFORE_DDP = """
+import torch
+from torch import distributed, nn
+from compile_callbacks import compile_phases, report_of
+
+net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])  # 4 MiB, and DDP's first bucket has 1 MiB
+compile_phases(net, verify="off", new_shapes="recompile")
+net(torch.ones(2, 512)).sum().backward()
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+nn.parallel.DistributedDataParallel(net)(torch.ones(3, 512)).sum().backward()
+distributed.destroy_process_group()
+assert report_of(net).train.graphs == 2, report_of(net)
+"""
+
+
+@pytest.mark.all_versions
+def test_a_target_that_was_called_before_ddp_is_compiled_as_a_whole_too():
+    run_in_new_process(CALLED_BEFORE_DDP)
