@@ -93,22 +93,21 @@ def recompile_limit() -> int:
     return int(config.recompile_limit)
 
 
-def is_transformed() -> bool:
-    """Return whether a transform of `torch.func` or forward-mode AD is active, in which Dynamo does not compile calls.
-
-    Workaround (until torch has a public function for this).
-    """
-    return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
 def hooks_registered() -> int | None:
     """Return a number that increases with each hook on any module or tensor of the process.
 
     The number is ``None`` while `is_transformed`, so that each call of a target compares a single value.
+
+    Workaround (until torch has a public function for transforms).
     """
     if _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return None
     return torch.utils.hooks.RemovableHandle.next_id
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of `torch.func` or forward-mode AD is active. Dynamo does not compile within them."""
+    return hooks_registered() is None
 
 
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
@@ -116,10 +115,10 @@ is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
 
 def skip(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make Dynamo run a function as it is, but not the functions that it calls.
+    """Make Dynamo run a function unchanged, but not the functions that it calls.
 
     Workaround (until ``torch.compiler.disable(recursive=False)`` adds no wrapper): torch 2.11 and 2.15 add one, which
-    each call pays for.
+    takes time in each call.
     """
     skipped: Callable[..., Any] = torch._dynamo.decorators.skip(function)
     return skipped

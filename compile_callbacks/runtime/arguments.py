@@ -34,7 +34,7 @@ class CompileArguments:
     """The arguments of a `Session`. `InductorCompile` describes them."""
 
     configs: Mapping[Phase, Settings]
-    left_alone: frozenset[Phase] = frozenset()  # the phases whose mode is None, which run as the user compiled them
+    left_alone: frozenset[Phase] = frozenset()  # the phases with the mode None, which run as the user compiled them
     targets: Sequence[str] | str | None = None
     passes: tuple[Any, ...] = ()
     target_settings: TargetSettings = field(default_factory=TargetSettings)

@@ -152,7 +152,7 @@ def test_a_smaller_activation_memory_budget_saves_less_for_backward_and_computes
         mode = InductorConfig(activation_memory_budget=budget, passes=[Uncached()])  # a cached graph is not counted
         module = compile_phases(copy.deepcopy(net), train_mode=mode)
         assert_same_gradients(module, net, x)
-        assert torch._functorch.config.activation_memory_budget == 1.0  # in force for our compiles only
+        assert torch._functorch.config.activation_memory_budget == 1.0  # the budget is active in our compiles only
         report = report_of(module).train
         assert ("activation_memory_budget=0.5" in str(report.mode)) == (budget == 0.5)
         saved.append(report.diagnostics.saved_for_backward_mib)

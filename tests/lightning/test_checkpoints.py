@@ -107,7 +107,7 @@ def replaced(name, value):
     ids=["whole", "missing", "list", "number", "empty", "version", "report", "baselines"],
 )
 def test_a_state_of_another_form_costs_its_figures(checkpoint, tmp_path, change, request):
-    """A resumed run measures again what the state of the callback does not tell."""
+    """A resumed run measures all figures again that the state of the callback does not contain."""
     changed = copy.deepcopy(checkpoint)
     if (state := change(changed.pop(KEY))) is not None:
         changed[KEY] = state

@@ -1,4 +1,4 @@
-"""A failure of the compiler costs speed and nothing else. An error of the user's own code comes through as it is."""
+"""A failure of the compiler costs speed and nothing else. An error of the user's own code is raised unchanged."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_an_error_of_the_users_comes_through_as_it_is(make, on_error):
     with pytest.raises(UserError) as caught:
         fit(callback, make=lambda: module, **RAGGED_BATCHES)
     assert caught.value in raised
-    assert caught.traceback[-1].path.name == "test_faults.py"  # where it was raised
+    assert caught.traceback[-1].path.name == "test_faults.py"  # the file that raised it
     assert caught.traceback[-1].name == "check"
     assert (callback.report.train.fallbacks, callback.report.infer.fallbacks) == (0, 0)
     assert "_compiled_call_impl" not in vars(module.net)

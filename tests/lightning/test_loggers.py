@@ -144,7 +144,7 @@ def test_a_run_leaves_its_plot_in_tensorboard(ran):
     assert image.encoded_image_string.startswith(b"\x89PNG")
     figure = report.plot()
     assert len(figure.axes) == 4
-    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
+    assert figure._repr_png_().startswith(b"\x89PNG")  # the picture that a notebook shows
     kinds = {part["kind"]: part["steps"] for part in report.train.diagnostics.series}
     assert sorted(step for steps in kinds.values() for step in steps) == list(range(1, 25))
     assert kinds["eager"] == [1, 2, 3, 4, 5, 6, 7]
