@@ -2,7 +2,7 @@
 
 Lightning's `EMAWeightAveraging` copies the module and swaps its weights before and after validation. The callback does
 not compile the copy, and torch does not recompile after the swap. Validation uses the averaged weights, also with
-folded weights or `infer_mode="freezing"`.
+`infer_mode="freezing"`.
 
     python examples/ema.py
 """

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -220,16 +219,5 @@ def is_decomposed(target: Any) -> bool:
     return target in decompositions and target not in lowerings
 
 
-def fake_tensor(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Create a fake tensor in the fake mode of the running compile."""
-    with torch._guards.TracingContext.get().fake_mode:  # type: ignore[union-attr]
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
 OPERATOR_TYPES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """The types of ``torch.ops.aten.mul.Tensor`` and ``torch.ops.aten.mul``."""
-
-
-def has_tensor_subclasses(module: torch.nn.Module) -> bool:
-    """Return whether a module has weights that wrap other tensors, such as a ``DTensor``."""
-    return any(is_traceable_wrapper_subclass(tensor) for tensor in (*module.parameters(), *module.buffers()))

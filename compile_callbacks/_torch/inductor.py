@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import functools
 import sys
 import time
@@ -87,17 +85,17 @@ def compile_graph(
     *,
     options: Mapping[str, Any],
     activation_memory_budget: float | None = None,
-    inner_compile: Callable[..., Any],
+    on_backward_lowered: Callable[[torch.fx.GraphModule, float], None],
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo with ``compile_fx``, as ``backend="inductor"`` does. This changes the graph.
 
     The function compiles the backward graph together with the forward graph (``force_non_lazy_backward_lowering``,
     which torch's ahead-of-time path also sets). Otherwise, a failure would occur in the user's ``backward()``, when the
     step can no longer run eagerly. The memory budget is a setting of AOTAutograd's partitioner. ``None`` does not
-    change it.
+    change it. ``on_backward_lowered`` is called with each backward graph and the seconds that Inductor took for it.
     """
     from torch._functorch import config as functorch_config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
     if activation_memory_budget is not None:
@@ -105,7 +103,11 @@ def compile_graph(
 
     def compile_part(part: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         regions.expose_aliases(part)
-        return inner_compile(part, *args, **kwargs)
+        started = time.perf_counter()
+        code = compile_fx_inner(part, *args, **kwargs)
+        if kwargs.get("is_backward"):
+            on_backward_lowered(part, time.perf_counter() - started)
+        return code
 
     # The second part of the tag prevents that the cache returns code that was compiled without `expose_aliases`.
     tag = f"{autocast_state()} {'aliases_exposed' if regions.calls_of_regions(graph_module) else ''}".strip()
@@ -136,19 +138,6 @@ def draws_as_eager(options: Mapping[str, Any]) -> bool:
     return bool(options.get("fallback_random", config.fallback_random))
 
 
-@contextlib.contextmanager
-def bundled_cache(tag: str) -> Iterator[None]:
-    """Within the ``with`` block, AOTAutograd's cache stores compiled graphs instead of keys of Inductor's cache.
-
-    With keys, the cache would return Inductor's code without our object around it. The tag contains the settings that
-    change the result.
-    """
-    from torch._functorch import config as functorch_config
-
-    with functorch_config.patch(bundled_autograd_cache=True), tagged_cache(tag):
-        yield
-
-
 def tagged_cache(tag: str) -> Any:
     """Return a context manager that adds a tag to the keys of torch's caches."""
     before = torch.compiler.config.cache_key_tag
@@ -163,33 +152,6 @@ def autocast_state() -> str:
     """
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     return " ".join(f"autocast_{device}={torch.get_autocast_dtype(device)}" for device in devices)
-
-
-def serializable(code: Any) -> Any:
-    """Return a copy of a compiled graph that can be pickled.
-
-    Workaround (until torch can pickle a graph from its cache): torch cannot pickle kernels that were launched (2.11 to
-    2.15: "pickle should not be called after make_launchers()"). The bundle also contains their binaries.
-    """
-    copied = copy.copy(code)
-    copied.prepare_for_serialization()
-    if (bundle := getattr(copied, "_triton_bundle", None)) is not None:
-        fresh = [kernel for kernel in bundle.static_autotuners if not kernel.kernel.launchers]
-        copied.set_triton_bundle(dataclasses.replace(bundle, static_autotuners=fresh))
-    return copied
-
-
-def restored(code: Any, example_inputs: Sequence[Any], kwargs: Any) -> Any:
-    """Make an unpickled compiled graph callable."""
-    from torch._inductor.codecache import FxGraphCache
-    from torch._inductor.output_code import CompiledFxGraphConstants
-
-    constants = CompiledFxGraphConstants()
-    code, _ = FxGraphCache.cache_hit_post_compile(code, {}, constants)
-    if code is None:
-        raise RuntimeError("torch could not load a compiled graph from its cache")
-    code.post_compile(example_inputs, constants, kwargs)
-    return code
 
 
 def cache_folder() -> Path:
@@ -226,49 +188,6 @@ def forget_generated(modules: Sequence[types.ModuleType]) -> None:
             del sys.modules[module.__name__]
 
 
-def output_code_class() -> Any:
-    """Return the base class of compiled graphs. torch's cache can store objects of derived classes."""
-    from torch._inductor.output_code import OutputCode
-
-    return OutputCode
-
-
-def compile_inner(module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a graph of ATen operators with Inductor alone."""
-    from torch._functorch import config as functorch_config
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    # Within `bundled_cache`, Inductor does not use its own cache. Only an empty graph needs this setting to be stored.
-    empty = not any(node.op == "call_function" for node in module.graph.nodes)
-    with functorch_config.patch(bundled_autograd_cache=empty and functorch_config.bundled_autograd_cache):
-        return compile_fx_inner(module, example_inputs, **kwargs)
-
-
-@contextlib.contextmanager
-def separate_compile() -> Iterator[None]:
-    """Allow compiling another graph within a compile.
-
-    The ``with`` block has its own tracing context, because the context of the outer compile stores the output strides
-    of the last graph. It also disables graph passes, autotuning and CUDA graphs, which are settings for the user's
-    graph.
-    """
-    from torch._inductor import config
-
-    outer = torch._guards.TracingContext.get()
-    context = torch._guards.TracingContext(outer.fake_mode)
-    suffixes = ("_custom_pre_pass", "_custom_post_pass")
-    plain = dict.fromkeys(option for option in config.get_config_copy() if option.endswith(suffixes))
-    with torch._guards.tracing(context), config.patch({**plain, "max_autotune": False, "triton.cudagraphs": False}):
-        yield
-
-
-def no_cudagraphs() -> Any:
-    """Return the argument ``cudagraphs`` of a compile without CUDA graphs."""
-    from torch._inductor.utils import BoxedBool
-
-    return BoxedBool(False)
-
-
 def end_failed_warmup(device_index: int) -> bool:
     """Repair the CUDA graphs of a device after the first run of a CUDA graph raised, such as `torch.OutOfMemoryError`.
 
@@ -290,13 +209,6 @@ def end_failed_warmup(device_index: int) -> bool:
     node.outputs_weakrefs += [None] * missing
     manager.warmed_up_functions.discard(node.wrapped_function.id)  # type: ignore[union-attr]
     return True
-
-
-def wants_channels_last(module: torch.fx.GraphModule) -> bool:
-    """Return whether Inductor will use the layout channels_last for the convolutions of a graph."""
-    from torch._inductor.graph import GraphLowering
-
-    return bool(GraphLowering.decide_layout_opt(module, is_inference=True))
 
 
 TORCH_PASS_TYPES: tuple[type, ...] = (_custom_graph_pass.CustomGraphPass,)

@@ -48,17 +48,11 @@ class InductorConfig:
         passes: Custom graph passes, in the order in which they run: `GraphPass` objects, or objects of torch's own
             pass classes, which run at ``"post_grad_post"``. In YAML, ``"module:name"``, or a mapping of ``class_path``
             and ``init_args``.
-        fold_weights: Whether an inference graph computes values that depend only on weights once for each version of
-            the weights, instead of in each call (docs/how_to/cuda_graphs.md). The graph does not notice an edit of a
-            weight through ``.data`` within a stage. In the train phase, only modules without gradients have inference
-            graphs.
-        fold_limit_mib: The maximum memory for the folded weights of each graph, in MiB. The graph computes the
-            remaining values in each call.
 
     Raises:
         ValueError: If a mode, template or option is unknown; if ``mode`` is combined with ``options`` or ``template``;
-            if ``options`` and ``passes`` use the same hook point; if ``activation_memory_budget`` is not between 0 and
-            1; or if ``fold_limit_mib`` is not positive.
+            if ``options`` and ``passes`` use the same hook point; or if ``activation_memory_budget`` is not between 0
+            and 1.
         TypeError: If an argument or an option value has the wrong type.
 
     Example::
@@ -75,8 +69,6 @@ class InductorConfig:
     dynamic: bool | None = None
     activation_memory_budget: float | None = None
     passes: tuple[Any, ...] = ()
-    fold_weights: bool = False
-    fold_limit_mib: float = 1024
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
@@ -84,17 +76,13 @@ class InductorConfig:
             templates.get(self.template)
         object.__setattr__(self, "options", as_options({} if self.options is None else self.options))
         self._check_mode_is_alone()
-        for name in ("freezing", "dynamic", "fold_weights"):
+        for name in ("freezing", "dynamic"):
             check_type(name, getattr(self, name), (bool, type(None)), "True, False or None")
         check_type("fullgraph", self.fullgraph, bool, "True or False")
-        budget, limit = self.activation_memory_budget, self.fold_limit_mib
+        budget = self.activation_memory_budget
         check_type("activation_memory_budget", budget, (int, float, type(None)), "a number from 0 to 1, or None")
         if budget is not None and not 0 <= budget <= 1:
             text = f"activation_memory_budget={budget!r} must be from 0 (recompute everything) to 1 (keep everything)"
-            raise ValueError(with_code("CC205", text))
-        check_type("fold_limit_mib", limit, (int, float), "a number of MiB")
-        if not 0 < limit < float("inf"):
-            text = f"fold_limit_mib={limit!r} must be above 0 and finite; fold_weights=False folds nothing"
             raise ValueError(with_code("CC205", text))
         object.__setattr__(self, "passes", as_passes(self.passes, "passes"))
         self.check_beside(self.passes)
@@ -156,7 +144,6 @@ class InductorConfig:
                 "template": template,
                 "options": self._options_as_text(),
                 "passes": [pass_identity(graph_pass) for graph_pass in self.passes],
-                "fold_limit_mib": float(self.fold_limit_mib),
             }
         )
 

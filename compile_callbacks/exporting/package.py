@@ -323,8 +323,6 @@ def package_options(config: InductorConfig, device: torch.device) -> tuple[dict[
             left_out.setdefault(_NO_TORCH_CALLS, []).append(f"pass {pass_name(graph_pass)}")
         else:
             passes.append(graph_pass)
-    if config.fold_weights:
-        left_out["freezing=True folds the weights of a package"] = ["fold_weights=True"]
     if config.dynamic is not None:
         left_out["dynamic_batch decides which sizes may change"] = [f"dynamic={config.dynamic}"]
     sentences = [f"the package is compiled without {', '.join(names)}: {why}" for why, names in left_out.items()]

@@ -197,7 +197,7 @@ class InductorBackend:
         return self._compiled(*args, **kwargs)  # type: ignore[misc]
 
     def deactivate(self) -> None:
-        """Free compiled code, folded and frozen weights and CUDA graphs, and restore the module.
+        """Free compiled code, frozen weights and CUDA graphs, and restore the module.
 
         The module moves back to its former device, gets its former training flags, and runs uncompiled. Compiled code
         of other modules remains. CUDA graphs of one device share a memory pool. If another module has CUDA graphs on

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, explain_recompile
 
@@ -21,7 +21,7 @@ EventKind = Literal[
     "fallback",
     "cudagraph_skip",
     "verify",
-    "fold",
+    "freezing",
     "pass_skipped",
     "template",
     "budget",
@@ -74,7 +74,6 @@ class CompileEvent:
         cache_misses: Number of graphs that were not in torch's cache.
         verdict: The result of the comparison with eager, for the kind ``"verify"``.
         max_abs_error: Largest absolute error of an output, or ``None`` if the graph was not compared.
-        folded_mib: Memory of the folded weights in MiB, for the kind ``"fold"``, or ``None`` if nothing is folded.
         code: The code of the message that explains a fallback, such as ``"CC301"``.
     """
 
@@ -96,7 +95,6 @@ class CompileEvent:
     cache_misses: int = 0
     verdict: Result | None = None
     max_abs_error: float | None = None
-    folded_mib: float | None = None
     code: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,8 +149,6 @@ class CompileRecorder:
         """The targets that reached torch's recompile limit, with the reason of the last recompile."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
         """The runs of custom graph passes, in order."""
-        self.weight_refreshes: dict[Phase, int] = dict.fromkeys(PHASES, 0)
-        """Number of times that graphs recomputed folded weights."""
         self.compile_seconds: dict[CompileKey, list[float]] = {}
         """For each target, the compile seconds of each graph, including failed attempts before the graph.
 
@@ -352,15 +348,10 @@ class CompileRecorder:
         """Count a graph of the running compile. The backend of a target calls this method."""
         self._graphs += 1
 
-    def add_lowering(self, seconds: float, *, is_backward: bool, saved_bytes: int = 0) -> None:
-        """Add the time that Inductor took for a part of a graph, and the memory that the part saves for backward."""
-        if is_backward:
-            self._backward_seconds += seconds
-            self._saved_bytes += saved_bytes
-
-    def count_weight_refresh(self, key: CompileKey) -> None:
-        """Count that a graph recomputed its folded weights."""
-        self.weight_refreshes[key.phase] += 1
+    def add_backward_lowering(self, seconds: float, saved_bytes: int) -> None:
+        """Add the time that Inductor took for a backward graph, and the memory that the forward graph saves for it."""
+        self._backward_seconds += seconds
+        self._saved_bytes += saved_bytes
 
 
 _PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}

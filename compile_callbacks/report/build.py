@@ -68,7 +68,6 @@ def build_phase_report(
         verdict = "compile time not repaid"
     if verdict is None and details and settings is not None and timer.compiled_steps(phase, candidate):
         verdict = "too few samples" if graphs.total() else "not compiled"
-    folded_mib = [event.folded_mib for event in of("fold") if event.folded_mib is not None]
     saved: dict[str, float] = {}
     for event in of("compile"):
         if event.saved_mib is not None:
@@ -105,8 +104,6 @@ def build_phase_report(
             peak_memory_mib=peak.mib,
             peak_memory_at_most_mib=peak.at_most_mib,
             saved_for_backward_mib=sum(saved.values()) if saved else None,
-            folded_mib=sum(folded_mib) if folded_mib else None,
-            weight_refreshes=recorder.weight_refreshes[phase] if folded_mib else None,
             max_abs_error=max(errors, default=None),
             skipped_passes=len(of("pass_skipped")),
             passes=tuple(

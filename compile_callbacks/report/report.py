@@ -56,9 +56,6 @@ class PhaseDiagnostics(_Data):
         peak_memory_at_most_mib: An upper bound of this peak if compiled steps did not raise the peak of the process.
         saved_for_backward_mib: Memory of the activations that graphs save for their backward pass, in MiB. Each target
             counts with the graph that saves the most. Graphs from torch's cache do not count.
-        folded_mib: Memory of the folded copies of weights (``fold_weights``), in MiB.
-        weight_refreshes: Number of times that folded copies were recomputed because the weights had changed, or might
-            have changed.
         max_abs_error: Largest absolute difference from eager in any output element, at the first call of each graph.
         skipped_passes: Number of graphs that were compiled without a custom graph pass because the pass failed.
         passes: One mapping for each graph and custom graph pass, in order: ``target``, ``name``, ``hook``, and the
@@ -85,8 +82,6 @@ class PhaseDiagnostics(_Data):
     peak_memory_mib: float | None = None
     peak_memory_at_most_mib: float | None = None
     saved_for_backward_mib: float | None = None
-    folded_mib: float | None = None
-    weight_refreshes: int | None = None
     max_abs_error: float | None = None
     skipped_passes: int = 0
     passes: tuple[dict[str, Any], ...] = ()

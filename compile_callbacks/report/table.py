@@ -93,7 +93,7 @@ _TITLES = {
     "fallback": "Fallbacks to eager",
     "cudagraph_skip": "CUDA graphs not used",
     "pass_skipped": "Graph passes skipped",
-    "fold": "Weights not folded",
+    "freezing": "Weights not frozen",
     "template": "Templates that fell back",
     "separate_blocks": "Repeated blocks compiled separately",
     "differs": "Differs from eager",
@@ -195,8 +195,6 @@ _COMPILE: tuple[_Row, ...] = (
     ("recompiles", lambda p: str(p.recompiles or _NOTHING)),
     ("fallbacks", lambda p: str(p.fallbacks or _NOTHING)),
     ("cache hits / misses", _cache),
-    ("folded weights MiB", lambda p: _number(p.diagnostics.folded_mib, ".1f")),
-    ("weight refreshes", lambda p: _number(p.diagnostics.weight_refreshes, "d")),
     ("skipped passes", lambda p: str(p.diagnostics.skipped_passes or _NOTHING)),
 )
 _CORRECTNESS: tuple[_Row, ...] = (

@@ -156,11 +156,8 @@ class GradModeSession(Session):
     def finalizer(self) -> Callable[[], None]:
         """Return a function that ends this session when the module is deleted, and does not keep the module alive."""
         recorder, cache = self._recorder, self._cache
-        backends = [compiled_target.backend for compiled_target in self._switch.compiled_targets()]
 
         def end() -> None:
-            for backend in backends:
-                backend.free_folded()
             recorder.stop()
             if cache is not None:
                 cache.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,10 +25,6 @@ from compile_callbacks.runtime.repeated import RegionMarks
 from compile_callbacks.runtime.shapes import ObservedShapes, ShapePolicy
 from compile_callbacks.runtime.snapshot import CallInProgress
 from compile_callbacks.runtime.target import AnyTarget, RepeatedBlocks, Target
-
-if TYPE_CHECKING:
-    from compile_callbacks.folding.folded_graph import FoldedGraph
-
 
 TRACES_WITHOUT_GRAPH = 5
 """The maximum number of consecutive calls that torch traces without compiling a graph. torch 2.15 traces a target again
@@ -341,8 +337,6 @@ class CompiledTarget:
         self._weights_are_suspect = True
         if self._budget.exhausted:
             self._budget.check()  # compiled steps may have saved enough time for more recompiles
-        for graph in self.folded_graphs():
-            graph.invalidate_weights()
 
     def _refreeze_if_weights_changed(self) -> None:
         if self._weights.changed(thorough=self._weights_are_suspect) and self._backend.graphs:
@@ -350,17 +344,9 @@ class CompiledTarget:
         self._weights_are_suspect = False
 
     def free_compiled(self) -> None:
-        """Free the compiled code with its folded and frozen weights. The next call compiles again."""
+        """Free the compiled code with its frozen weights. The next call compiles again."""
         self._compiled = None
         self._backend.free()
-
-    def free_folded_weights(self) -> None:
-        """Free the memory of folded weights until the next call."""
-        self._backend.free_folded()
-
-    def folded_graphs(self) -> list[FoldedGraph]:
-        """Return the folded graphs that are still in use."""
-        return self._backend.folded_graphs()
 
     @property
     def backend(self) -> GraphBackend:

@@ -60,7 +60,7 @@ class SessionWarnings:
         if phase == "infer" and config.freezes and (sharded or self._switch.shares_graphs):
             why = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph, but not their weights"
             message = f"{mode} asks for freezing, which has no effect: {why}"
-            self._warn_of_no_effect("fold", phase, message, message)
+            self._warn_of_no_effect("freezing", phase, message, message)
         if config.uses_cudagraphs and device.type != "cuda":
             message = (
                 f"{mode} asks for CUDA graphs, and the module is not on a GPU: they have no effect. The steps run "
@@ -70,7 +70,7 @@ class SessionWarnings:
             self._warn_of_no_effect("cudagraph_skip", phase, message, reason)
 
     def check_stage(self, phase: Phase, active: ActiveConfig) -> None:
-        """Warn about targets that ran uncompiled in a stage, about weights that were not folded, and about slow steps.
+        """Warn about targets that ran uncompiled in a stage, and about slow steps.
 
         While a `Tune` tries candidates, the active config outside steps is eager, so there is nothing to warn about.
         """
@@ -91,8 +91,6 @@ class SessionWarnings:
                 self._check_share(compiled_target)
                 if compiled_target.blocks_differ:
                     self._warn_of_differing_blocks(compiled_target.key)
-        if active.config is not None and active.config.fold_weights:
-            self._check_folding(phase)
         self.check_step_times(phase, active.candidate)
 
     def check_targets(self) -> None:
@@ -202,16 +200,6 @@ class SessionWarnings:
             f"the module{why}. Store such values in tensors"
         )
         self._warn.warn("CC105", message, about=key[:2])
-
-    def _check_folding(self, phase: Phase) -> None:
-        folds = self._recorder.events_of(phase, "fold")
-        if any(event.folded_mib is not None for event in folds):
-            return
-        if any(event.graphs for event in self._recorder.events_of(phase, "compile")):
-            reasons = [event.reason for event in folds if event.reason]
-            nothing = "no inference graph computes a value from weights alone that saves time when it is stored"
-            message = f"fold_weights=True has no effect in the {phase} phase: {reasons[-1] if reasons else nothing}"
-            self._warn.warn("CC204", message, about=(phase, "fold_weights"))
 
     def _reasons(self, kind: EventKind, key: CompileKey) -> list[str]:
         return [e.reason for e in self._recorder.events_of(key.phase, kind) if e.target == key.target and e.reason]

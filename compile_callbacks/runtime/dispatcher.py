@@ -235,8 +235,6 @@ class PhaseSwitch:
         self._installed = False
         self._selected = None
         self._recorder.trace_settings.remove()
-        for compiled_target in self.compiled_targets():
-            compiled_target.free_folded_weights()
 
     # ------------------------------------------------------------------------------------------ phases
 
@@ -350,7 +348,7 @@ class PhaseSwitch:
             compiled_target.free_compiled()
 
     def invalidate_weights(self) -> None:
-        """Compare frozen and folded weights with the module's weights before their next use."""
+        """Compare frozen weights with the module's weights before their next use."""
         for compiled_target in self.compiled_targets():
             compiled_target.invalidate_weights()
 

@@ -19,7 +19,7 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 
 WEIGHTS_ARE_SHARDED = "the weights are sharded: FSDP gathers them for each call, at a new address, and frees them"
-"""The reason why sharded weights cannot be frozen or folded, and why torch cannot record CUDA graphs."""
+"""The reason why sharded weights cannot be frozen, and why torch cannot record CUDA graphs."""
 
 
 def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:

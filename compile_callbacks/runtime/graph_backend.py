@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,12 +18,8 @@ from compile_callbacks.profiling.compile_events import CompileKey, CompileRecord
 from compile_callbacks.runtime.cudagraphs import with_cloned_outputs, with_warmup_repair
 from compile_callbacks.runtime.double_backward import with_repeated_backward
 from compile_callbacks.runtime.fallback import EagerFallback
-from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.runtime.target import AnyTarget, Target
 from compile_callbacks.runtime.verification import Verification
-
-if TYPE_CHECKING:
-    from compile_callbacks.folding.folded_graph import FoldedGraph, Folding
 
 
 class GraphBackend:
@@ -61,7 +55,6 @@ class GraphBackend:
         self._fallback = fallback
         self._verification = Verification(key, target.members, recorder=recorder, fallback=fallback)
         self._template_checked = False
-        self._folded: list[weakref.ref[FoldedGraph]] = []
         self._generated: list[ModuleType] = []
 
     def compile(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -157,7 +150,7 @@ class GraphBackend:
             runs: list[PassRun] = []
             passes = pass_options(self._passes, self._key.phase, runs.append, skipped=skipped)
             try:
-                compiled = self._compile_with_folding(graph, inputs, {**options, **passes})
+                compiled = self._compile_with_inductor(graph, inputs, {**options, **passes})
             except _torch.dynamo.CONTROL_FLOW:
                 raise
             except Exception as error:
@@ -202,82 +195,30 @@ class GraphBackend:
         )
         self._fallback.warn_after_call("CC701", message, about=(target, phase, pass_name(failure.failed)))
 
-    # ------------------------------------------------------------------------------------------ folded weights
+    # ------------------------------------------------------------------------------------------ Inductor
 
-    def _compile_with_folding(
+    def _compile_with_inductor(
         self, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """Compile a graph. Fold its weights if the config asks for folding and the graph supports it."""
-        folding, inner_compile = self._new_folding(options), _torch.inductor.compile_inner
-        if folding is not None:
-            from compile_callbacks.folding.folded_graph import compile_inner as inner_compile
+        def on_backward_lowered(part: torch.fx.GraphModule, seconds: float) -> None:
+            self._recorder.add_backward_lowering(seconds, _torch.inductor.saved_bytes(part))
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            code = inner_compile(*args, **kwargs)
-            seconds = time.perf_counter() - started
-            is_backward = bool(kwargs.get("is_backward"))
-            saved = _torch.inductor.saved_bytes(args[0]) if is_backward else 0
-            self._recorder.add_lowering(seconds, is_backward=is_backward, saved_bytes=saved)
-            return code
-
-        context = contextlib.nullcontext() if folding is None else folding.active()
-        with context, _torch.inductor.generated_with_constants() as generated:
+        with _torch.inductor.generated_with_constants() as generated:
             compiled = _torch.inductor.compile_graph(
                 graph,
                 inputs,
                 options=options,
                 activation_memory_budget=self._config.activation_memory_budget,
-                inner_compile=timed,
+                on_backward_lowered=on_backward_lowered,
             )
         self._generated += generated
-        if folding is not None:
-            for failure in folding.failures:
-                self._recorder.record("fold", self._key, reason=failure)
-            for folded in folding.graphs:
-                self._folded.append(weakref.ref(folded))
-                self._recorder.record("fold", self._key, folded_mib=folded.folded_bytes / 2**20)
         return compiled
-
-    def _new_folding(self, options: Mapping[str, Any]) -> Folding | None:
-        if self._key.frozen or not self._config.fold_weights:
-            return None
-        if reason := self._why_not_folded(options):
-            self._recorder.record("fold", self._key, reason=reason)
-            return None
-        # Imported here, because this imports Inductor's code generator, which takes seconds.
-        from compile_callbacks.folding.folded_graph import Folding
-
-        recorder, key = self._recorder, self._key
-        return Folding(self._config.fold_limit_mib, lambda: recorder.count_weight_refresh(key))
-
-    def _why_not_folded(self, options: Mapping[str, Any]) -> str | None:
-        if options.get("cpp_wrapper"):
-            return "cpp_wrapper: Inductor tunes its kernels with the inputs of the whole graph"
-        if self._member.sharded:
-            return WEIGHTS_ARE_SHARDED
-        if self._shared:
-            return "repeated blocks share a graph, but not their weights"
-        if _torch.graphs.has_tensor_subclasses(self._member.module):
-            return "its weights are tensor subclasses, whose memory may move"
-        return None
 
     # ------------------------------------------------------------------------------------------ memory
 
-    def folded_graphs(self) -> list[FoldedGraph]:
-        """Return the folded graphs that are still in use."""
-        return [graph for reference in self._folded if (graph := reference()) is not None]
-
-    def free_folded(self) -> None:
-        """Free the memory of folded weights until the next call."""
-        for graph in self.folded_graphs():
-            graph.free()
-
     def free(self) -> None:
-        """Free the compiled code, with its folded and frozen weights."""
+        """Free the compiled code, with its frozen weights."""
         self.must_compile_again = False
-        self.free_folded()
-        self._folded.clear()
         _torch.dynamo.forget_compiled(self.compile)
         _torch.inductor.forget_generated(self._generated)
         self._generated.clear()

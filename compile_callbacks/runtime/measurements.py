@@ -172,7 +172,7 @@ class Measurements:
             if step.first or step.disturbed or self._trained is None:
                 self._trained = zlib.crc32(bytes(weight.requires_grad for weight in self._module.parameters()))
             known["trained"] = self._trained
-        if tuned:  # the first step of a stage folds weights again, and frozen weights need other code
+        if tuned:  # the first step of a stage compares frozen weights, and frozen weights need other code
             known |= {"first": step.first, "frozen": stage.weights_frozen}
         return known
 

@@ -1,4 +1,4 @@
-"""`InductorBackend.deactivate` frees its compiled code, its frozen and folded weights and its GPU memory only."""
+"""`InductorBackend.deactivate` frees its compiled code, its frozen weights and its GPU memory only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FEATURES, HIDDEN = 8, 13  # no other test has tensors of this size
 
 
 class Model(nn.Module):
-    """Has weights to fold, and optionally a graph break, after which other owners compile the same code object."""
+    """Has weights to freeze, and optionally a graph break, after which other owners compile the same code object."""
 
     def __init__(self, breaks=False):
         super().__init__()

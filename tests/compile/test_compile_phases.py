@@ -175,7 +175,7 @@ def test_wrong_arguments_are_refused_by_name(module, settings, error, message):
 
 
 class Encoder(Wrapper):
-    """Computes a product of weights alone, which is folded, and has a method that is a target."""
+    """Has a method that is a target."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,6 @@ def repeated():
     ("make", "settings"),
     [
         (mlp, {}),
-        (Encoder, {"infer_mode": {"fold_weights": True}}),
         (Encoder, {"targets": ["encode"]}),
         (repeated, {"targets": "repeated"}),
     ],

@@ -150,7 +150,7 @@ PASSES = [f"{__name__}:{name}" for name in ("changes_nothing", "no_such")] + ["n
         InductorConfig(),
         InductorConfig(mode="reduce-overhead", dynamic=False, fullgraph=True),
         InductorConfig(template="aten", freezing=True, options={"epilogue_fusion": False}),
-        InductorConfig(passes=[changes_nothing], fold_limit_mib=3, activation_memory_budget=0.5),
+        InductorConfig(passes=[changes_nothing], activation_memory_budget=0.5),
     ],
     ids=range(4),
 )

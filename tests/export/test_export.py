@@ -106,7 +106,7 @@ class Exported:
         self.module = trained()
         example, scale = images(1), torch.ones(1, 1)
         before, generator = {k: v.clone() for k, v in self.module.state_dict().items()}, torch.get_rng_state()
-        mode = InductorConfig(mode="reduce-overhead", passes=[counts, broken, early], fold_weights=True, dynamic=True)
+        mode = InductorConfig(mode="reduce-overhead", passes=[counts, broken, early], dynamic=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self.path = export(self.module, (example,), folder / "net.pt2", kwargs={"scale": scale}, mode=mode)
@@ -179,10 +179,9 @@ def test_settings_that_a_package_does_not_support_are_named(exported):
     text = "\n".join(exported.warnings)
     assert "without triton.cudagraphs: a package records no CUDA graphs" in text
     assert "pass early: passes at 'pre_grad' change torch function calls" in text
-    assert "fold_weights=True: freezing=True folds the weights of a package" in text
     assert "dynamic=True: dynamic_batch decides which sizes may change" in text
     assert "ZeroDivisionError: by design" in text
-    assert len(exported.warnings) == 5
+    assert len(exported.warnings) == 4
     assert set(seen) == {True}  # the pass that a package supports ran
 
 

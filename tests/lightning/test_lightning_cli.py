@@ -67,8 +67,8 @@ FORMS: dict[str, tuple[Any, InductorConfig | Tune | None]] = {
     "mode": ("max-autotune-no-cudagraphs", InductorConfig(mode="max-autotune-no-cudagraphs")),
     "mapping": ({"mode": "default", "dynamic": False}, InductorConfig(dynamic=False)),
     "class": (
-        {"class_path": CONFIG, "init_args": {"template": "aten", "fold_weights": False, "fold_limit_mib": 3}},
-        InductorConfig(template="aten", fold_weights=False, fold_limit_mib=3),
+        {"class_path": CONFIG, "init_args": {"template": "aten", "fullgraph": False, "activation_memory_budget": 0.5}},
+        InductorConfig(template="aten", fullgraph=False, activation_memory_budget=0.5),
     ),
     "passes": (
         {"class_path": CONFIG, "init_args": {"passes": [f"{__name__}:changes_nothing"]}},

@@ -381,9 +381,8 @@ def test_blocks_that_the_steps_call_or_that_a_glob_names_share_a_graph(targets):
     assert "net.layers.* (4 blocks, one graph)" in callback.report.train.targets
 
 
-@pytest.mark.parametrize("settings", [{"freezing": True}, {"fold_weights": True}])
-def test_weights_of_repeated_blocks_are_not_folded(settings):
-    module, callback = seeded(lambda: Classifier(Stack(blocks()))), repeated(None, settings)
+def test_weights_of_repeated_blocks_are_not_frozen():
+    module, callback = seeded(lambda: Classifier(Stack(blocks()))), repeated(None, {"freezing": True})
     with pytest.warns(CompileWarning, match=r"no effect.*repeated blocks"):
         trainer(callback).predict(module, loader(3))
     assert callback.report.infer.graphs == 1

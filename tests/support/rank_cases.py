@@ -128,21 +128,6 @@ def split() -> dict[str, Any]:
         return both(Wide, ddp={"bucket_cap_mb": 1})
 
 
-class ComparesValidation(Classifier):
-    """Keeps the difference of each validation output from eager code with the current weights."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validation_outputs.append((self.net(batch[0]) - self.net._call_impl(batch[0])).abs().max())
-
-
-def folding() -> dict[str, Any]:
-    folds = {"fold_weights": True}
-    ours = InductorCompile(None, folds, targets=["net"], baseline_steps=0, verify="off")
-    module = seeded(ComparesValidation)
-    fit(module, ours, max_epochs=2)
-    return {"report": report_of(ours), "differences": [float(value) for value in module.validation_outputs]}
-
-
 def resumed_from_one() -> dict[str, Any]:
     ours, module = InductorCompile(baseline_steps=2), seeded()
     run = fit(module, ours, max_epochs=2, ckpt_path=str(FOLDER / "one.ckpt"))

@@ -135,8 +135,6 @@ def test_the_page_explains_each_row_of_the_table():
         eager_peak_memory_mib=1.0,
         peak_memory_mib=1.0,
         saved_for_backward_mib=1.0,
-        folded_mib=1.0,
-        weight_refreshes=1,
         max_abs_error=0.0,
         skipped_passes=1,
         trials=({"candidate": "NAME", "median_ms": 1.0, "verdict": "chosen"},),
@@ -146,6 +144,6 @@ def test_the_page_explains_each_row_of_the_table():
     times = {"compile_seconds": 1.0, "eager_step_ms": 2.0, "compiled_step_ms": 1.0, "verified": "equal 1"}
     found = PhaseReport(**figures, **counts, **times, diagnostics=details)
     labels = [row[0] for group in main_table([found]) for row in group.rows]
-    assert len(labels) == 23
+    assert len(labels) == 21
     section = PAGE.read_text().partition("## Rows of the table")[2].partition("\n## ")[0]
     assert [label for label in labels if f"`{label}`" not in section] == []
