@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
-from compile_callbacks.cli.bench_measure import alternate, summarize
+from bench_measure import alternate, summarize
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ from unittest import mock
 
 import torch
 import torch._dynamo.config
+from bench_measure import summarize
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
 from models import make
@@ -54,7 +55,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from trainer import BlockClock, Classifier, loader, make_trainer
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.cli.bench_measure import summarize
 from compile_callbacks.report.file import environment
 
 EAGER, BY_HAND, OURS = WAYS = ("eager", "by hand", "ours")

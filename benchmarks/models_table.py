@@ -27,9 +27,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from bench_measure import as_result
 from tables import print_columns
-
-from compile_callbacks.cli.bench_measure import as_result
 
 ROOT = Path(__file__).parent.parent
 TITLE = "Small models of other packages: eager and with the callback"

@@ -13,11 +13,11 @@ import argparse
 from typing import Any
 
 import torch
+from bench_measure import BenchmarkedModule, measure
 from models import make
 from tables import Row, parser_for, print_columns, save, say
 
 from compile_callbacks import InductorConfig
-from compile_callbacks.cli.bench_measure import BenchmarkedModule, measure
 from compile_callbacks.passes import TritonMaxPoolBackward, TritonSqueezeExcitation
 
 ROWS = [

@@ -20,12 +20,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch._inductor.config
+from bench_measure import summarize
 from models import make
 from tables import Row, parser_for, print_columns, relative_error, save
 from trainer import Classifier, loader, make_trainer, synchronize
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.cli.bench_measure import summarize
 
 FROZEN = {"triton.cudagraphs": True, "freezing": True}  # the options of "reduce-overhead" and freezing
 COLUMNS = {"part": "{}", "way": "{}", "step_ms": "{:.3f}", "ratio": "{:.3f}", "relative_error": "{:.1e}",

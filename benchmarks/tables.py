@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_measure import as_result
 from conduct import Group, conduct, say
-
-from compile_callbacks.cli.bench_measure import as_result
 
 Row = dict[str, Any]
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 _COMMANDS = {
     "doctor": "check whether torch.compile can work on this machine",
     "modes": "list modes and templates, and whether they work here",
-    "bench": "measure modes side by side on a module",
     "report": "print the reports of earlier runs",
     "explain": "explain a warning or an error by its code",
 }

@@ -217,7 +217,7 @@ and how to fix it. The exit status is 1 if a check failed; a missing GPU is not 
 _MINIMUM = {"torch": "2.11", "torchvision": "0.26", "lightning": "2.5.6", "tensorboard": "0", "triton": "0"}
 _IMPACT = {
     "torch": "this library does not run",
-    "torchvision": "`import lightning` and InductorCompile fail; bench cannot build models by name",
+    "torchvision": "`import lightning` and InductorCompile fail",
     "lightning": "InductorCompile cannot be imported",
     "tensorboard": "a TensorBoardLogger gets no report",
     "triton": "modules on a GPU run uncompiled",
@@ -287,7 +287,7 @@ def _check_package(package: str, fix: str = "") -> Check:
 def _check_torchvision() -> Check:
     """Check that Python can import torchvision with this torch. The import fails if it was built for another torch."""
     if installed_version("torchvision") is None:
-        return Check("ok", "not installed; the examples need it, and bench needs it for models by name")
+        return Check("ok", "not installed; the examples need it")
     both = "pip install --force-reinstall torch torchvision"
     return _check_package("torchvision", f"pip uninstall torchvision, or both from one index: {both}")
 

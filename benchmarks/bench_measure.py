@@ -1,4 +1,4 @@
-"""Times copies of a module in several modes, in alternating blocks of steps, for ``bench`` and the benchmarks."""
+"""Times copies of a module in several modes, in alternating blocks of steps, for the benchmarks."""
 
 from __future__ import annotations
 
