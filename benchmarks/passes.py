@@ -18,10 +18,9 @@ from models import make
 from tables import Row, parser_for, print_columns, save, say
 
 from compile_callbacks import InductorConfig
-from compile_callbacks.passes import TritonMaxPoolBackward, TritonSqueezeExcitation
+from compile_callbacks.passes import TritonMaxPoolBackward
 
 ROWS = [
-    (TritonSqueezeExcitation, "infer", ["efficientnet_b0", "mobilenet_v3_large", "regnet_y_3_2gf"]),
     (TritonMaxPoolBackward, "train", ["resnet18", "resnet50", "densenet121"]),
 ]
 COLUMNS = {

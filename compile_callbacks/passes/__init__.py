@@ -1,11 +1,10 @@
-"""Custom Inductor graph passes: base classes, helpers for writing passes, and the library's own passes.
+"""Custom Inductor graph passes: base classes, helpers for writing passes, and the library's own pass.
 
 ``compile_callbacks.passes.testing`` has `check_pass`, which tests a pass.
 """
 
 from compile_callbacks.passes.base import GraphPass, graph_pass
 from compile_callbacks.passes.library.max_pool_backward import TritonMaxPoolBackward
-from compile_callbacks.passes.library.squeeze_excitation import TritonSqueezeExcitation
 from compile_callbacks.passes.manager import GraphPassError, PassRun
 from compile_callbacks.passes.rewriting import (
     PatternMatch,
@@ -27,7 +26,6 @@ __all__ = [
     "RecordGraphs",
     "RecordedGraph",
     "TritonMaxPoolBackward",
-    "TritonSqueezeExcitation",
     "call_before",
     "count_ops",
     "find_nodes",

@@ -1,15 +1,13 @@
-"""The Triton passes of the library replace their operators and no others, and equal eager."""
+"""`TritonMaxPoolBackward` replaces the gradient of max pooling and nothing else, and equals eager."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from torchvision.ops import SqueezeExcitation
 
-from compile_callbacks.passes import TritonMaxPoolBackward, TritonSqueezeExcitation
+from compile_callbacks.passes import TritonMaxPoolBackward
 from compile_callbacks.passes.library.max_pool_backward import max_pool2d_backward
-from compile_callbacks.passes.library.squeeze_excitation import two_layers
 from compile_callbacks.passes.testing import check_pass
 from tests.support.models import Wrapper
 
@@ -42,29 +40,6 @@ def check(graph_pass, module, x, **kwargs):
     result = check_pass(graph_pass, Half(module), x, **kwargs)
     result.assert_close(rtol=3e-2, atol=3e-2)  # bfloat16, of values about 1
     return result.ops_after
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("activation", "gate"), [(nn.SiLU, nn.Sigmoid), (nn.ReLU, nn.Hardsigmoid)])
-def test_the_two_layers_of_a_squeeze_and_excitation_become_one(activation, gate, device):
-    module = SqueezeExcitation(16, 6, activation=activation, scale_activation=gate)
-    ops = check(on(device, TritonSqueezeExcitation), module, images(device))
-    assert (ops[str(two_layers)], ops["aten.convolution.default"]) == (1, 0)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
-@pytest.mark.parametrize(("channels", "hidden"), [(32, 8), (96, 4), (1152, 48), (960, 240 // 2)])
-@pytest.mark.parametrize("activation", ["relu", "silu"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.gpu
-def test_the_triton_kernel_of_two_layers_equals_its_reference(batch_size, channels, hidden, activation, dtype):
-    x = torch.randn(batch_size, channels, 1, 1)
-    weight_1, bias_1 = torch.randn(hidden, channels, 1, 1) / channels**0.5, torch.randn(hidden)
-    weight_2, bias_2 = torch.randn(channels, hidden, 1, 1) / hidden**0.5, torch.randn(channels)
-    inputs = [tensor.to("cuda", dtype) for tensor in (x, weight_1, bias_1, weight_2, bias_2)]
-    expected = two_layers(*[tensor.cpu().double() for tensor in inputs], activation)
-    close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(two_layers(*inputs, activation).cpu().double(), expected, **close)
 
 
 @pytest.mark.parametrize("device", DEVICES)

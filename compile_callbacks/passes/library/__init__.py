@@ -1,4 +1,4 @@
-"""The library's own graph passes, and `define`, which defines their operators.
+"""The library's own graph pass, and `define`, which defines its operator.
 
 The first launch of a kernel imports Triton.
 """
