@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
@@ -15,7 +16,6 @@ from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.callbacks import trainer_calls
-from compile_callbacks.callbacks.several_callbacks import state_key
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_steps, stage_of
 from compile_callbacks.report.report import CompileReport
@@ -28,11 +28,6 @@ from compile_callbacks.runtime.arguments import (
     explain_unknown_arguments,
 )
 from compile_callbacks.runtime.session import Session
-
-_STATE_KEY = "compile_callbacks"
-"""The key in a checkpoint that holds the states of all `InductorCompile` callbacks. The callback does not use
-Lightning's ``state_dict`` hook, which would need a different state key for each callback in the Trainer's
-constructor."""
 
 _warn = rank_zero_only(warn_user)
 
@@ -84,7 +79,7 @@ class InductorCompile(Callback):
         ValueError: If a value is not one of the choices. The callback resolves ``targets`` when the trainer starts.
         TypeError: If a value has the wrong type, or an argument is unknown.
         MisconfigurationException: When the trainer starts, if the strategy is DeepSpeed, if CUDA graphs would run with
-            sharded weights, or if several callbacks have overlapping targets.
+            sharded weights, or if the Trainer has a second `InductorCompile`.
 
     Example::
 
@@ -156,6 +151,12 @@ class InductorCompile(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if sum(isinstance(callback, InductorCompile) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            message = (
+                "the Trainer has more than one InductorCompile. Name all modules to compile in one callback, as in "
+                "InductorCompile(targets=['encoder', 'head'])"
+            )
+            raise MisconfigurationException(with_code("CC203", message))
         self._calls.begin(trainer, pl_module, self, fits=stage == "fit")
 
     @override
@@ -164,18 +165,18 @@ class InductorCompile(Callback):
         self._calls.prepare(trainer, pl_module, self)
 
     @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self.session:
-            states = checkpoint.setdefault(_STATE_KEY, {})
-            states[state_key(self.arguments.targets)] = self.session.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        return self.session.state_dict() if self.session else {}
+
+    # Hides the override from the Trainer's constructor, which would refuse a second callback with a message about state
+    # keys. `setup` says what to do instead.
+    state_dict.__wrapped__ = Callback.state_dict  # type: ignore[attr-defined]
 
     @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self.session and self.session.running:
-            return  # LearningRateFinder and BatchSizeFinder load a checkpoint within a run, without resuming it
-        states = checkpoint.get(_STATE_KEY)
-        key = state_key(self.arguments.targets)
-        self._calls.earlier_state = states.get(key) if isinstance(states, Mapping) else None
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not (self.session and self.session.running):
+            self._calls.earlier_state = state_dict
+        # Otherwise, LearningRateFinder or BatchSizeFinder loads a checkpoint within a run, without resuming it.
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -197,14 +198,14 @@ class InductorCompile(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if (session := self._calls.session) is not None:
+        if (session := self._calls.active) is not None:
             self._step_is_timed = session.step_begins(first=batch_idx == 0)
             if self._step_is_timed:
                 self._global_step_before = trainer.global_step
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        session = self._calls.session
+        session = self._calls.active
         if session is None or not session.gpu.on_gpu:
             return
         if trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization:
@@ -218,7 +219,7 @@ class InductorCompile(Callback):
         if self._step_is_timed:
             optimizer_steps = trainer.global_step - self._global_step_before
             part = f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated"
-        if (session := self._calls.session) is not None:
+        if (session := self._calls.active) is not None:
             session.step_ends("train", batch, part)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
         if every and (batch_idx + 1) % every == 0:
@@ -241,7 +242,7 @@ class InductorCompile(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if (session := self._calls.session) is not None:
+        if (session := self._calls.active) is not None:
             self._step_is_timed = session.step_begins(first=batch_idx == 0)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
@@ -256,7 +257,7 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if (session := self._calls.session) is not None:
+        if (session := self._calls.active) is not None:
             loader = f"{trainer.state.stage} {dataloader_idx}" if self._step_is_timed else ""
             session.step_ends(loader, batch)
 
@@ -275,16 +276,15 @@ class InductorCompile(Callback):
     # ------------------------------------------------------------------------------------------ parts of the hooks
 
     def _begin_stage(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
-        session, nested = self._calls.prepare(trainer, pl_module, self), self._calls.nested
-        session.stage_begins(stage_of(trainer, phase, nested=nested))
-        if not trainer.sanity_checking and not nested:
-            session.plan(remaining_steps(trainer))
+        if (session := self._calls.prepare(trainer, pl_module, self)) is not None:
+            session.stage_begins(stage_of(trainer, phase))
+            if not trainer.sanity_checking:
+                session.plan(remaining_steps(trainer))
 
     def _end_stage(self, phase: Phase) -> None:
-        if self.session and not self._calls.nested:
-            self.session.stage_ends(phase)
+        if (session := self._calls.active) is not None:
+            session.stage_ends(phase)
 
     def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
-        with self._calls.end(trainer, keep_compiled=self.keep_compiled) as call:
-            if call is not None:
-                trainer_calls.write_at_end(trainer, self, call, exception)
+        if (call := self._calls.end(trainer, keep_compiled=self.keep_compiled)) is not None:
+            trainer_calls.write_at_end(trainer, self, call, exception)

@@ -1,4 +1,4 @@
-"""`TrainerCalls`: the running Trainer calls of an `InductorCompile`, from ``setup`` to ``teardown``, and their session.
+"""`TrainerCalls`: the running Trainer call of an `InductorCompile`, from ``setup`` to ``teardown``, and its session.
 
 A Trainer call is one ``trainer.fit``, ``validate``, ``test`` or ``predict``. When a call ends, `write_at_end` writes
 the report to the loggers, a file and the terminal.
@@ -6,10 +6,8 @@ the report to the loggers, a file and the terminal.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +20,14 @@ from torch.utils.hooks import RemovableHandle
 from compile_callbacks._utils import stack_chunks
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
-from compile_callbacks.callbacks import several_callbacks as several
 from compile_callbacks.callbacks.trainer_progress import is_stopping
 from compile_callbacks.report import loggers
 from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.console import print_line, print_report
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.runtime.fsdp import unsupported_reason, unsupported_strategy_reason
-from compile_callbacks.runtime.measurements import Stage
 from compile_callbacks.runtime.session import Session
-from compile_callbacks.runtime.targets import named_targets, resolve_targets
+from compile_callbacks.runtime.targets import resolve_targets
 from compile_callbacks.runtime.users_compile import match_orig_mod_keys, unwrap_compiled
 
 if TYPE_CHECKING:
@@ -46,9 +42,6 @@ class LastReport:
     def __deepcopy__(self, memo: dict[int, Any]) -> LastReport:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
 
 @dataclass(kw_only=True)
 class TrainerCall:
@@ -57,114 +50,104 @@ class TrainerCall:
     trainer: Trainer
     report_folder: str | None
     key_matcher: RemovableHandle  # the hook on the module that matches ``_orig_mod.`` keys
-    outer: Session | None = None  # the session of the outer call, if a hook or a step of that call makes this call
-    outer_stage: Stage | None = None  # the stage of the outer call, which continues after this call
-    nested: bool = False  # whether this call uses the session of the outer call; its steps are not measured
 
 
 class TrainerCalls:
-    """The running Trainer calls of one callback, the outermost first, with the session of the innermost call.
+    """The running Trainer call of one callback, and the session of the current or last call.
 
-    A call inside another call, such as ``trainer.validate(module)`` in a hook of a fit, uses the session of the outer
-    call if both run the same module. Otherwise, the inner call gets its own session.
+    A nested call, such as ``trainer.validate(module)`` in a hook of a fit, runs eagerly. The session pauses meanwhile.
     """
 
     def __init__(self, last: LastReport | None = None) -> None:
         self.session: Session | None = None  # the session of the current or last call
+        self.active: Session | None = None  # the session if it is running and not paused
         self.last = last or LastReport()
         self.earlier_state: object = None  # the state from a checkpoint that the next session resumes
         self.printed = False  # whether the report was printed
-        self._calls: list[TrainerCall] = []
-        self._others: tuple[Any, ...] = ()  # targets of the trainer's other callbacks, which targets=None excludes
-
-    @property
-    def nested(self) -> bool:
-        """Whether the innermost call runs in the session of the call around it."""
-        return bool(self._calls) and self.session is not None and self._calls[-1].outer is self.session
+        self._call: TrainerCall | None = None
+        self._nested: list[Trainer] = []  # the trainers of the nested calls, the outermost first
 
     def begin(self, trainer: Trainer, pl_module: LightningModule, own: InductorCompile, *, fits: bool) -> None:
-        """Begin a call."""
+        """Begin a call, or a nested call."""
         if refused := unsupported_strategy_reason(trainer.strategy):
             raise MisconfigurationException(with_code("CC801", refused))
-        with contextlib.suppress(ValueError):  # an unknown name may be of a module that configure_model creates later
-            _check_together(trainer, pl_module, own)
-        while self._calls and self._is_over(self._calls[-1], trainer, fits=fits):
-            self._close(self._calls.pop(), keep_compiled=own.keep_compiled)
-        outer = self.session if self._calls and self.session is not None and self.session.running else None
-        self._calls.append(
-            TrainerCall(
-                trainer=trainer,
-                report_folder=loggers.report_folder(trainer),  # found here once, because it needs a collective
-                key_matcher=match_orig_mod_keys(pl_module),
-                outer=outer,
-                outer_stage=outer.interrupt() if outer is not None else None,
-            )
+        if self._call is not None:
+            if not self._is_over(self._call, trainer, fits=fits):
+                self._nested.append(trainer)
+                if self.active is not None:
+                    self.active.pause()
+                    self.active = None
+                return
+            self._close(self._call, keep_compiled=own.keep_compiled)
+        self._nested.clear()
+        self._call = TrainerCall(
+            trainer=trainer,
+            report_folder=loggers.report_folder(trainer),  # found here once, because it needs a collective
+            key_matcher=match_orig_mod_keys(pl_module),
         )
         stack_chunks.install_on(trainer)
         _unwrap_compiled(pl_module, own)
 
-    def prepare(self, trainer: Trainer, pl_module: LightningModule, own: InductorCompile) -> Session:
-        """Return the session of the call. In the first hook of a call, begin the session and install the targets."""
-        session, arguments, peers = self.session, own.arguments, several.callbacks_of(trainer, own)
-        others: tuple[Any, ...] = ()
-        if arguments.finds_targets:
-            others = tuple(peer.arguments.targets for peer in peers if peer is not own)
-        if session is None or session.module is not pl_module or (not session.running and others != self._others):
+    def prepare(self, trainer: Trainer, pl_module: LightningModule, own: InductorCompile) -> Session | None:
+        """Return the session of the call, or ``None`` in a nested call.
+
+        In the first hook of a call, begin the session and install the targets.
+        """
+        if self._is_nested(trainer):
+            return None
+        session, arguments = self.session, own.arguments
+        if session is None or session.module is not pl_module:
             self._drop_session()
             _unwrap_compiled(pl_module, own)  # again, because configure_model runs after setup
             if refused := unsupported_reason(pl_module, arguments.configs):
                 raise MisconfigurationException(with_code("CC802", refused))
-            _check_together(trainer, pl_module, own)
-            taken = [target for names in others for target in named_targets(pl_module, names)]
-            self._others = others
             session = self.session = Session(
                 pl_module,
-                resolve_targets(pl_module, arguments.targets, LightningModule, taken),
+                resolve_targets(pl_module, arguments.targets, LightningModule),
                 arguments,
                 finds_targets=arguments.finds_targets,
-                taken=taken,
                 print_line=functools.partial(print_line, trainer),
             )
         if not session.running:
             session.begin(
                 precision=str(trainer.precision),
                 together=trainer.world_size > 1,
-                shared=several.shared_baselines(peers, own),
                 stopping=functools.partial(is_stopping, weakref.ref(trainer)),
             )
         if self.earlier_state is not None:  # not earlier, because the number of processes was unknown
             session.resume(self.earlier_state)
             self.earlier_state = None
+        self.active = session
         return session
 
     def _drop_session(self) -> None:
-        """End the session of an earlier call. The session of the outer call continues."""
-        if self.session is not None and not self.nested:
+        """End the session of an earlier call."""
+        if self.session is not None:
             self.session.end()
             self.session.free_compiled()
         self.session = None
 
-    @contextlib.contextmanager
-    def end(self, trainer: Trainer, *, keep_compiled: bool) -> Iterator[TrainerCall | None]:
-        """End the innermost call: clean up, run the ``with`` block, and continue the outer call.
+    def end(self, trainer: Trainer, *, keep_compiled: bool) -> TrainerCall | None:
+        """End a call, and return it. Return ``None`` for a nested call, or if an exception prevented `begin`."""
+        if self._is_nested(trainer):
+            self._nested.pop()
+            if not self._nested and self.session is not None and self.session.running:
+                self.active = self.session
+                self.active.unpause()
+            return None
+        call = self._call
+        if call is None or call.trainer is not trainer:
+            return None
+        self._call = self.active = None
+        stack_chunks.remove_from(trainer)
+        self._close(call, keep_compiled=keep_compiled)
+        return call
 
-        The block gets ``None`` instead of the call if an exception prevented this callback's ``setup``.
-        """
-        if not self._calls or self._calls[-1].trainer is not trainer:
-            yield None
-            return
-        nested, call = self.nested, self._calls.pop()
-        call.nested = nested
-        try:
-            stack_chunks.remove_from(trainer)
-            self._close(call, keep_compiled=keep_compiled)
-            yield call
-        finally:
-            if call.outer is not None and call.outer_stage is not None:
-                if self.session is not None and not (nested or keep_compiled):
-                    self.session.free_compiled()
-                self.session = call.outer
-                call.outer.stage_begins(call.outer_stage)
+    def _is_nested(self, trainer: Trainer) -> bool:
+        """Return whether a hook of a trainer belongs to a nested call."""
+        while self._nested and self._nested[-1] is not trainer:  # another callback raised in ``on_exception``
+            self._nested.pop()
+        return bool(self._nested)
 
     @staticmethod
     def _is_over(call: TrainerCall, trainer: Trainer, *, fits: bool) -> bool:
@@ -174,7 +157,7 @@ class TrainerCalls:
     def _close(self, call: TrainerCall, *, keep_compiled: bool) -> None:
         """Remove the hook and the compiled targets of a call."""
         call.key_matcher.remove()
-        if self.session is None or self.session is call.outer:
+        if self.session is None:
             return
         try:
             self.session.end(keep_compiled=keep_compiled)
@@ -194,11 +177,6 @@ def _unwrap_compiled(pl_module: LightningModule, own: InductorCompile) -> None:
         )
 
 
-def _check_together(trainer: Trainer, pl_module: LightningModule, own: InductorCompile) -> None:
-    if refused := several.why_not_together(several.callbacks_of(trainer, own), pl_module):
-        raise MisconfigurationException(with_code("CC203", refused))
-
-
 # ------------------------------------------------------------------------------------------ the report
 
 
@@ -211,26 +189,25 @@ def current_report(own: InductorCompile) -> CompileReport:
 
 def report_scalars(trainer: Trainer, own: InductorCompile, *, details: bool = True) -> None:
     """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
-    if own.session and trainer.loggers and trainer.is_global_zero:
-        name = several.name_in_logs(trainer, own)
-        loggers.log_scalars(trainer.loggers, own.session.report(details=details).scalars(name), trainer.global_step)
+    session = own._calls.active
+    if session and trainer.loggers and trainer.is_global_zero:
+        loggers.log_scalars(trainer.loggers, session.report(details=details).scalars(), trainer.global_step)
 
 
 def write_at_end(trainer: Trainer, own: InductorCompile, call: TrainerCall, exception: BaseException | None) -> None:
     """Write the report when a Trainer call ends, and issue the warnings about the whole run."""
     report = own._calls.last.report = current_report(own)
-    name = several.name_in_logs(trainer, own)
-    loggers.log_scalars(trainer.loggers, report.scalars(name), trainer.global_step)
+    loggers.log_scalars(trainer.loggers, report.scalars(), trainer.global_step)
     graphs = own.arguments.recorded_graphs()
-    loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs, name)
-    path = loggers.write_report(call.report_folder, trainer, report, exception, name)
-    if call.nested or own.session is None or not report.has_figures:
+    loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs)
+    path = loggers.write_report(call.report_folder, trainer, report, exception)
+    if own.session is None or not report.has_figures:
         return
     if exception is None:
         own.session.check_run()
         if not trainer.is_global_zero or (trainer.state.fn != "fit" and own._calls.printed):
             return
         own._calls.printed = True
-        print_report(report, name)
+        print_report(report)
     if path is not None:
-        print_line(trainer, f"{f'report {name}'.rstrip()}: {path}")
+        print_line(trainer, f"report: {path}")

@@ -13,14 +13,13 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.runtime.measurements import Stage
 
 
-def stage_of(trainer: Trainer, phase: Phase, *, nested: bool) -> Stage:
+def stage_of(trainer: Trainer, phase: Phase) -> Stage:
     """Return the stage that a Trainer is in."""
     return Stage(
         phase=phase,
         name="validate" if trainer.sanity_checking else str(trainer.state.stage.value),  # type: ignore[union-attr]
         sanity=trainer.sanity_checking,
-        nested=nested,
-        weights_frozen=trainer.state.fn != "fit" and not nested,
+        weights_frozen=trainer.state.fn != "fit",
     )
 
 

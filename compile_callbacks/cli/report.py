@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         data = [{"file": str(call.path), **call.record} for call in calls]
         sys.stdout.write(json.dumps(data, indent=2) + "\n")
     elif args.compare and calls:
-        last = {(call.path, call.record.get("name")): call for call in calls}
+        last = {call.path: call for call in calls}
         _print_side_by_side(list(last.values()))
     else:
         for call in calls:
@@ -85,7 +85,6 @@ def _read_calls(path: Path, errors: list[str]) -> list[_Call]:
 def _print_in_full(call: _Call) -> None:
     record = call.record
     head = [str(call.path), *(f"{name} {record.get(name, 'unknown')}" for name in ("call", "time", "global_step"))]
-    head += [f"targets {record['name']}"] if record.get("name") else []
     head += [f"ended by {record['exception']}"] if record.get("exception") else []
     sys.stdout.write(", ".join(head) + "\n")
     print_report(call.report)
@@ -101,8 +100,7 @@ def _print_side_by_side(calls: Sequence[_Call]) -> None:
     common = os.path.commonpath([call.path.resolve().parent.parent for call in calls])
     columns = [(call, phase) for call in calls for phase in call.report.compiled_phases]
     folders = {call.path: call.path.resolve().parent.relative_to(common) for call in calls}
-    names = [f"{folders[call.path]} {call.record.get('name') or ''}".rstrip() for call, _ in columns]
-    head = ["", *(f"{name}\n{phase}" for name, (_, phase) in zip(names, columns, strict=True))]
+    head = ["", *(f"{folders[call.path]}\n{phase}" for call, phase in columns)]
     reports = [call.report.phase(phase) for call, phase in columns]
     print_table(grouped_table(head, reports, verdicts=True, width=_COLUMN_WIDTH))
     sys.stdout.write(f"{zeros_line(reports)}\n".lstrip())

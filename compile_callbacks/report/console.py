@@ -106,10 +106,10 @@ def to_plain_text(report: CompileReport) -> str:
     return "\n".join([*verdicts, *([""] if verdicts else []), to_text(table), *below])
 
 
-def print_report(report: CompileReport, name: str = "") -> None:
-    """Print a report, with the name of the callback unless it is the trainer's first callback."""
+def print_report(report: CompileReport) -> None:
+    """Print a report."""
     verdicts, table, below = report_parts(report)
-    sys.stdout.write("\n" + f"torch.compile report {name}".rstrip() + "\n")
+    sys.stdout.write("\ntorch.compile report\n")
     sys.stdout.write("".join(f"{line}\n" for line in verdicts) + "\n")
     print_table(table)
     sys.stdout.write("".join(f"{line}\n" for line in below) + "\n")

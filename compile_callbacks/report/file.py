@@ -21,14 +21,11 @@ _MAX_RECORDS = 100  # limited, because each call rewrites the file and a noteboo
 _PACKAGES = ("torch", "triton", "lightning", "compile-callbacks")
 
 
-def make_record(
-    report: CompileReport, call: str, *, step: int, exception: BaseException | None, name: str = ""
-) -> dict[str, Any]:
+def make_record(report: CompileReport, call: str, *, step: int, exception: BaseException | None) -> dict[str, Any]:
     """Return the record of a trainer call as JSON-ready data."""
     return {
         "version": VERSION,
         "call": call,
-        "name": name,
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "global_step": step,
         "exception": type(exception).__name__ if exception is not None else None,

@@ -107,7 +107,7 @@ def report_folder(trainer: Trainer) -> str | None:
 
 @rank_zero_only
 def write_report(
-    folder: str | None, trainer: Trainer, report: CompileReport, exception: BaseException | None, name: str = ""
+    folder: str | None, trainer: Trainer, report: CompileReport, exception: BaseException | None
 ) -> str | None:
     """Append a record of the trainer call to ``compile_report.json``, if anything was compiled.
 
@@ -117,7 +117,7 @@ def write_report(
         return None
     try:
         call = str(trainer.state.fn.value) if trainer.state.fn is not None else "unknown"
-        record = report_file.make_record(report, call, step=trainer.global_step, exception=exception, name=name)
+        record = report_file.make_record(report, call, step=trainer.global_step, exception=exception)
         path = report_file.append_record(get_filesystem(folder), folder, record)
         return path.removeprefix(f"{Path.cwd()}/")
     except Exception as error:
@@ -142,14 +142,12 @@ def log_summary(
     report: CompileReport,
     step: int,
     graphs: Sequence[RecordedGraph] = (),
-    name: str = "",
 ) -> None:
     """Log the whole report to TensorBoard: text and images."""
-    tag = f"compile_report/{name}" if name else "compile_report"
     for logger in loggers if report.has_figures else ():
         with _warn_if_it_fails(logger):
             if _writes_tensorboard(logger):
-                logger.experiment.add_text(tag, to_markdown(report, environment()), step)
+                logger.experiment.add_text("compile_report", to_markdown(report, environment()), step)
                 _add_plot(logger.experiment, report, step)
                 for graph in graphs:
                     logger.experiment.add_text(f"graphs/{graph.title}", textwrap.indent(graph.text, "    "), step)

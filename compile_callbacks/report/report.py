@@ -163,22 +163,16 @@ class PhaseReport(_Data):
         values = dict(data) if isinstance(data, Mapping) else {}
         return super().from_dict({**values, "diagnostics": PhaseDiagnostics.from_dict(values.get("diagnostics"))})
 
-    def scalars(self, phase: Phase, name: str = "") -> dict[str, float]:
-        """Return the figures by the names of the logged scalars.
-
-        Args:
-            phase: The phase.
-            name: The name of the callback. Empty for the trainer's first callback.
-        """
+    def scalars(self, phase: Phase) -> dict[str, float]:
+        """Return the figures by the names of the logged scalars."""
         if self.compile_seconds is None:
             return {}
-        compile_ = f"compile/{phase}/{name}" if name else f"compile/{phase}"
         values: dict[str, float | None] = {
-            f"{compile_}/seconds": self.compile_seconds,
-            f"{compile_}/graphs": self.graphs,
-            f"{compile_}/graph_breaks": self.graph_breaks,
-            f"{compile_}/recompiles": self.recompiles,
-            f"{compile_}/cache_hits": self.cache_hits,
+            f"compile/{phase}/seconds": self.compile_seconds,
+            f"compile/{phase}/graphs": self.graphs,
+            f"compile/{phase}/graph_breaks": self.graph_breaks,
+            f"compile/{phase}/recompiles": self.recompiles,
+            f"compile/{phase}/cache_hits": self.cache_hits,
             f"step/{phase}/eager_ms": self.eager_step_ms,
             f"step/{phase}/compiled_ms": self.compiled_step_ms,
             f"step/{phase}/speedup": self.speedup,
@@ -223,13 +217,9 @@ class CompileReport:
             before=cls.from_dict(before) if isinstance(before, Mapping) else None,
         )
 
-    def scalars(self, name: str = "") -> dict[str, float]:
-        """Return the figures of both phases by the names of the logged scalars.
-
-        Args:
-            name: The name of the callback. Empty for the trainer's first callback.
-        """
-        return self.train.scalars("train", name) | self.infer.scalars("infer", name)
+    def scalars(self) -> dict[str, float]:
+        """Return the figures of both phases by the names of the logged scalars."""
+        return self.train.scalars("train") | self.infer.scalars("infer")
 
     def plot(self) -> Figure:
         """Plot the run as a matplotlib figure with one row for each phase.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from compile_callbacks import _torch
 from compile_callbacks.runtime.fsdp import innermost_fsdp_units
-from compile_callbacks.runtime.target import Target, call_targets, contains, only_if_named, overlap
+from compile_callbacks.runtime.target import Target, call_targets, only_if_named
 
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 _BACKWARD = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}  # activation checkpoints recompute here
@@ -44,10 +43,9 @@ class CalledTargets:
     ``generate`` does, the class records the module instead.
     """
 
-    def __init__(self, root: nn.Module, others: Sequence[Target] = ()) -> None:
+    def __init__(self, root: nn.Module) -> None:
         self.stages: set[str] = set()  # the stages whose first step has begun
         self._root = root
-        self._others = others
         self._recording = False
         self._clear()
 
@@ -64,11 +62,7 @@ class CalledTargets:
             return
         modules = [(name, module) for name, module in self._root.named_modules() if name]
         self._names = {id(module): name for name, module in modules}
-        self._modules = {
-            id(module): module
-            for _, module in modules
-            if next(module.parameters(), None) is not None and not self._contains_others(module)
-        }
+        self._modules = {id(module): module for _, module in modules if next(module.parameters(), None) is not None}
         self._recording = True
         sys.setprofile(self._event)
 
@@ -77,12 +71,9 @@ class CalledTargets:
         if self._recording:
             sys.setprofile(None)
             self._recording = False
-        found = [one for one in self._found.values() if not any(overlap(one, other) for other in self._others)]
+        found = list(self._found.values())
         self._clear()
         return found
-
-    def _contains_others(self, module: nn.Module) -> bool:
-        return any(other.module is not module and contains(module, other.module) for other in self._others)
 
     # ------------------------------------------------------------------------------------------ one event
 
@@ -107,7 +98,7 @@ class CalledTargets:
             return
         calls_root = module is self._root and code is _MODULE_CALL
         runs_step = "forward" in vars(self._root)  # for DDP, Lightning replaces ``forward`` by the step
-        if only_if_named(module) or (calls_root and not (runs_step or self._others)):
+        if only_if_named(module) or (calls_root and not runs_step):
             self._skipped = frame
         elif id(module) not in self._modules:
             return

@@ -27,14 +27,12 @@ class Stage:
         phase: The phase, train or infer.
         name: The trainer's name: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         sanity: Whether this is the sanity check. Its steps run eagerly, and their times are not recorded.
-        nested: Whether a nested Trainer call runs this stage. Its steps run compiled, and their times are not recorded.
         weights_frozen: Whether the weights are constant during the stage, so that compiled code may contain them.
     """
 
     phase: Phase = "train"
     name: str = "train"
     sanity: bool = False
-    nested: bool = False
     weights_frozen: bool = False
 
 
@@ -110,27 +108,18 @@ class Measurements:
         self.memory = PeakMemory()
         self._module = module
         self._baselines = {phase: Baseline(steps) for phase, steps in baseline_steps.items()}
-        self._shared: Mapping[Phase, Baseline] = {}
         self._device = torch.device("cpu")
         self._precision = ""
         self._processes = 1
         self._trained: int | None = None  # a hash of each weight's requires_grad
 
-    def begin(self, device: torch.device, precision: str, processes: int, shared: Mapping[Phase, Baseline]) -> None:
+    def begin(self, device: torch.device, precision: str, processes: int) -> None:
         """Begin a Trainer run."""
-        self._device, self._precision, self._processes, self._shared = device, precision, processes, shared
-
-    def owns(self, phase: Phase) -> bool:
-        """Return whether this session measures the steps of a phase. One session of a run measures each phase."""
-        return phase not in self._shared
+        self._device, self._precision, self._processes = device, precision, processes
 
     def baseline(self, phase: Phase) -> Baseline:
-        """Return the baseline of a phase. All sessions of a run share it, because all run its steps eagerly."""
-        return self._shared.get(phase) or self._baselines[phase]
-
-    def timer_for_report(self, phase: Phase) -> StepTimer:
-        """Return the step times for the report of a phase, or an empty timer if another session measures the phase."""
-        return self.timer if self.owns(phase) else StepTimer()
+        """Return the baseline of a phase."""
+        return self._baselines[phase]
 
     def step_begins(self, step: Step, phase: Phase, active: ActiveConfig, *, tries: bool) -> bool:
         """Begin to measure a step."""
@@ -152,7 +141,7 @@ class Measurements:
         )
         if self._device.type == "cuda" and step.measured:
             self.memory.stop(traced=step.traced)
-        if not step.compiled and self.owns(phase) and self._baselines[phase].running:
+        if not step.compiled and self._baselines[phase].running:
             self._baselines[phase].step(sample=is_sample)
         return workload
 

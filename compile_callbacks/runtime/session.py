@@ -32,7 +32,7 @@ from compile_callbacks.runtime.diagnostics import SessionWarnings
 from compile_callbacks.runtime.dispatcher import EAGERLY, ActiveConfig, PhaseSwitch
 from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import is_sharded
-from compile_callbacks.runtime.measurements import Baseline, Measurements, Stage, Step
+from compile_callbacks.runtime.measurements import Measurements, Stage, Step
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
 from compile_callbacks.runtime.recompile_budget import CompileLimits
 from compile_callbacks.runtime.repeated import REPEATED, group_repeated, group_targets, with_regions
@@ -56,13 +56,12 @@ class Session:
         arguments: CompileArguments,
         *,
         finds_targets: bool = False,
-        taken: Sequence[Target] = (),
         print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module = module
         self._arguments = arguments
         self._finds_targets = finds_targets and arguments.compiles
-        self._called = CalledTargets(module, taken)
+        self._called = CalledTargets(module)
         self._processes = ProcessGroupSync()
         warn = WarnOnce()
         folder = arguments.cache_dir if arguments.compiles else None
@@ -116,20 +115,19 @@ class Session:
         *,
         precision: str = "",
         together: bool = False,
-        shared: Mapping[Phase, Baseline] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin a Trainer run, and install the targets.
 
-        All processes of the default process group begin the run ``together``, or only this process. Sessions of other
-        callbacks measure the ``shared`` baselines. ``stopping`` must not refer to the module.
+        All processes of the default process group begin the run ``together``, or only this process. ``stopping`` must
+        not refer to the module.
         """
         self.running = True
         self._limits.stopping = stopping
         device = device_of(self.module)
         self.gpu.begin(device)
         self._processes.join(together=together and self._arguments.compiles, decides=bool(self._tunings))
-        self._measurements.begin(device, precision, self._processes.size, shared or {})
+        self._measurements.begin(device, precision, self._processes.size)
         for phase, active in self._active.items() if self._processes.is_global_zero else ():
             self._warnings.check_settings(phase, active.config, sharded=is_sharded(self.module), device=device)
         if self._arguments.compiles:
@@ -168,11 +166,15 @@ class Session:
             for part in reversed(parts):
                 remaining.callback(part)
 
-    def interrupt(self) -> Stage:
-        """Pause this run for a nested Trainer call. Pass the returned stage to `stage_begins` to continue the run."""
+    def pause(self) -> None:
+        """Run the targets eagerly, and measure nothing, until `unpause`."""
         self._measurements.timer.discard_step()
         self._step, self._counted = Step(), None  # not measured
-        return self._stage
+        self._switch.select(self._stage.phase, EAGERLY)
+
+    def unpause(self) -> None:
+        """Continue the stage. The rest of the step is not measured."""
+        self.stage_begins(self._stage)
 
     def free_compiled(self) -> None:
         """Free the memory of compiled code. The next call of a target compiles it again."""
@@ -185,8 +187,7 @@ class Session:
         of_ranks = self._processes.gather(dict(steps))
         for phase in steps:
             least = min(of_rank[phase] for of_rank in of_ranks)
-            if self._measurements.owns(phase):
-                self._measurements.baseline(phase).plan(least)
+            self._measurements.baseline(phase).plan(least)
             if (tuning := self._tunings.get(phase)) is not None:
                 tuning.plan(least)
 
@@ -213,8 +214,7 @@ class Session:
         if first:
             self._switch.invalidate_weights()
         stage, phase, tuning = self._stage, self._stage.phase, self._tunings.get(self._stage.phase)
-        recorded = not (stage.sanity or stage.nested) and self._measurements.owns(phase)
-        finds_targets = self._finds_targets_in(stage)
+        recorded, finds_targets = not stage.sanity, self._finds_targets_in(stage)
         self._step = step = Step(first, recorded and not finds_targets, self._recorder.marker)
         if tuning is not None:
             self._active[phase] = tuning.step_begins(measured=step.measured)
@@ -250,7 +250,7 @@ class Session:
         if called := self._called.stop():
             self._switch.add(self._new_targets(called))
         step.disturbed, step.traced = self._recorder.compiled_since(step.marker)
-        if step.traced and (self._recorder.step is not None or stage.nested) and gc.isenabled():
+        if step.traced and self._recorder.step is not None and gc.isenabled():
             # A compile leaves many objects. An automatic collection in a later step would take longer than most steps.
             gc.collect()
         self._recorder.step = None
@@ -288,10 +288,6 @@ class Session:
         if "train" in self._called.stages:
             self._warnings.check_targets()
 
-    def baseline(self, phase: Phase) -> Baseline:
-        """Return the baseline of a phase, for the sessions of other callbacks."""
-        return self._measurements.baseline(phase)
-
     # ------------------------------------------------------------------------------------------ results
 
     def report(self, *, details: bool = True) -> CompileReport:
@@ -309,7 +305,7 @@ class Session:
                 config,
                 self._reported_targets(phase),
                 self._recorder,
-                self._measurements.timer_for_report(phase),
+                self._measurements.timer,
                 self._measurements.memory,
                 left_alone=phase in self._arguments.left_alone,
                 trials=self._tunings[phase].trials() if phase in self._tunings and details else (),
@@ -347,14 +343,12 @@ class Session:
 
     def _finds_targets_in(self, stage: Stage) -> bool:
         """Return whether the step that begins is the first step of its stage, whose calls become targets."""
-        if stage.nested:
-            return False
         first = stage.name not in self._called.stages
         self._called.stages.add(stage.name)
         return first and self._finds_targets
 
     def _in_baseline(self, stage: Stage) -> bool:
-        return not (stage.sanity or stage.nested) and self._measurements.baseline(stage.phase).running
+        return not stage.sanity and self._measurements.baseline(stage.phase).running
 
     def _select(self, *, compiled: bool) -> None:
         """Run the targets with the active config of the phase, or eagerly."""

@@ -136,15 +136,3 @@ def only_if_named(module: nn.Module) -> bool:
     classes = type(module).__mro__
     is_metric = any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics.") for cls in classes)
     return is_metric or isinstance(module, (torch.jit.ScriptModule, nn.RNNBase))
-
-
-def overlap(one: Target, other: Target) -> bool:
-    """Return whether two targets are the same call, or the module of one contains the module of the other."""
-    if one.module is other.module:
-        return (one.method or "forward") == (other.method or "forward")
-    return contains(one.module, other.module) or contains(other.module, one.module)
-
-
-def contains(outer: nn.Module, inner: nn.Module) -> bool:
-    """Return whether ``inner`` is the module ``outer`` or one of its submodules."""
-    return any(part is inner for part in outer.modules())

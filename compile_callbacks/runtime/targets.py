@@ -19,7 +19,7 @@ from compile_callbacks.runtime.repeated import (
     group_targets,
     is_block,
 )
-from compile_callbacks.runtime.target import AnyTarget, Target, call_targets, only_if_named, overlap
+from compile_callbacks.runtime.target import AnyTarget, Target, call_targets, only_if_named
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # steps call their members, because they have no forward
 
@@ -44,9 +44,7 @@ def check_target_names(targets: object) -> tuple[str, ...] | Repeated | None:
     return tuple(names)
 
 
-def resolve_targets(
-    root: nn.Module, names: Sequence[str] | None, base: type[nn.Module], others: Sequence[Target] = ()
-) -> Sequence[AnyTarget]:
+def resolve_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Module]) -> Sequence[AnyTarget]:
     """Return the targets for a checked ``targets`` argument.
 
     Names are dotted names of submodules or methods, or globs of submodule names. ``"forward"`` is the call of the root
@@ -62,7 +60,7 @@ def resolve_targets(
         shares = lambda target: target.sharded or (id(target.module) in of_globs and is_block(target.module))  # noqa: E731
         return group_targets(root, named_targets(root, names), shares)
     of_root = call_targets("forward", root) if type(root).forward is not base.forward else []
-    found = [one for one in (*of_root, *_children(root, "")) if not any(overlap(one, other) for other in others)]
+    found = [*of_root, *_children(root, "")]
     if names is None:
         return group_targets(root, found, lambda target: target.sharded)
     check_is_repeated(root)

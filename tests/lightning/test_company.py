@@ -1,10 +1,9 @@
-"""`InductorCompile` next to other callbacks, to a second one of its kind, and to Trainer calls within a run."""
+"""`InductorCompile` next to other callbacks, and Trainer calls within a run."""
 
 from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 
 import lightning.pytorch as pl
 import lightning.pytorch.callbacks as lightning_callbacks
@@ -14,16 +13,14 @@ from lightning.pytorch.callbacks import BackboneFinetuning, OnExceptionCheckpoin
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from compile_callbacks import InductorCompile, InductorConfig, Tune
+from compile_callbacks import InductorCompile
 from compile_callbacks.report.file import FILE_NAME
 from tests.support.against_eager import (
-    assert_fits_as_eager,
     assert_run_equals_eager,
     assert_same_module,
     assert_same_values,
 )
-from tests.support.models import CLASSES, FEATURES, Classifier, RecordingLogger, fit, loader, mlp, seeded, trainer
-from tests.support.step_times import Times
+from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, seeded, trainer
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -105,90 +102,15 @@ def test_a_checkpoint_on_exception_equals_eager_and_resumes(tmp_path):
 # ------------------------------------------------------------------------------------------ a second InductorCompile
 
 
-def pair(**settings):
-    return [InductorCompile(targets=[name], **settings) for name in ("backbone", "head")]
-
-
-def test_each_compiles_its_targets_and_the_first_reports_the_step_times(tmp_path):
-    logger = RecordingLogger()
-    backbone = InductorCompile("default", InductorConfig(dynamic=False), targets=["backbone"], baseline_steps=4)
-    head = InductorCompile("lite", "eager", targets=["head"], baseline_steps=0)
-    graphs_of_head = []
-
-    class Counts(pl.Callback):
-        def on_train_batch_end(self, *args):
-            graphs_of_head.append(head.report.train.graphs)
-
-    parts = backbone, head, Counts()
-    assert_fits_as_eager(*parts, make=TwoParts, train=20, logger=logger, default_root_dir=tmp_path)
-    train, infer = (backbone.report.train, head.report.train), (backbone.report.infer, head.report.infer)
-    assert [(report.mode, report.targets, report.graphs) for report in train] == [
-        ("default", ("backbone",), 1),
-        ("lite", ("head",), 1),
-    ]
-    assert [report.targets for report in infer] == [("backbone",), ()]
-    # The first two of the six eager steps are warm-up steps.
-    assert graphs_of_head.index(1) == 6
-    assert train[0].samples >= 4
-    assert train[1].diagnostics.series == ()
-    assert (train[1].eager_step_ms, train[1].compiled_step_ms, train[1].samples) == (None, None, None)
-
-    logged = {name for metrics, _ in logger.calls for name in metrics}
-    assert {"compile/train/seconds", "compile/train/head/seconds", "step/train/compiled_ms"} <= logged
-    assert {name for name in logged if "head" in name and not name.startswith("compile/train/head/")} == set()
-    records = json.loads(Path(tmp_path, FILE_NAME).read_text())
-    assert [(record["call"], record["name"]) for record in records] == [("fit", ""), ("fit", "head")]
-    assert [record["report"]["train"]["targets"] for record in records] == [["backbone"], ["head"]]
-
-
-def test_targets_none_compiles_the_other_parts_of_a_module_that_contains_a_target_of_the_other():
-    rest, linear = InductorCompile(baseline_steps=0), InductorCompile(targets=["backbone.0"], baseline_steps=0)
-    assert_fits_as_eager(rest, linear, make=TwoParts)
-    assert linear.report.train.targets == ("backbone.0",)
-    assert {"head", "backbone.3"} <= set(rest.report.train.targets)
-    assert not {"forward", "backbone", "backbone.0"} & set(rest.report.train.targets)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "message"),
-    [
-        (None, None, r"InductorCompile\('max-autotune', targets=\['net'\]\)"),
-        (["backbone"], ["head", "backbone"], "overlapping targets: 'backbone' and 'backbone'"),
-        (["backbone.*"], ["backbone"], r"overlapping targets: 'backbone\.0' and 'backbone'"),
-        (["head"], ["forward"], "overlapping targets: 'head' and 'forward'"),
-        (["head"], ["head.forward"], r"overlapping targets: 'head' and 'head\.forward'"),
-    ],
-)
-def test_overlapping_targets_are_refused_at_the_start(one, other, message):
+@pytest.mark.parametrize("targets", [[None, None], [["backbone"], ["head"]]])
+def test_a_second_callback_is_refused_before_the_run(targets):
     module = seeded(TwoParts)
-    with pytest.raises(MisconfigurationException, match=message):
-        trainer(InductorCompile(targets=one), InductorCompile(targets=other)).fit(module, loader(2))
+    callbacks = [InductorCompile(targets=names) for names in targets]
+    with pytest.raises(
+        MisconfigurationException, match=r"more than one InductorCompile.*\['encoder', 'head'\]"
+    ):
+        trainer(*callbacks).fit(module, loader(2))
     assert not module._load_state_dict_pre_hooks
-
-
-def test_a_checkpoint_has_the_state_of_each_and_a_resumed_run_measures_no_baseline(tmp_path):
-    fit(*pair(baseline_steps=4), make=TwoParts, train=20).trainer.save_checkpoint(tmp_path / "run.ckpt")
-    states = torch.load(tmp_path / "run.ckpt", weights_only=True)["compile_callbacks"]
-    assert {key: state["report"]["train"]["targets"] for key, state in states.items()} == {
-        "['backbone']": ["backbone"],
-        "['head']": ["head"],
-    }
-
-    backbone, head = pair(baseline_steps=4)
-    fit(backbone, head, make=TwoParts, train=20, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
-    assert backbone.report.before.train.targets == ("backbone",)
-    assert head.report.before.train.targets == ("head",)
-    assert backbone.report.train.diagnostics.restored
-    assert [series["kind"] for series in backbone.report.train.diagnostics.series] == ["compiling", "compiled"]
-
-
-def test_the_callback_that_tunes_a_phase_measures_its_steps(monkeypatch):
-    Times(monkeypatch, train={"eager": 10, "default": 5})
-    backbone = InductorCompile("default", None, targets=["backbone"], baseline_steps=4)
-    head = InductorCompile(Tune(["default"], steps=5), None, targets=["head"])
-    assert_fits_as_eager(backbone, head, close={"rtol": 1e-3, "atol": 1e-4}, make=TwoParts, train=40)
-    assert (head.report.train.mode, head.report.train.speedup) == ("default", 2.0)
-    assert (backbone.report.train.graphs, backbone.report.train.samples) == (1, None)
 
 
 # ------------------------------------------------------------------------------------------ Trainer calls within a run
@@ -237,19 +159,19 @@ SHORT = {"train": 3, "validation": 1, "max_epochs": 2, "num_sanity_val_steps": 0
 
 
 @pytest.mark.parametrize(("hook", "ours_first"), [("on_train_epoch_end", True), ("on_train_batch_end", False)])
-def test_fit_stays_compiled_after_a_validation_in_a_hook(hook, ours_first, tmp_path):
+def test_a_validation_in_a_hook_runs_eagerly_and_fit_stays_compiled(hook, ours_first, tmp_path):
     ours = compiler()
     inner = Validates(ours, hook, default_root_dir=tmp_path / "inner")
     callbacks = (ours, inner) if ours_first else (inner, ours)
     module = fit(*callbacks, make=Tells, default_root_dir=tmp_path / "outer", **SHORT)
     assert module.train_compiled == [True] * 6
-    assert len(module.validation_compiled) > 2
-    assert all(module.validation_compiled)
-    assert (ours.report.train.graphs, ours.report.infer.graphs) == (1, 2)  # no_grad, and inference_mode
+    nested = 2 * (2 if hook == "on_train_epoch_end" else 6)
+    assert sorted(module.validation_compiled) == [False] * nested + [True] * 2
+    assert (ours.report.train.graphs, ours.report.infer.graphs) == (1, 1)
     assert not module._load_state_dict_pre_hooks
     assert "_compiled_call_impl" not in vars(module.net)
-    for folder, call in (("outer", "fit"), ("inner", "validate")):
-        assert {record["call"] for record in json.loads((tmp_path / folder / FILE_NAME).read_text())} == {call}
+    assert {record["call"] for record in json.loads((tmp_path / "outer" / FILE_NAME).read_text())} == {"fit"}
+    assert not (tmp_path / "inner" / FILE_NAME).exists()
 
 
 def test_fit_stays_compiled_after_a_validation_in_a_step():
@@ -260,4 +182,31 @@ def test_fit_stays_compiled_after_a_validation_in_a_step():
             return super().training_step(batch, batch_idx)
 
     ours = compiler()
-    assert fit(ours, make=InStep, **SHORT).train_compiled == [True] * 6
+    module = fit(ours, make=InStep, **SHORT)
+    assert module.train_compiled == [True] * 6
+    assert sorted(module.validation_compiled) == [False] * 4 + [True] * 2
+
+
+class RaisesTwice(pl.Callback):
+    """Hides the end of a Trainer call from the callbacks after it."""
+
+    def on_validation_start(self, *args):
+        raise OSError("disk full")
+
+    def on_exception(self, *args):
+        raise OSError("disk full")
+
+
+def test_fit_is_compiled_again_after_a_nested_call_whose_end_another_callback_hides():
+    class Fails(Validates):
+        def validate(self, outer, pl_module, *args):
+            inner = trainer(RaisesTwice(), self.ours)
+            with pytest.raises(OSError, match="disk full"):
+                inner.validate(pl_module, loader(2), verbose=False)
+            pl_module.trainer = outer
+            pl_module.train()
+
+    ours = compiler()
+    module = fit(ours, Fails(ours, "on_train_epoch_start"), make=Tells, **SHORT)
+    assert ours.report.infer.graphs == 1
+    assert "_compiled_call_impl" not in vars(module.net)
