@@ -133,7 +133,7 @@ EXAMPLES = (
         "compile time not repaid",
         Pointwise,
         60,
-        {"train_mode": {"dynamic": False}, "new_shapes": "recompile"},
+        {"train_mode": {"dynamic": False}},
         rows=lambda number: WIDTH // (1 + (number % 20 == 19) * (1 + number // 20)),
     ),
     Example("A graph break", "compile time not repaid", WithGraphBreak, 40),

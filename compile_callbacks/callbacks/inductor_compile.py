@@ -61,11 +61,10 @@ class InductorCompile(Callback):
         verify: The reaction if a new graph differs from eager by more than rounding explains. The callback compares
             outputs, mutated inputs and gradients. ``"warn"`` warns, ``"eager"`` warns and runs the target eagerly,
             and ``"raise"`` ends the run. ``"off"`` skips the comparison.
-        new_shapes: The reaction to an input with a new shape. ``"auto"`` recompiles within a budget: 30 seconds or
-            the time of the target's first compile, whichever is longer, plus the time that compiled steps have saved.
-            After that, new shapes run eagerly. ``"recompile"`` always recompiles. ``"eager"`` runs new shapes eagerly,
-            and compiles a shape that recurs often. ``"raise"`` ends the run. With every choice, dimensions that vary
-            in the eager steps are dynamic in the first graph, unless the mode sets ``dynamic``.
+        new_shapes: The reaction to an input with a new shape. ``"recompile"`` recompiles, up to torch's recompile
+            limit. ``"eager"`` runs new shapes eagerly, and compiles a shape that recurs often. ``"raise"`` ends the
+            run. With every choice, dimensions that vary in the eager steps are dynamic in the first graph, unless the
+            mode sets ``dynamic``.
         cache_dir: The folder for the compiled code of Inductor and Triton, and for the winner of a `Tune`. A later run
             compiles in a fraction of the time, also on another machine of the same kind. The callback creates a
             missing folder. The folder must belong to you, because torch runs the code in it. If ``None``, torch uses
@@ -99,7 +98,7 @@ class InductorCompile(Callback):
         baseline_steps: int = 10,
         on_error: OnError = "eager",
         verify: Verify = "warn",
-        new_shapes: NewShapes = "auto",
+        new_shapes: NewShapes = "recompile",
         cache_dir: str | os.PathLike[str] | None = None,
         keep_compiled: bool = False,
         trace_dir: str | os.PathLike[str] | None = None,

@@ -59,9 +59,9 @@ class InductorBackend:
             ``"raise"`` raises a `CompileError`. ``"off"`` skips the comparison.
         on_error: The reaction if the compiler fails: ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises
             a `CompileError`, and `build` does not change the backend.
-        new_shapes: The reaction to an input whose shape no sample has. ``"auto"`` recompiles within the budget that
-            `InductorCompile` describes, and ``"recompile"`` always recompiles. ``"eager"`` runs new shapes eagerly, and
-            compiles a shape that recurs often. ``"raise"`` raises a `CompileError`.
+        new_shapes: The reaction to an input whose shape no sample has. ``"recompile"`` recompiles, up to torch's
+            recompile limit. ``"eager"`` runs new shapes eagerly, and compiles a shape that recurs often. ``"raise"``
+            raises a `CompileError`.
         name: The backend's name in messages. If ``None``, the name is ``"InductorBackend"``.
 
     Raises:
@@ -85,7 +85,7 @@ class InductorBackend:
         *,
         verify: Verify = "warn",
         on_error: OnError = "eager",
-        new_shapes: NewShapes = "auto",
+        new_shapes: NewShapes = "recompile",
         name: str | None = None,
     ) -> None:
         self._config = as_compiling_config(mode)

@@ -24,7 +24,6 @@ EventKind = Literal[
     "freezing",
     "pass_skipped",
     "template",
-    "budget",
     "separate_blocks",
 ]
 
@@ -149,10 +148,8 @@ class CompileRecorder:
         """The targets that reached torch's recompile limit, with the reason of the last recompile."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
         """The runs of custom graph passes, in order."""
-        self.compile_seconds: dict[CompileKey, list[float]] = {}
-        """For each target, the compile seconds of each graph, including failed attempts before the graph.
-
-        The last entry contains the compile seconds since the last graph."""
+        self.stopping: Callable[[], bool] = lambda: False
+        """Whether the process was asked to stop, so that no compile should begin. Must not refer to the module."""
         self.with_graph_breaks: set[CompileKey] = set()
         self.import_seconds = 0.0
         """The time that the import of the compiler took, which belongs to the phase that compiles first."""
@@ -296,10 +293,6 @@ class CompileRecorder:
             return
         self._progress.compile_ends()
         seconds = self._clock() - started
-        of_key = self.compile_seconds.setdefault(key, [0.0])
-        of_key[-1] += seconds if self._part != "cudagraph" else 0.0
-        if self._graphs:
-            of_key.append(0.0)
         self.record(
             "compile",
             key,

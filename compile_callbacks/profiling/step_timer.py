@@ -219,11 +219,6 @@ class StepTimer:
         self._read(wait=False)
         return {workload: tuple(ms) for workload, ms in self._samples[phase, compiled, candidate].items()}
 
-    def seconds_saved(self, phase: Phase) -> float:
-        """Return the time that compiled steps saved, for the recompile budget, or 0 without a baseline."""
-        savings = self.savings(phase)
-        return savings.saved_seconds if savings else 0.0
-
     def times(self, phase: Phase, candidate: str | None = None) -> StepTimes:
         """Return the eager and compiled step times of the workload that has the most compiled samples.
 

@@ -93,7 +93,6 @@ def notes(report: CompileReport) -> list[str]:
         ]
         if diagnostics.trials and all(trial["verdict"] != "chosen" for trial in diagnostics.trials):
             lines.append(f"{phase}: no candidate is chosen yet, because the phase ran too few steps")
-        lines += [f"{phase}: {event['reason']}" for event in diagnostics.events if event["kind"] == "budget"]
         if diagnostics.restored:
             lines.append(f"{phase}: eager steps were measured in the run before this one")
     return lines

@@ -36,7 +36,7 @@ def compile_phases(
     passes: Sequence[Any] = (),
     on_error: OnError = "eager",
     verify: Verify = "warn",
-    new_shapes: NewShapes = "auto",
+    new_shapes: NewShapes = "recompile",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Compile a module or a function for a hand-written loop, with or without Fabric.

@@ -20,7 +20,6 @@ from compile_callbacks.profiling.compile_events import CompileKey, CompileRecord
 from compile_callbacks.runtime.fallback import EagerFallback, TargetSettings, describe
 from compile_callbacks.runtime.freezing import WeightWatch
 from compile_callbacks.runtime.graph_backend import GraphBackend
-from compile_callbacks.runtime.recompile_budget import CompileLimits, RecompileBudget
 from compile_callbacks.runtime.repeated import RegionMarks
 from compile_callbacks.runtime.shapes import ObservedShapes, ShapePolicy
 from compile_callbacks.runtime.snapshot import CallInProgress
@@ -58,7 +57,6 @@ class CompiledTarget:
         settings: TargetSettings | None = None,
         frozen: bool = False,
         candidate: str | None = None,
-        limits: CompileLimits | None = None,
         observed: ObservedShapes | None = None,
         compile_regions_separately: Callable[[], None] = lambda: None,
     ) -> None:
@@ -77,8 +75,6 @@ class CompiledTarget:
         self._calling = recorder.calling
         self._warn = warn or WarnOnce()
         self._fallback = EagerFallback(self.key, recorder, settings, self._warn, has_regions=bool(target.regions))
-        has_budget = settings.new_shapes == "auto"
-        self._budget = RecompileBudget(self.key, recorder, limits or CompileLimits(), self._warn, bounded=has_budget)
         self._backend = GraphBackend(
             target,
             self.key,
@@ -86,11 +82,10 @@ class CompiledTarget:
             passes,
             recorder=recorder,
             fallback=self._fallback,
-            may_compile=self._budget.may_compile,
         )
         # One policy for each block, because the first block gets other inputs than later blocks (requires_grad).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
-        self._limits_shapes = settings.new_shapes in ("eager", "raise")
+        self._limits_shapes = settings.new_shapes != "recompile"
         self._uncompilable: set[Any] = set()  # signatures of the inputs for which the compiler failed
         self._guards_hooks = False
         self._hooks_seen: int | None = -1  # the target has not looked for hooks yet
@@ -118,7 +113,7 @@ class CompiledTarget:
             compiled = self._current_function()
         if self._recorder.listener not in self._recorder.listeners:
             self._recorder.listen_after_reset()
-        stance = self._stance(member, args, kwargs) if self._limits_shapes or self._budget.exhausted else None
+        stance = self._stance(member, args, kwargs) if self._limits_shapes else None
         failure, graphs = None, self._backend.graphs
         calling.current = call = CallInProgress(self, member, args, kwargs, stance is not None)
         try:
@@ -136,7 +131,6 @@ class CompiledTarget:
             calling.current = outer
             if call.snapshot is not None:
                 self._while_tracing.close()
-                self._budget.check()
         if failure is not None:
             if call.snapshot is not None:
                 call.snapshot.restore()
@@ -202,8 +196,6 @@ class CompiledTarget:
         return self._compiled or self._compile()
 
     def _stance(self, member: Target, args: Any, kwargs: Any) -> str | None:
-        if self._budget.exhausted:
-            return "eager_on_recompile"
         policy = self._shapes[member]
         if self.on_trial:
             # The first call of a candidate may have unusual shapes, for example in the last batch of an epoch.
@@ -335,8 +327,6 @@ class CompiledTarget:
     def invalidate_weights(self) -> None:
         """Compare all weights at the next call. A stage begins, and a callback may have swapped the weights."""
         self._weights_are_suspect = True
-        if self._budget.exhausted:
-            self._budget.check()  # compiled steps may have saved enough time for more recompiles
 
     def _refreeze_if_weights_changed(self) -> None:
         if self._weights.changed(thorough=self._weights_are_suspect) and self._backend.graphs:

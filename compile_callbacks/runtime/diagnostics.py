@@ -177,7 +177,7 @@ class SessionWarnings:
         key, counts = compiled_target.key, compiled_target.backend.weights_in_graphs
         if counts is None or not compiled_target.backend.graphs or counts[0] >= LEAST_SHARE * counts[1]:
             return
-        kinds: tuple[EventKind, ...] = ("graph_break", "fallback", "budget")
+        kinds: tuple[EventKind, ...] = ("graph_break", "fallback")
         events = [e for kind in kinds for e in self._recorder.events_of(key.phase, kind) if e.target == key.target]
         if not events or any(event.kind != "graph_break" for event in events):
             return

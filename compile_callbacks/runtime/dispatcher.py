@@ -19,7 +19,6 @@ from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.runtime.compiled_target import CompiledTarget
 from compile_callbacks.runtime.fallback import TargetSettings
 from compile_callbacks.runtime.freezing import unwatchable_reason
-from compile_callbacks.runtime.recompile_budget import CompileLimits
 from compile_callbacks.runtime.shapes import ShapeRecords
 from compile_callbacks.runtime.target import AnyTarget, RepeatedBlocks, Target
 
@@ -131,11 +130,9 @@ class PhaseSwitch:
         settings: TargetSettings | None = None,
         warn: WarnOnce | None = None,
         shapes: ShapeRecords | None = None,
-        limits: CompileLimits | None = None,
         with_regions: Callable[[Target], Target] = lambda target: target,
     ) -> None:
         self._shapes = shapes or ShapeRecords()
-        self._limits = limits or CompileLimits()
         self._left_alone = left_alone
         self._passes = tuple(passes)
         self._recorder = recorder
@@ -307,7 +304,6 @@ class PhaseSwitch:
             settings=self._settings if candidate is None else self._settings.for_trial(),
             frozen=frozen,
             candidate=candidate,
-            limits=self._limits,
             observed=self._shapes.of(target.name, phase),
             compile_regions_separately=functools.partial(self._compile_regions_separately, target, phase),
         )

@@ -15,8 +15,8 @@ from compile_callbacks.profiling.compile_events import CompileKey, CompileRecord
 OnError = Literal["eager", "raise"]
 """The reaction if the compiler fails: run eagerly, or raise an error."""
 
-NewShapes = Literal["auto", "recompile", "eager", "raise"]
-"""The reaction to an input with a new shape: recompile within a budget, recompile, run eagerly, or raise an error."""
+NewShapes = Literal["recompile", "eager", "raise"]
+"""The reaction to an input with a new shape: recompile, run eagerly, or raise an error."""
 
 Verify = Literal["off", "warn", "eager", "raise"]
 """The reaction if a new graph differs from eager: warn, run eagerly, or raise an error. ``"off"`` compares nothing."""
@@ -32,7 +32,7 @@ class TargetSettings:
 
     on_error: OnError = "eager"
     verify: Verify = "off"
-    new_shapes: NewShapes = "auto"
+    new_shapes: NewShapes = "recompile"
     on_trial: bool = False
     trace_dir: Path | None = None  # the folder for scripts that reproduce a difference from eager
 
@@ -42,6 +42,10 @@ class TargetSettings:
             raise ValueError(with_code("CC201", f"verify={self.verify} is not one of the choices: verify={choice}"))
         check_choice("on_error", self.on_error, get_args(OnError))
         check_choice("verify", self.verify, get_args(Verify))
+        new_shapes: str = self.new_shapes
+        if new_shapes == "auto":
+            text = "new_shapes='auto' no longer exists: new_shapes='recompile' recompiles up to torch's recompile limit"
+            raise ValueError(with_code("CC201", text))
         check_choice("new_shapes", self.new_shapes, get_args(NewShapes))
 
     def for_trial(self) -> TargetSettings:

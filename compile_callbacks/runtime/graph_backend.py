@@ -25,8 +25,8 @@ from compile_callbacks.runtime.verification import Verification
 class GraphBackend:
     """Compiles each graph that Dynamo captures from a target.
 
-    If Inductor fails on a graph, or ``may_compile`` returns ``False``, the graph runs eagerly. If a graph pass fails,
-    the backend compiles the graph without the pass.
+    If Inductor fails on a graph, or the process was asked to stop, the graph runs eagerly. If a graph pass fails, the
+    backend compiles the graph without the pass.
     """
 
     def __init__(
@@ -38,13 +38,11 @@ class GraphBackend:
         *,
         recorder: CompileRecorder,
         fallback: EagerFallback,
-        may_compile: Callable[[], bool] = lambda: True,
     ) -> None:
         self.graphs = 0  # the number of compiled graphs
         self.weights = 0  # the number of weights that are inputs of the compiled graphs; each graph counts its own
         self.shares_regions = False  # whether several regions of a graph shared their code
         self.must_compile_again = False  # whether a compile and the eager run of its graph both ran out of memory
-        self._may_compile = may_compile
         # torch never frees a backend, so a backend must not keep the module alive.
         self._first = weakref.ref(target.members[0])
         self._shared = len(target.members) > 1 or bool(target.regions)
@@ -59,7 +57,9 @@ class GraphBackend:
 
     def compile(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a captured graph. ``torch.compile`` gets this method as its ``backend``."""
-        if not self._may_compile():
+        if self._recorder.stopping():
+            reason = "the run was asked to stop before the compile began"
+            self._recorder.record("fallback", self._key, reason=reason)
             return _torch.graphs.eager_graph(graph_module).forward
         device = _device_of(example_inputs)
         options = {**self._config.resolved_options(device), "freezing": self._key.frozen}

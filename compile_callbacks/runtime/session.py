@@ -34,7 +34,6 @@ from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import is_sharded
 from compile_callbacks.runtime.measurements import Measurements, Stage, Step
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
-from compile_callbacks.runtime.recompile_budget import CompileLimits
 from compile_callbacks.runtime.repeated import REPEATED, group_repeated, group_targets, with_regions
 from compile_callbacks.runtime.shapes import ShapeRecords
 from compile_callbacks.runtime.target import AnyTarget, Target
@@ -79,7 +78,6 @@ class Session:
         self._measurements = Measurements(
             module, {phase: arguments.baseline_steps if active.config else 0 for phase, active in self._active.items()}
         )
-        self._limits = CompileLimits(seconds_saved=self._measurements.timer.seconds_saved)
         self._switch = PhaseSwitch(
             targets,
             left_alone=arguments.left_alone,
@@ -88,7 +86,6 @@ class Session:
             settings=arguments.target_settings,
             warn=warn,
             shapes=self._shapes,
-            limits=self._limits,
             with_regions=functools.partial(with_regions, module),
         )
         self._tunings = {
@@ -123,7 +120,7 @@ class Session:
         not refer to the module.
         """
         self.running = True
-        self._limits.stopping = stopping
+        self._recorder.stopping = stopping
         device = device_of(self.module)
         self.gpu.begin(device)
         self._processes.join(together=together and self._arguments.compiles, decides=bool(self._tunings))
@@ -150,7 +147,7 @@ class Session:
     def end(self, *, keep_compiled: bool = False) -> None:
         """End the Trainer run, and restore the module unless ``keep_compiled`` is set."""
         self.running = False
-        self._limits.stopping = lambda: False  # because the trainer stays interrupted after an exception
+        self._recorder.stopping = lambda: False  # because the trainer stays interrupted after an exception
         cache = self._cache if self._cache is not None and self._cache.active else None
         parts = (
             self._called.stop,

@@ -127,7 +127,7 @@ class Breaking(Wrapper):
 @pytest.mark.parametrize(("make", "graphs"), [(mlp, 6), (Breaking, 12)])
 def test_phases_do_not_share_a_recompile_limit(make, graphs):
     static = {"dynamic": False}
-    module = compile_phases(make(), static, static, verify="off", new_shapes="recompile")
+    module = compile_phases(make(), static, static, verify="off")
     for batch in range(2, 8):
         for enabled in (True, False):
             with torch.set_grad_enabled(enabled):

@@ -178,7 +178,7 @@ from torch import distributed, nn
 from compile_callbacks import compile_phases, report_of
 
 net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])  # 4 MiB, and DDP's first bucket has 1 MiB
-compile_phases(net, verify="off", new_shapes="recompile")
+compile_phases(net, verify="off")
 net(torch.ones(2, 512)).sum().backward()
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 nn.parallel.DistributedDataParallel(net)(torch.ones(3, 512)).sum().backward()

@@ -106,9 +106,7 @@ def test_a_checkpoint_on_exception_equals_eager_and_resumes(tmp_path):
 def test_a_second_callback_is_refused_before_the_run(targets):
     module = seeded(TwoParts)
     callbacks = [InductorCompile(targets=names) for names in targets]
-    with pytest.raises(
-        MisconfigurationException, match=r"more than one InductorCompile.*\['encoder', 'head'\]"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"more than one InductorCompile.*\['encoder', 'head'\]"):
         trainer(*callbacks).fit(module, loader(2))
     assert not module._load_state_dict_pre_hooks
 

@@ -56,7 +56,7 @@ def test_lines_live_with_progress_bars(bar, impatient, monkeypatch, capsys):
 @pytest.mark.usefixtures("no_codegen")
 @pytest.mark.all_versions
 def test_a_recompile_is_a_line_with_its_reason_and_what_avoids_it(logged):
-    callback = InductorCompile({"dynamic": False}, None, targets=["net"], baseline_steps=0, new_shapes="recompile")
+    callback = InductorCompile({"dynamic": False}, None, targets=["net"], baseline_steps=0)
     fit(callback, train=batches_of(8, 8, 2, 3, 4, 5, 6))
     lines = [line for line in logged() if "recompil" in line]
     fix = 'drop_last=True in the DataLoader, or train_mode={"dynamic": True}, avoids it'

@@ -162,7 +162,7 @@ def test_plot_marks_a_compile_outside_the_steps():
         def on_train_epoch_end(self):
             self.net(torch.zeros(2, FEATURES))
 
-    callback = InductorCompile({"dynamic": False}, None, baseline_steps=0, new_shapes="recompile", verify="off")
+    callback = InductorCompile({"dynamic": False}, None, baseline_steps=0, verify="off")
     fit(callback, make=CallsNet, train=6, validation=None)
     for axes in axes_of(callback.report):
         assert set(legend(axes)) >= {"step that compiles", "1 compile outside these steps"}

@@ -11,11 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from compile_callbacks import CompileError, CompileWarning, InductorCompile
-from compile_callbacks._utils.errors import WarnOnce
-from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
-from compile_callbacks.runtime import recompile_budget
-from compile_callbacks.runtime.recompile_budget import CompileLimits, RecompileBudget
+from compile_callbacks import CompileError, InductorCompile
 from compile_callbacks.runtime.shapes import RETURNING_SHAPE_CALLS
 from tests.support.against_eager import assert_fits_as_eager
 from tests.support.models import Classifier, batches_of, fit, loader, seeded, trainer
@@ -148,70 +144,6 @@ def test_raise_names_target_phase_and_shapes():
     callback = InductorCompile({"dynamic": False}, None, new_shapes="raise", baseline_steps=0)
     with pytest.raises(CompileError, match=r"'net' was called in the train phase .*\(3, 8\).*new_shapes='raise'"):
         fit(callback, **RAGGED)
-
-
-KEY = CompileKey("net", "train")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "saved", "exhausted"),
-    [
-        ([100], 0, False),  # the first compile is free
-        ([5, 20, 9], 0, False),
-        ([5, 20, 11], 0, True),
-        ([50, 20, 25], 0, False),  # as long as the first compile
-        ([5, 20, 11], 2, False),
-        ([5, 20, 11], -2, True),
-    ],
-)
-def test_budget_is_the_first_compile_or_30_seconds_and_what_was_saved(seconds, saved, exhausted):
-    recorder = CompileRecorder()
-    recorder.compile_seconds[KEY] = seconds
-    limits = CompileLimits(seconds_saved=lambda phase: saved)
-    budget = RecompileBudget(KEY, recorder, limits, WarnOnce(), bounded=True)
-    if exhausted:
-        with pytest.warns(CompileWarning, match=r"'net' compiled 2 more graphs in 31 s .* train phase.*CC130"):
-            assert not budget.check()
-        assert [event.kind for event in recorder.events] == ["budget"]
-    else:
-        assert budget.check()
-    assert budget.exhausted == exhausted
-
-
-def test_new_shapes_run_eagerly_when_the_budget_is_used_up(monkeypatch):
-    monkeypatch.setattr(recompile_budget, "allowed_seconds", lambda first_compile, saved: 0.0)
-    sizes = [(4, 5)] * 4 + [(4, 5), (1, 5), (4, 1), (4, 5), (1, 1), (1, 5), (4, 1), (1, 1)]
-    callback = InductorCompile(infer_mode=None, baseline_steps=1)
-    with pytest.warns(CompileWarning, match=r"batch size 1.*CC130"):
-        found = losses(words(*sizes), callback)
-    assert callback.report.train.graphs == 2
-    assert "recompile budget" in str(callback.report)
-    assert found == pytest.approx(losses(words(*sizes)), rel=1e-4)
-
-
-class _Breaks(nn.Module):
-    """Breaks the graph after each layer but the last."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third, self.head = (nn.Linear(8, size) for size in (8, 8, 8, 3))
-
-    def forward(self, x):
-        x = self.first(x).relu()
-        torch._dynamo.graph_break()
-        x = self.second(x).relu()
-        torch._dynamo.graph_break()
-        x = self.third(x).relu()
-        torch._dynamo.graph_break()
-        return self.head(x)
-
-
-def test_graphs_behind_graph_breaks_stop_within_a_call(monkeypatch):
-    monkeypatch.setattr(recompile_budget, "allowed_seconds", lambda first_compile, saved: 0.0)
-    callback = InductorCompile(infer_mode=None, baseline_steps=0)
-    with pytest.warns(CompileWarning, match=r"the first of \d graph breaks: .*test_shapes.py"):
-        assert_fits_as_eager(callback, make=lambda: Classifier(_Breaks()))
-    assert callback.report.train.graphs == 2
 
 
 class _Stops(Classifier):

@@ -102,7 +102,7 @@ def test_auto_tries_dynamic_shapes_if_shapes_vary(monkeypatch):
     Times(monkeypatch, train=ms)
     chance = torch.Generator().manual_seed(0)
     sizes = torch.randint(4, 12, (150,), generator=chance).tolist()
-    ours = InductorCompile("auto", None, new_shapes="recompile", verify="off")
+    ours = InductorCompile("auto", None, verify="off")
     fit(ours, train=batches_of(*sizes), max_epochs=2)
     assert verdicts(ours.report.train) == {"eager": "beaten", "default": "beaten", "dynamic=True": "chosen"}
 
