@@ -42,8 +42,8 @@ class InductorCompile(Callback):
         train_mode: The settings for training: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``,
             ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), the name of a template, an
             `InductorConfig`, or a mapping of its fields. ``"auto"``, a `Tune` or a mapping of its fields measures
-            several settings and selects the fastest. ``"eager"`` runs the original modules. ``None`` leaves the phase
-            alone: a module that you compiled yourself runs as you compiled it.
+            several settings and selects the fastest. ``"eager"`` and ``None`` do not compile the phase: it runs as
+            without the callback, with the modules that you compiled yourself.
         infer_mode: The settings for sanity check, validation, test and predict, with the same choices.
         targets: The modules and methods to compile: dotted names of submodules or methods (``"net"``,
             ``"training_step"``), or globs (``"encoder.layers.*"``). ``"forward"`` is the LightningModule's own call.

@@ -170,10 +170,10 @@ class TrainerCalls:
 
 def _unwrap_compiled(pl_module: LightningModule, own: InductorCompile) -> None:
     """Undo the user's ``torch.compile``, so that ``_orig_mod.`` is in no key and this callback's settings apply."""
-    if replaced := unwrap_compiled(pl_module, own.arguments.left_alone):
+    if replaced := unwrap_compiled(pl_module, own.arguments.uncompiled):
         rank_zero_info(
             f"InductorCompile replaces your torch.compile of {', '.join(replaced)}: it compiles the original module "
-            "with train_mode and infer_mode while a trainer runs. If a mode is None, its phase runs as you compiled"
+            "with train_mode and infer_mode while a trainer runs. With the mode 'eager', a phase runs as compiled"
         )
 
 
@@ -184,7 +184,7 @@ def current_report(own: InductorCompile) -> CompileReport:
     """Return the report of a callback so far, or the report of its copy if only the copy ran."""
     if own.session is not None:
         return own.session.report()
-    return own._calls.last.report or uncompiled_report(own.arguments.configs, own.arguments.left_alone)
+    return own._calls.last.report or uncompiled_report(own.arguments.configs)
 
 
 def report_scalars(trainer: Trainer, own: InductorCompile, *, details: bool = True) -> None:

@@ -229,10 +229,7 @@ def _as_text(value: object) -> str:
 
 
 EAGER = "eager"
-"""The mode of a phase that runs the original modules, uncompiled."""
-
-USER = "user"
-"""The mode that a report shows for a phase that the callback leaves alone: modules run as the user compiled them."""
+"""The mode of a phase that this library does not compile."""
 
 Mode = str | Mapping[str, Any] | InductorConfig | None
 """The type of a mode argument. ``Mapping`` comes before the class, so that LightningCLI passes a YAML mapping

@@ -119,7 +119,7 @@ Settings = InductorConfig | Tune | None
 def as_settings(value: object, argument: str) -> Settings:
     """Convert a ``train_mode`` or ``infer_mode``. Return ``None`` if the phase is not compiled."""
     if isinstance(value, bool):
-        hint = "'default' compiles" if value else "'eager' runs the original modules, and None leaves the phase alone"
+        hint = "'default' compiles" if value else "'eager' does not compile the phase"
         raise TypeError(with_code("CC202", f"{argument}={value} is not a mode: {argument}={hint}"))
     if isinstance(value, Tune):
         return value

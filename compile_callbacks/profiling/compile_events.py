@@ -24,7 +24,7 @@ EventKind = Literal[
     "freezing",
     "pass_skipped",
     "template",
-    "separate_blocks",
+    "whole_target",
 ]
 
 Result = Literal["equal", "outputs only", "differs", "not compared"]

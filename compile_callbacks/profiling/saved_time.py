@@ -1,15 +1,15 @@
-"""Summarizes long runs for `StepTimer`: `SavedTime` compares all steps with eager, `StepSeries` samples them."""
+"""Summarizes runs for `StepTimer`: `SavedTime` compares all steps with eager, `StepSeries` samples them."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 KEPT_STEPS = 500
-"""The maximum number of points of a series, and of the curve of saved time."""
+"""The maximum number of points of a series."""
 
 
 class StepSeries:
@@ -43,9 +43,7 @@ class Savings(NamedTuple):
     """The time that compiling saved."""
 
     net_seconds: float  # the time saved by all steps, including steps in which torch compiled
-    saved_seconds: float  # the time saved by the other steps
     break_even_steps: float  # the compiled steps after which the net is positive; infinite if steps save no time
-    curve: list[tuple[int, float]]  # numbers of steps in the phase, and the net seconds after these steps
 
 
 class _Key(NamedTuple):
@@ -54,74 +52,67 @@ class _Key(NamedTuple):
     compiling: bool
 
 
-class _Bin:
-    """Number and total milliseconds of consecutive steps, by stage, candidate, and whether torch compiled in them."""
-
-    def __init__(self) -> None:
-        self.last_step = self.size = 0
-        self.steps: Counter[_Key] = Counter()
-        self.ms: defaultdict[_Key, float] = defaultdict(float)
-
-    def saved_ms(self, eager_ms: Mapping[str, float]) -> float:
-        """Return the time that the steps saved. In a stage without eager steps, only the compile time counts."""
-        found = 0.0
-        for key, steps in self.steps.items():
-            if key.stage in eager_ms:
-                found += steps * eager_ms[key.stage] - self.ms[key]
-            elif key.compiling:
-                found -= self.ms[key]
-        return found
-
-
 class SavedTime:
-    """Sums the times of all steps that did not run eagerly, in a limited number of bins."""
+    """Number and total milliseconds of the steps that did not run eagerly, by stage, candidate, and compile."""
 
     def __init__(self) -> None:
-        self._bins: list[_Bin] = []
-        self._steps_per_bin = 1
-        self._total = _Bin()
+        self._steps: Counter[_Key] = Counter()
+        self._ms: defaultdict[_Key, float] = defaultdict(float)
 
-    def add(self, step: int, ms: float, *, stage: str, candidate: str | None = None, compiling: bool = False) -> None:
+    def add(self, ms: float, *, stage: str, candidate: str | None = None, compiling: bool = False) -> None:
         """Add a step."""
-        if not self._bins or self._bins[-1].size >= self._steps_per_bin:
-            self._bins.append(_Bin())
-        self._bins[-1].last_step = step
-        self._bins[-1].size += 1
-        self._add(_Key(stage, candidate, compiling), 1, ms)
-        if len(self._bins) > KEPT_STEPS:
-            self._merge_bins()
+        key = _Key(stage, candidate, compiling)
+        self._steps[key] += 1
+        self._ms[key] += ms
 
     def add_untimed(self, steps: int, *, stage: str, candidate: str | None = None) -> None:
         """Add untimed steps. Each step counts with the average time of its kind so far."""
         key = _Key(stage, candidate, False)
-        if timed := self._total.steps[key]:
-            self._add(key, steps, steps * self._total.ms[key] / timed)
+        if timed := self._steps[key]:
+            self._ms[key] += steps * self._ms[key] / timed
+            self._steps[key] += steps
 
     def savings(self, eager_ms: Mapping[str, float], other_seconds: float = 0.0) -> Savings | None:
-        """Compare the steps with eager steps. Return ``None`` if no stage has eager steps."""
-        if not any(key.stage in eager_ms for key in self._total.steps):
+        """Compare the steps with eager steps. Return ``None`` if no stage has eager steps.
+
+        In a stage without eager steps, only the steps in which torch compiled count.
+        """
+        if not any(key.stage in eager_ms for key in self._steps):
             return None
-        net_ms, curve = -other_seconds * 1000, []
-        for found in self._bins:
-            net_ms += found.saved_ms(eager_ms)
-            curve.append((found.last_step, float(f"{net_ms / 1000:.4g}")))
-        count, saved_ms = 0, 0.0  # steps during which torch did not compile
-        for key, steps in self._total.steps.items():
-            if key.stage in eager_ms and not key.compiling:
-                count, saved_ms = count + steps, saved_ms + steps * eager_ms[key.stage] - self._total.ms[key]
+        net_ms, saved_ms, count = -other_seconds * 1000, 0.0, 0
+        for key, steps in self._steps.items():
+            if key.stage in eager_ms:
+                ms = steps * eager_ms[key.stage] - self._ms[key]
+                net_ms += ms
+                if not key.compiling:
+                    count, saved_ms = count + steps, saved_ms + ms
+            elif key.compiling:
+                net_ms -= self._ms[key]
         break_even_steps = (saved_ms - net_ms) * count / saved_ms if saved_ms > 0 else math.inf
-        return Savings(net_ms / 1000, saved_ms / 1000, max(0.0, break_even_steps), curve)
+        return Savings(net_ms / 1000, max(0.0, break_even_steps))
 
-    def _add(self, key: _Key, steps: int, ms: float) -> None:
-        for found in (self._bins[-1], self._total):
-            found.steps[key] += steps
-            found.ms[key] += ms
 
-    def _merge_bins(self) -> None:
-        for first, second in zip(self._bins[::2], self._bins[1::2], strict=False):
-            second.size += first.size
-            for key, steps in first.steps.items():
-                second.steps[key] += steps
-                second.ms[key] += first.ms[key]
-        self._bins = self._bins[1::2] + (self._bins[-1:] if len(self._bins) % 2 else [])
-        self._steps_per_bin *= 2
+def net_series(series: Sequence[Mapping[str, Any]], net_seconds: float, other_seconds: float) -> dict[str, Any]:
+    """Return numbers of steps in a phase, and the net seconds saved after them, from `StepTimer.series`.
+
+    A series of a long run does not contain each step. A step that it does not contain counts with the time of the next
+    step of the series. All steps are compared with the eager time with which the curve ends at ``net_seconds``.
+    """
+    points = sorted((step, ms, of["kind"]) for of in series for step, ms in zip(of["steps"], of["ms"], strict=True))
+    counted, last, missing = list[tuple[int, float, int]](), 0, 0
+    for step, ms, kind in points:
+        missing, last = missing + step - last - 1, step
+        if kind == "eager":
+            missing = 0
+        elif kind == "compiling":
+            counted.append((step, ms, 1))
+        else:
+            counted.append((step, ms, missing + 1))
+            missing = 0
+    total_ms = sum(ms * steps for _, ms, steps in counted)
+    eager_ms = ((net_seconds + other_seconds) * 1000 + total_ms) / max(1, sum(steps for *_, steps in counted))
+    saved_ms, seconds = -other_seconds * 1000, []
+    for _, ms, steps in counted:
+        saved_ms += steps * (eager_ms - ms)
+        seconds.append(float(f"{saved_ms / 1000:.4g}"))
+    return {"steps": [step for step, *_ in counted], "seconds": seconds}

@@ -295,7 +295,7 @@ class StepTimer:
         series.add(step.number, ms)
         if step.kind != "eager":
             compiling = step.kind == "compiling"
-            self._saved[phase].add(step.number, ms, stage=step.stage, candidate=candidate, compiling=compiling)
+            self._saved[phase].add(ms, stage=step.stage, candidate=candidate, compiling=compiling)
         if step.sample_of is not None:
             of_variant = self._samples[step.variant]
             of_workload = of_variant.pop(step.sample_of, None) or deque(maxlen=MAX_SAMPLES)

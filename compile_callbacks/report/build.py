@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.inductor_config import EAGER, USER
+from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import Settings, Tune
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind
 from compile_callbacks.profiling.memory import PeakMemory
-from compile_callbacks.profiling.saved_time import Savings
+from compile_callbacks.profiling.saved_time import net_series
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, speedup_interval, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
 from compile_callbacks.report.report import CompileReport, PhaseDiagnostics, PhaseReport, Verdict
@@ -36,7 +36,6 @@ def build_phase_report(
     timer: StepTimer,
     memory: PeakMemory,
     *,
-    left_alone: bool = False,
     trials: Sequence[Trial] = (),
     details: bool = True,
 ) -> PhaseReport:
@@ -62,6 +61,7 @@ def build_phase_report(
     if next((event.phase for event in recorder.events if event.kind == "compile"), None) == phase:
         outside += recorder.import_seconds
     savings = timer.savings(phase, outside) if compiles else None
+    series = timer.series(phase) if details else ()
     verdict = compare(times) if details else None
     speedup = eager_ms / compiled_ms if verdict in ("faster", "slower") and eager_ms and compiled_ms else None
     if verdict == "faster" and savings is not None and savings.net_seconds <= 0:
@@ -77,7 +77,7 @@ def build_phase_report(
     peak = memory.peak(phase, compiled=True, candidate=candidate)
     errors = [event.max_abs_error for event in of("verify") if event.max_abs_error is not None]
     return PhaseReport(
-        mode=chosen or (config.describe() if config else USER if left_alone else EAGER),
+        mode=chosen or (config.describe() if config else EAGER),
         targets=tuple(target.label(graphs[target.name]) for target in targets) if config else (),
         verdict=verdict,
         compile_seconds=seconds,
@@ -112,25 +112,18 @@ def build_phase_report(
                 if key.phase == phase and (candidate is None or key.candidate == candidate)
             ),
             trials=tuple(trial.to_dict() for trial in trials),
-            series=timer.series(phase) if details else (),
-            net_series=_series(savings) if savings and details else {},
+            series=series,
+            net_series=net_series(series, savings.net_seconds, outside) if savings and series else {},
             restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
             events=tuple(event.to_dict() for event in recorder.events if details and event.phase == phase),
         ),
     )
 
 
-def uncompiled_report(configs: Mapping[Phase, Settings], left_alone: frozenset[Phase] = frozenset()) -> CompileReport:
+def uncompiled_report(configs: Mapping[Phase, Settings]) -> CompileReport:
     """Return the report of a run that has not started."""
-    phases = {}
-    for phase, config in configs.items():
-        uncompiled = USER if phase in left_alone else EAGER
-        phases[phase] = PhaseReport(mode=config.describe() if config else uncompiled)
+    phases = {p: PhaseReport(mode=config.describe() if config else EAGER) for p, config in configs.items()}
     return CompileReport(train=phases["train"], infer=phases["infer"])
-
-
-def _series(savings: Savings) -> dict[str, Any]:
-    return {"steps": [step for step, _ in savings.curve], "seconds": [seconds for _, seconds in savings.curve]}
 
 
 def compare(times: StepTimes) -> Verdict | None:

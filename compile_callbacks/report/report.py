@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.config.inductor_config import EAGER, USER
+from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.report.console import make_table, to_plain_text, to_text
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class PhaseDiagnostics(_Data):
         series: Step times in order, as one mapping for each ``kind`` of step (``"eager"``, ``"compiled"`` or
             ``"compiling"``) and ``candidate``: ``steps`` contains numbers of steps in the phase, and ``ms``
             contains their times. A long run keeps random steps.
-        net_series: The net seconds saved over the steps: ``steps`` contains numbers of steps in the phase, and
-            ``seconds`` contains the seconds saved until each of these steps.
+        net_series: The net seconds saved over the steps, computed from ``series``: ``steps`` contains numbers of steps
+            in the phase, and ``seconds`` contains the seconds saved until each of these steps.
         restored: Names of the figures that were loaded from the checkpoint of an earlier run.
         events: The events of the phase in order, such as each graph break and each recompile with its reason. See
             `CompileEvent`.
@@ -99,9 +99,8 @@ class PhaseReport(_Data):
     A *sample* is the time of one step.
 
     Attributes:
-        mode: The settings in one line. ``"eager"`` if the phase is not compiled, and ``"user"`` if the callback leaves
-            the phase alone. With a `Tune`, the chosen candidate. The other figures are about that candidate, unless
-            their description says otherwise.
+        mode: The settings in one line, or ``"eager"`` if the phase is not compiled. With a `Tune`, the chosen
+            candidate. The other figures are about that candidate, unless their description says otherwise.
         targets: Names of the compiled targets. Repeated blocks also have the number of blocks and of shared graphs.
         verdict: The result of the comparison with eager steps:
 
@@ -244,9 +243,7 @@ class CompileReport:
     def compiled_phases(self) -> tuple[Phase, ...]:
         """The phases that have figures to show, or both phases if neither has."""
         found = tuple(
-            phase
-            for phase in PHASES
-            if self.phase(phase).mode not in (EAGER, USER) or self.phase(phase).diagnostics.trials
+            phase for phase in PHASES if self.phase(phase).mode != EAGER or self.phase(phase).diagnostics.trials
         )
         return found or PHASES
 

@@ -95,7 +95,7 @@ _TITLES = {
     "pass_skipped": "Graph passes skipped",
     "freezing": "Weights not frozen",
     "template": "Templates that fell back",
-    "separate_blocks": "Repeated blocks compiled separately",
+    "whole_target": "Repeated blocks compiled with the whole target",
     "differs": "Differs from eager",
     "not compared": "Not compared with eager",
 }

@@ -34,7 +34,6 @@ class CompileArguments:
     """The arguments of a `Session`. `InductorCompile` describes them."""
 
     configs: Mapping[Phase, Settings]
-    left_alone: frozenset[Phase] = frozenset()  # the phases with the mode None, which run as the user compiled them
     targets: Sequence[str] | str | None = None
     passes: tuple[Any, ...] = ()
     target_settings: TargetSettings = field(default_factory=TargetSettings)
@@ -68,7 +67,6 @@ class CompileArguments:
             raise ValueError(with_code("CC201", message))
         return cls(
             configs=configs,
-            left_alone=frozenset(phase for phase, mode in modes.items() if mode is None),
             targets=check_target_names(targets),
             passes=checked_passes,
             target_settings=TargetSettings(**target_settings, trace_dir=check_folder("trace_dir", trace_dir)),
@@ -80,6 +78,11 @@ class CompileArguments:
     def finds_targets(self) -> bool:
         """Whether the modules and methods that the first steps call are the targets."""
         return self.targets is None or self.targets == REPEATED
+
+    @property
+    def uncompiled(self) -> frozenset[Phase]:
+        """The phases that this library does not compile. They run as without it, with whatever the user compiled."""
+        return frozenset(phase for phase, config in self.configs.items() if config is None)
 
     @property
     def compiles(self) -> bool:
@@ -110,10 +113,7 @@ class CompileArguments:
 
     def values(self) -> dict[str, Any]:
         """Return the arguments by name, as a user writes them."""
-        modes = {
-            f"{phase}_mode": config.describe() if config else None if phase in self.left_alone else EAGER
-            for phase, config in self.configs.items()
-        }
+        modes = {f"{phase}_mode": config.describe() if config else EAGER for phase, config in self.configs.items()}
         return {
             **modes,
             "targets": self.targets if self.targets is None or isinstance(self.targets, str) else list(self.targets),

@@ -42,6 +42,7 @@ class CompiledTarget:
         key: The target, the phase, and the candidate.
         called: Whether the target was called in the phase.
         ran: Whether a call could have run the compiled function.
+        gave_up_regions: Whether the whole target is compiled, because torch cannot compile its regions.
         observed: The dimensions of the inputs that vary.
     """
 
@@ -58,19 +59,18 @@ class CompiledTarget:
         frozen: bool = False,
         candidate: str | None = None,
         observed: ObservedShapes | None = None,
-        compile_regions_separately: Callable[[], None] = lambda: None,
     ) -> None:
         settings = settings or TargetSettings()
         self.key = CompileKey(target.name, phase, frozen, candidate)
         self.called = False
         self.ran = False
+        self.gave_up_regions = False
         self.observed = observed or ObservedShapes()
         self._config = config
         self._frozen = frozen
         self._members = target.members
         self._shares_as_asked = isinstance(target, RepeatedBlocks) and target.asked_for
         self._regions = RegionMarks(target.regions) if target.regions else None
-        self._compile_regions_separately = compile_regions_separately
         self._recorder = recorder
         self._calling = recorder.calling
         self._warn = warn or WarnOnce()
@@ -106,6 +106,7 @@ class CompiledTarget:
         # function of ours whose code is no longer in the caches of the CPU takes 3 µs.
         hooks_changed = self._hooks_seen != _torch.dynamo.hooks_registered()
         may_run_eagerly = outer is not None or fallback.runs_eagerly or self._uncompilable or not self.ran
+        may_run_eagerly = may_run_eagerly or (self.gave_up_regions and self._regions is not None)
         if (may_run_eagerly or hooks_changed) and self._runs_eagerly(outer, args, kwargs):
             return member.eager(*args, **kwargs)
         compiled = self._compiled
@@ -165,6 +166,11 @@ class CompiledTarget:
         if outer is not None and outer.nested_calls_eager:
             return True
         self.called = True
+        # An activation checkpoint must recompute with the same code.
+        if self.gave_up_regions and self._regions is not None and not _torch.autograd.saves_through_hooks():
+            self._regions, self._fallback.has_regions = None, False
+            self._uncompilable.clear()
+            self.free_compiled()
         if _torch.dynamo.is_transformed():
             self._warn_of_transform()
             return True
@@ -232,7 +238,7 @@ class CompiledTarget:
         # If the user's code raised the error, the eager call raises it again with the user's traceback.
         result = member.eager(*args, **kwargs)
         if self._regions is not None:
-            self._uncompilable.add(signature(args, kwargs))  # runs eagerly until PhaseSwitch calls the blocks instead
+            self._uncompilable.add(signature(args, kwargs))  # runs eagerly until the whole target is compiled
             self._fallback.region_failure = describe(failure)
             return result
         if self._fallback.settings.on_error == "raise":
@@ -242,20 +248,16 @@ class CompiledTarget:
         return result
 
     def _give_up_regions(self, reason: str) -> None:
-        """Make `PhaseSwitch` call the compiled blocks from now on, and run this target eagerly."""
-        self._fallback.region_failure = None
-        if self.on_trial:
-            self._fallback.run_eagerly("CC121", reason)  # so that the Tune excludes the candidate
-            return
+        """Compile the whole target from the next call on."""
+        self._fallback.region_failure, self.gave_up_regions = None, True
         target, phase = self.key[:2]
         message = (
-            f"the repeated blocks of target {target!r} are compiled separately in the {phase} phase, and the rest of "
-            "the target runs eagerly, because torch cannot compile the blocks as regions of one graph: "
-            f"{in_one_line(reason)}. To compile the whole target, leave targets out and set a mode other than 'auto'"
+            f"target {target!r} is compiled whole in the {phase} phase, because torch cannot compile its repeated "
+            f"blocks as regions of one graph: {in_one_line(reason)}. To compile only the blocks, name them in "
+            "targets=[...], as in targets=['encoder.layers.*']"
         )
-        self._recorder.record("separate_blocks", self.key, reason=reason)
+        self._recorder.record("whole_target", self.key, reason=reason)
         self._fallback.warn_after_call("CC121", message)
-        self._compile_regions_separately()
 
     def _graphs_were_compiled(self, member: Target, args: Any, kwargs: Any) -> None:
         if len(self._members) > 1:

@@ -165,7 +165,7 @@ class SessionWarnings:
         """Warn if a target that ran has no compiled graph, unless a fallback was reported."""
         for event in self._recorder.events:
             same = (event.target, event.phase, event.candidate) == (key.target, key.phase, key.candidate)
-            if same and (event.kind in ("fallback", "separate_blocks") or event.graphs):
+            if same and (event.kind in ("fallback", "whole_target") or event.graphs):
                 return
         breaks = self._reasons("graph_break", key)
         reason = breaks[-1] if breaks else "torch gives no reason; the target may compute nothing that can be compiled"

@@ -6,6 +6,7 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from compile_callbacks.runtime.compiled_target import CompiledTarget
 from compile_callbacks.runtime.fallback import TargetSettings
 from compile_callbacks.runtime.freezing import unwatchable_reason
 from compile_callbacks.runtime.shapes import ShapeRecords
-from compile_callbacks.runtime.target import AnyTarget, RepeatedBlocks, Target
+from compile_callbacks.runtime.target import AnyTarget, Target
 
 _CALL_SLOT = "_compiled_call_impl"  # nn.Module.compile() sets it, and nn.Module.__call__ calls it
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -31,15 +32,12 @@ class ActiveConfig(NamedTuple):
     """The config that a phase runs with. `Session` stores one for each phase.
 
     Attributes:
-        config: The config. With ``None``, targets run eagerly, or as the user compiled them in a phase left alone.
+        config: The config. With ``None``, targets run eagerly, or as the user compiled them in an uncompiled phase.
         candidate: The name of the config, if a `Tune` tries several. The trial ends with `PhaseSwitch.end_trial`.
-        repeated: Whether the repeated blocks in each target are regions of its graph. If ``False``, only targets that
-            have regions already use regions.
     """
 
     config: InductorConfig | None = None
     candidate: str | None = None
-    repeated: bool = False
 
 
 EAGERLY = ActiveConfig()
@@ -124,30 +122,23 @@ class PhaseSwitch:
         self,
         targets: Sequence[AnyTarget],
         *,
-        left_alone: frozenset[Phase] = frozenset(),
+        uncompiled: frozenset[Phase] = frozenset(),
         passes: Sequence[Any] = (),
         recorder: CompileRecorder,
         settings: TargetSettings | None = None,
         warn: WarnOnce | None = None,
         shapes: ShapeRecords | None = None,
-        with_regions: Callable[[Target], Target] = lambda target: target,
     ) -> None:
         self._shapes = shapes or ShapeRecords()
-        self._left_alone = left_alone
+        self._uncompiled = uncompiled
         self._passes = tuple(passes)
         self._recorder = recorder
         self._settings = settings or TargetSettings()
         self._warn = warn or WarnOnce()
         self._dispatchers: dict[AnyTarget, list[Dispatcher]] = {}
         self._compiled_targets: dict[tuple[AnyTarget, Phase, str | None, bool], CompiledTarget] = {}
-        self._with_regions = with_regions
-        self._repeated: dict[AnyTarget, AnyTarget] = {}  # the targets with regions, for a config that is `repeated`
-        self._separate: set[tuple[AnyTarget, Phase]] = set()  # targets whose regions are compiled separately
-        self._to_separate: list[tuple[AnyTarget, Phase]] = []
-        self._parents: dict[AnyTarget, AnyTarget] = {}  # the target that contains each separate region
         self._installed = False
         self._selected: tuple[Phase, ActiveConfig, bool, bool] | None = None
-        self._select_again: Callable[[], None] = lambda: None
         self.add(targets)
 
     # ------------------------------------------------------------------------------------------ targets
@@ -162,44 +153,10 @@ class PhaseSwitch:
         """Whether several modules share compiled code, which therefore cannot contain frozen weights."""
         return any(len(target.members) > 1 or target.regions for target in self._dispatchers)
 
-    def targets_of(self, phase: Phase, active: ActiveConfig) -> list[AnyTarget]:
-        """Return the targets of a phase: either a target with regions, or its regions if they are compiled instead."""
-        targets = [self._target_of(target, active) for target in self._dispatchers]
-        return [target for target in targets if self._is_active(target, phase)]
-
-    @property
-    def most_repetitions(self) -> int:
-        """The number of blocks that a `repeated` config would compile as one region of a target without regions."""
-        repeated = ActiveConfig(repeated=True)
-        without = [target for target in self._dispatchers if not target.regions]
-        return max((found.count for one in without for found in self._target_of(one, repeated).regions), default=0)
-
-    def _target_of(self, target: AnyTarget, active: ActiveConfig) -> AnyTarget:
-        """Return the target that a config compiles: the target itself, or the same target with regions."""
-        if not active.repeated or isinstance(target, RepeatedBlocks) or target.regions:
-            return target
-        if target not in self._repeated:
-            self._repeated[target] = self._with_regions(target)
-        return self._repeated[target]
-
-    def _is_active(self, target: AnyTarget, phase: Phase) -> bool:
-        parent = self._parents.get(target)
-        return (target, phase) not in self._separate and (parent is None or (parent, phase) in self._separate)
-
-    def _compile_regions_separately(self, target: AnyTarget, phase: Phase) -> None:
-        """In a phase, run the regions of a target compiled and the target itself eagerly from now on."""
-        self._to_separate.append((target, phase))
-        if not _torch.autograd.saves_through_hooks():  # an activation checkpoint must recompute with the same code
-            self._separate_regions()
-            self._select_again()
-
-    def _separate_regions(self) -> None:
-        for target, phase in self._to_separate:
-            self._separate.add((target, phase))
-            new = [blocks for blocks in target.regions if blocks not in self._dispatchers]
-            self._parents |= dict.fromkeys(new, target)
-            self.add(new)
-        self._to_separate.clear()
+    def targets_of(self, phase: Phase) -> list[AnyTarget]:
+        """Return the targets as they are compiled in a phase: without the regions that torch could not compile."""
+        whole = {one.key.target for one in self.compiled_targets(phase) if one.gave_up_regions}
+        return [replace(target, regions=()) if target.name in whole else target for target in self._dispatchers]
 
     def add(self, targets: Sequence[AnyTarget]) -> None:
         """Add targets. They run eagerly until the next `select`."""
@@ -243,14 +200,9 @@ class PhaseSwitch:
         With ``weights_frozen``, the weights are constant, so that the code may contain them. If the phase will be
         compiled, eager calls ``observe`` the shapes of their inputs.
         """
-        if self._to_separate:
-            self._separate_regions()
         selected = phase, active, weights_frozen, observes
         if self._selected == selected:  # skip most steps, because a change takes 10 µs for each target
             return
-        self._select_again = functools.partial(
-            self.select, phase, active, weights_frozen=weights_frozen, observes=observes
-        )
         for target, dispatchers in self._dispatchers.items():
             for dispatcher in dispatchers:
                 call = self._call_of(target, dispatcher, phase, active, weights_frozen=weights_frozen)
@@ -262,7 +214,6 @@ class PhaseSwitch:
     def select_by_grad_mode(self, active: Mapping[Phase, ActiveConfig], *, weights_frozen: bool = False) -> None:
         """Let the grad mode of each call select the phase: train if grad is enabled, else infer."""
         self._selected = None
-        self._select_again = functools.partial(self.select_by_grad_mode, active, weights_frozen=weights_frozen)
         for target, dispatchers in self._dispatchers.items():
             for dispatcher in dispatchers:
                 dispatcher.selected = _by_grad_mode(
@@ -280,10 +231,10 @@ class PhaseSwitch:
         weights_frozen: bool = False,
     ) -> Callable[..., Any]:
         """Return the function that a target runs in a phase."""
-        if dispatcher.compiled_by_user is not None and phase in self._left_alone:
+        if dispatcher.compiled_by_user is not None and phase in self._uncompiled:
             return dispatcher.compiled_by_user
-        target, config = self._target_of(target, active), active.config
-        if config is None or not self._is_active(target, phase):
+        config = active.config
+        if config is None:
             return dispatcher.eager
         frozen = weights_frozen and phase == "infer" and config.freezes and self._can_freeze(target)
         key = target, phase, active.candidate, frozen
@@ -305,7 +256,6 @@ class PhaseSwitch:
             frozen=frozen,
             candidate=candidate,
             observed=self._shapes.of(target.name, phase),
-            compile_regions_separately=functools.partial(self._compile_regions_separately, target, phase),
         )
 
     def _can_freeze(self, target: AnyTarget) -> bool:

@@ -67,7 +67,7 @@ class EagerFallback:
     ) -> None:
         self.runs_eagerly = False
         self.has_regions = has_regions
-        self.region_failure: str | None = None  # the reason why the regions are compiled separately from now on
+        self.region_failure: str | None = None  # the reason why the whole target is compiled from now on
         self.settings = settings
         self._key = key
         self._recorder = recorder

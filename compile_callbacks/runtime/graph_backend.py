@@ -158,7 +158,7 @@ class GraphBackend:
                     raise
                 failure = find_pass_error(error)
                 if failure is None and self._fallback.has_regions:
-                    raise  # because the compiled target then compiles the regions separately
+                    raise  # because the compiled target then compiles without regions
                 if failure is None or self._is_candidates_own(failure.failed):
                     return error
                 self._report_failed_pass(failure)

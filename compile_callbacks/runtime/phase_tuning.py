@@ -204,9 +204,6 @@ class PhaseTuning:
                 return "wrong", event.reason or "its results differ from eager's"
             if event.kind == "fallback":
                 return "failed", event.reason or "torch gives no reason"
-        own = [one for one in self._switch.compiled_targets(self.phase) if one.key.candidate == self._tuner.candidate]
-        if self._configs[self._tuner.candidate].repeated and any(one.blocks_differ for one in own):
-            return "failed", "the repeated blocks share no code"
         compiled = any(event.graphs for event in self._events())
         return None if compiled else ("failed", "nothing was compiled in its steps")
 
@@ -222,11 +219,10 @@ class PhaseTuning:
             no_freezing=WEIGHTS_ARE_SHARDED if sharded else no_freezing,
             no_cudagraphs=WEIGHTS_ARE_SHARDED if sharded else no_cudagraphs,
             shapes_vary=shapes_vary,
-            repetitions=self._switch.most_repetitions,
         )
         trials = []
         for config, trial in candidates:
-            self._configs[trial.candidate] = ActiveConfig(config, trial.candidate, trial.repeated)
+            self._configs[trial.candidate] = ActiveConfig(config, trial.candidate)
             trials.append(trial)
         without_effect = {trial.candidate for trial in trials if trial.verdict == "not tried"}
         self._tuner.start(trials)
@@ -242,9 +238,8 @@ class PhaseTuning:
         return {self._key(name): name for name in self._configs}
 
     def _key(self, name: str) -> str:
-        config, _, repeated = self._configs[name]
-        key = EAGER if config is None else config.key()
-        return f"{key}, repeated blocks" if repeated else key
+        config = self._configs[name].config
+        return EAGER if config is None else config.key()
 
     def _apply(self) -> None:
         """Free the compiled code of the candidates that lost, and announce the winner."""

@@ -69,7 +69,7 @@ def with_regions(root: nn.Module, target: Target) -> Target:
     for blocks in find_repetitions(target.module):
         members = [Target(prefix + path, block) for path, block in blocks.items() if _can_be_marked(block)]
         if len(members) > 1:
-            regions.append(replace(_sharing(root, members), asked_for=True))
+            regions.append(_sharing(root, members))
     return replace(target, regions=tuple(regions))
 
 

@@ -34,7 +34,7 @@ from compile_callbacks.runtime.distributed import ProcessGroupSync
 from compile_callbacks.runtime.fsdp import is_sharded
 from compile_callbacks.runtime.measurements import Measurements, Stage, Step
 from compile_callbacks.runtime.phase_tuning import PhaseTuning
-from compile_callbacks.runtime.repeated import REPEATED, group_repeated, group_targets, with_regions
+from compile_callbacks.runtime.repeated import REPEATED, group_repeated, group_targets
 from compile_callbacks.runtime.shapes import ShapeRecords
 from compile_callbacks.runtime.target import AnyTarget, Target
 
@@ -80,13 +80,12 @@ class Session:
         )
         self._switch = PhaseSwitch(
             targets,
-            left_alone=arguments.left_alone,
+            uncompiled=arguments.uncompiled,
             passes=arguments.passes,
             recorder=self._recorder,
             settings=arguments.target_settings,
             warn=warn,
             shapes=self._shapes,
-            with_regions=functools.partial(with_regions, module),
         )
         self._tunings = {
             phase: PhaseTuning(phase, config, self._switch, self._recorder, self._processes, print_line)
@@ -304,7 +303,6 @@ class Session:
                 self._recorder,
                 self._measurements.timer,
                 self._measurements.memory,
-                left_alone=phase in self._arguments.left_alone,
                 trials=self._tunings[phase].trials() if phase in self._tunings and details else (),
                 details=details,
             )
@@ -363,8 +361,7 @@ class Session:
     def _reported_targets(self, phase: Phase) -> Sequence[AnyTarget]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
         called = self._switch.called_targets(phase)
-        targets = self._switch.targets_of(phase, self._active[phase])
-        return [one for one in targets if not self._finds_targets or one.name in called]
+        return [one for one in self._switch.targets_of(phase) if not self._finds_targets or one.name in called]
 
     def _save_record(self) -> None:
         """Write the observed shapes and the compile times to the model's file."""

@@ -19,23 +19,23 @@ _STEPS: dict[Phase, tuple[str, ...]] = {
 }
 
 
-def unwrap_compiled(root: nn.Module, left_alone: frozenset[Phase] = frozenset()) -> list[str]:
+def unwrap_compiled(root: nn.Module, uncompiled: frozenset[Phase] = frozenset()) -> list[str]:
     """Replace the wrappers of ``torch.compile(module)`` in a module by the wrapped modules.
 
-    The function compiles each original module in place with the settings of its wrapper. In a phase that is left alone,
-    the module therefore runs as the user compiled it. For ``torch.compile(lightning_module)``, Lightning sets compiled
-    methods on the module. The function deletes the methods of phases that are not left alone.
+    The function compiles each original module in place with the settings of its wrapper. The module therefore runs as
+    the user compiled it in an ``uncompiled`` phase. For ``torch.compile(lightning_module)``, Lightning sets compiled
+    methods on the module. The function deletes the methods of the other phases.
     """
-    if left_alone == frozenset(PHASES):
+    if uncompiled == frozenset(PHASES):
         return []
     replaced = []
     if getattr(root, "_compiler_ctx", None) is not None:  # set by Lightning
-        steps = itertools.chain(*(_STEPS[phase] for phase in PHASES if phase not in left_alone))
+        steps = itertools.chain(*(_STEPS[phase] for phase in PHASES if phase not in uncompiled))
         if methods := [name for name in ("forward", *steps) if name in vars(root)]:
             for name in methods:
                 del vars(root)[name]
             replaced.append("the LightningModule")
-        if not left_alone:
+        if not uncompiled:
             root._compiler_ctx = None  # type: ignore[assignment]
     for prefix, parent in list(root.named_modules(remove_duplicate=False)):
         for name, child in list(parent._modules.items()):

@@ -13,8 +13,6 @@ from compile_callbacks.config.tune import Tune
 from compile_callbacks.tuning.trial import Trial
 
 _AUTOTUNE_COST = 8.0  # the factor by which a compile takes longer if Inductor benchmarks kernels
-_REPEATED_COST = 0.5  # the same factor for repeated blocks (docs/how_to/repeated_blocks.md)
-_LEAST_REPETITIONS = 8  # with fewer blocks, the compile takes almost as long as the compile of the whole model
 
 
 def candidates_of(
@@ -25,17 +23,11 @@ def candidates_of(
     no_freezing: str | None,
     no_cudagraphs: str | None,
     shapes_vary: bool,
-    repetitions: int = 0,
 ) -> Iterator[tuple[InductorConfig, Trial]]:
     """Return a trial for each candidate in order, without eager. The verdict of an excluded candidate is "not tried".
 
-    ``no_freezing`` and ``no_cudagraphs`` are the reasons why the targets cannot have frozen weights or CUDA graphs. If
-    the targets repeat a block often, ``"auto"`` also tries regions.
+    ``no_freezing`` and ``no_cudagraphs`` are the reasons why the targets cannot have frozen weights or CUDA graphs.
     """
-    if not tune.configs and repetitions >= _LEAST_REPETITIONS:
-        repeated = InductorConfig(mode="reduce-overhead" if device.type == "cuda" else "default")
-        name = f"{repeated.describe()}, repeated blocks"
-        yield repeated, Trial(name, compile_cost=_REPEATED_COST, repeated=True)
     configs = tune.configs or auto_candidates(device, phase, freezes=no_freezing is None, shapes_vary=shapes_vary)
     names: list[str] = []
     for config in configs:

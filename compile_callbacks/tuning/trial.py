@@ -61,7 +61,6 @@ class Trial:
     reason: str | None = None  # the reason for the verdict, if the numbers do not show it
     compile_seconds: float | None = None
     compile_cost: float = 1.0  # the expected compile time, divided by the compile time of the default mode
-    repeated: bool = False  # whether the repeated blocks of the targets are regions of the graph
     stats: StepStats | None = None  # of the step times that can be compared
     times: defaultdict[Workload, list[float]] = field(default_factory=lambda: defaultdict(list))  # in milliseconds
     blocks: int = 0  # the number of blocks that ran with the candidate

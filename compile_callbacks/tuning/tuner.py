@@ -142,8 +142,7 @@ class Tuner:
             return None
         eager_ms = self._eager.median_ms()
         best_ms = min(trial.median_ms() for trial in (self._eager, *self._in_play()) if trial.stats)
-        # A cost below 1 is only an estimate: repeated blocks that share no code compile as long as the whole model.
-        costs = [t.compile_seconds / max(1.0, t.compile_cost) for t in self.trials.values() if t.compile_seconds]
+        costs = [t.compile_seconds / t.compile_cost for t in self.trials.values() if t.compile_seconds]
         seconds = max(costs, default=_FIRST_COMPILE_SECONDS[self._device_type]) * one.compile_cost
         if costs and seconds > self._budget_left:
             left = f"{self._budget_left:.1f} s of budget_seconds are left"

@@ -104,7 +104,7 @@ def test_a_decorated_function():
     assert (double.__name__, double.__doc__) == ("double", "Doubled.")
     x = torch.randn(3, requires_grad=True)
     torch.testing.assert_close(double(x, times=3), x * 6)
-    assert report_of(double).train.mode == "user"
+    assert report_of(double).train.mode == "eager"
     assert report_of(double).infer.graphs == 0
     with torch.no_grad():
         torch.testing.assert_close(double(x), x * 2)

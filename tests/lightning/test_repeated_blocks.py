@@ -1,4 +1,4 @@
-"""``targets="repeated"``: repeated blocks are regions of one graph, or are compiled separately."""
+"""``targets="repeated"``: repeated blocks are regions of one graph, or the whole target is compiled."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Aliasing(Block):
         return super().forward(x), x
 
 
-SEPARATE = {
+WHOLE = {
     "batch norm": (lambda: Stack(blocks(kind=Normed)), "buffer mutations"),
     "a buffer counts": (lambda: Stack(blocks(kind=Counting)), "alias|does not belong to this graph"),
     "a graph break": (lambda: Stack(blocks(kind=Broken)), "graph break"),
@@ -185,25 +185,39 @@ def test_one_graph_computes_what_eager_computes(make):
     callback = repeated(config, config, on_error="raise")
     assert_equals_eager(make, callback)
     train = callback.report.train
-    assert "separate_blocks" not in {event["kind"] for event in train.diagnostics.events}
+    assert "whole_target" not in {event["kind"] for event in train.diagnostics.events}
     assert (train.graph_breaks, train.fallbacks) == (0, 0)
     assert train.verified.startswith("equal")
     assert train.targets[0].startswith("net (")
 
 
-@pytest.mark.parametrize(("make", "reason"), SEPARATE.values(), ids=SEPARATE)
-def test_blocks_that_cannot_be_regions_are_compiled_separately(make, reason):
+@pytest.mark.parametrize(("make", "reason"), WHOLE.values(), ids=WHOLE)
+def test_a_target_whose_blocks_cannot_be_regions_is_compiled_whole(make, reason):
     infer = "default" if reason == "buffer mutations" else None  # only training changes the buffers of a batch norm
     callback = repeated(infer=infer, on_error="raise")
-    with pytest.warns(CompileWarning, match=rf"(?i)'net' are compiled separately in the train phase.*{reason}"):
+    with pytest.warns(CompileWarning, match=rf"(?i)'net' is compiled whole in the train phase.*{reason}"):
         assert_equals_eager(make, callback)
     train = callback.report.train
-    assert train.targets[0].startswith("net.layers.* (4 blocks, ")
-    assert train.graphs <= 2  # of all blocks together
-    (event,) = [event for event in train.diagnostics.events if event["kind"] == "separate_blocks"]
+    assert train.targets == ("net",)
+    assert train.graphs >= 1
+    assert train.fallbacks == 0
+    (event,) = [event for event in train.diagnostics.events if event["kind"] == "whole_target"]
     assert re.search(reason, event["reason"].lower())
     if infer:
         assert callback.report.infer.targets == ("forward (4 x Normed)",)
+
+
+def test_an_activation_checkpoint_recomputes_with_the_same_code():
+    """The first call of a target fails within a checkpoint, and the next call compiles the whole target."""
+
+    class Checkpointed(Classifier):
+        def logits(self, x):
+            return checkpoint(self.net, x, use_reentrant=False)
+
+    callback = repeated(infer=None)
+    with pytest.warns(CompileWarning, match="'net' is compiled whole"):
+        assert_fits_as_eager(callback, make=lambda: Checkpointed(Stack(blocks(kind=Normed))), train=4, validation=None)
+    assert callback.report.train.targets == ("net",)
 
 
 @pytest.mark.codegen
@@ -212,7 +226,7 @@ def test_blocks_that_cannot_be_regions_are_compiled_separately(make, reason):
     [True, pytest.param(False, marks=pytest.mark.skipif(OLDEST, reason="its memory planning spares these views"))],
 )
 def test_memory_that_backward_reads_is_not_overwritten(monkeypatch, exposed):
-    """Without the workaround gradients are wrong, which verification notices; the blocks are compiled separately."""
+    """Without the workaround gradients are wrong, which verification notices; the whole target is compiled."""
 
     class Plain(Block):
         def forward(self, x):
@@ -225,7 +239,7 @@ def test_memory_that_backward_reads_is_not_overwritten(monkeypatch, exposed):
         assert callback.report.train.targets == ("net (4 x Plain)",)
     else:
         monkeypatch.setattr(regions, "expose_aliases", lambda graph_module: None)
-        with pytest.warns(CompileWarning, match=r"compiled separately.*differs from eager: the gradient"):
+        with pytest.warns(CompileWarning, match=r"compiled whole.*differs from eager: the gradient"):
             assert_equals_eager(make, callback, validate=False)
 
 
@@ -297,12 +311,12 @@ def test_an_exception_leaves_no_marks():
     assert_same_module(net, Stack(blocks()))
 
 
-def test_a_failure_of_all_graphs_is_reported_for_the_blocks():
+def test_a_failure_of_the_whole_target_raises():
     class Untraceable(Block):
         forward = torch.compiler.disable(Block.forward, recursive=False)
 
     callback = repeated(InductorConfig(fullgraph=True), None, on_error="raise")
-    with pytest.warns(CompileWarning, match="compiled separately"), pytest.raises(CompileError, match=r"net.layers.\*"):
+    with pytest.warns(CompileWarning, match="compiled whole"), pytest.raises(CompileError, match="target 'net'"):
         fit(lambda: Stack(blocks(kind=Untraceable)), callback)
 
 
@@ -320,7 +334,7 @@ def test_a_cache_folder_keeps_the_graph_and_the_report_names_the_blocks(tmp_path
         assert "net (4 x Block)" in str(report)
 
 
-ALL = SHARED | {name: make for name, (make, _) in SEPARATE.items()}
+ALL = SHARED | {name: make for name, (make, _) in WHOLE.items()}
 
 
 @pytest.mark.filterwarnings("ignore::compile_callbacks.CompileWarning")

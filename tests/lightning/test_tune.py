@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-from contextlib import nullcontext
 from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
 
 from compile_callbacks import CompileReport, GraphPass, InductorCompile, InductorConfig, Tune
 from compile_callbacks.report.table import to_markdown
 from compile_callbacks.runtime.compiled_target import CompiledTarget
-from tests.support.against_eager import FLOAT32, assert_fits_as_eager, assert_same_module, assert_same_values
-from tests.support.models import CLASSES, FEATURES, Classifier, batches_of, fit, loader, seeded, trainer
+from tests.support.against_eager import FLOAT32, assert_fits_as_eager
+from tests.support.models import Classifier, batches_of, fit, loader, seeded, trainer
 from tests.support.step_times import Times
 from tests.support.uncached import Uncached
 from tests.support.wrong_passes import Doubling
@@ -175,108 +173,13 @@ def test_resumed_run_equals_one_without_interruption(monkeypatch, tmp_path):
     assert second.report.train.mode == UNFUSED.describe()
 
 
-# ------------------------------------------------------------------------------------------ repeated blocks
-
-REPEATED = "default, repeated blocks"
-
-
-class Scaled(nn.Sequential):
-    def __init__(self, scale=1.0, layer=nn.Identity):
-        super().__init__(nn.Linear(16, 16), layer())
-        self.scale = scale
-
-    def forward(self, x):
-        return x + torch.tanh(super().forward(x)) * self.scale / 10
-
-
-class Deep(Classifier):
-    def __init__(self, blocks):
-        super().__init__(nn.Sequential(nn.Linear(FEATURES, 16), *blocks, nn.Linear(16, CLASSES)))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def fit_deep(block, *callbacks, count=8):
-    make = lambda: Deep([block(number) for number in range(count)])  # noqa: E731
-    return fit(*callbacks, make=make, train=20, validation=16, max_epochs=4, num_sanity_val_steps=0)
-
-
-@pytest.mark.all_versions
-@pytest.mark.parametrize(("count", "fastest"), [(7, "whole"), (8, "whole"), (8, REPEATED)])
-def test_auto_tries_regions_if_a_block_occurs_eight_times(monkeypatch, tmp_path, count, fastest):
-    whole = {"train": "default", "infer": "freezing=True"}
-    times = {"eager": 1e4, REPEATED: 8e3, "whole": 8e3, fastest: 5e3}  # such steps amortize any compile
-    Times(monkeypatch, **{phase: times | {name: times["whole"]} for phase, name in whole.items()})
-    eager, reports = fit_deep(lambda number: Scaled(), count=count), []
-    for _ in range(2):
-        ours = InductorCompile("auto", "auto", cache_dir=tmp_path)
-        compiled = fit_deep(lambda number: Scaled(), ours, count=count)
-        assert_same_values(compiled, eager, FLOAT32)
-        assert_same_module(compiled, eager)
-        reports.append(ours.report)
-    for phase, target in {"train": "net", "infer": "forward"}.items():
-        first, again = (report.phase(phase) for report in reports)
-        candidates = ["eager", whole[phase]] if count == 7 else ["eager", REPEATED, whole[phase]]
-        winner = whole[phase] if fastest == "whole" else fastest
-        assert verdicts(first) == {**dict.fromkeys(candidates, "beaten"), winner: "chosen"}
-        assert (first.mode, first.graphs, first.verified) == (winner, 1, "equal 1")
-        assert first.targets == again.targets == (f"{target} (8 x Scaled)" if winner == REPEATED else target,)
-        assert "won in an earlier run" in trials(again)[winner]["reason"]
-        assert all(trial["compile_seconds"] is None for trial in trials(again).values())
-
-
-@pytest.mark.parametrize(
-    ("block", "reason"),
-    [
-        (lambda number: Scaled(layer=lambda: nn.BatchNorm1d(16)), "buffer mutations"),
-        (lambda number: Scaled(scale=number + 1.0), "share no code"),
-    ],
-)
-def test_auto_excludes_regions_that_torch_cannot_compile_or_share(monkeypatch, block, reason):
-    Times(monkeypatch, train={"eager": 1e4, "default": 8e3, REPEATED: 1e3})
-    ours = InductorCompile("auto", None)
-    assert_same_values(fit_deep(block, ours), fit_deep(block), FLOAT32)
-    report = ours.report.train
-    assert verdicts(report) == {"eager": "beaten", REPEATED: "failed", "default": "chosen"}
-    assert reason in trials(report)[REPEATED]["reason"]
-    assert report.targets == ("net",)
-
-
-def test_chosen_regions_that_fail_later_are_compiled_separately(monkeypatch):
-    class Breaking(Scaled):
-        def forward(self, x):
-            if x.shape[0] == 3:
-                torch._dynamo.graph_break()
-            return super().forward(x)
-
-    Times(monkeypatch, train={"eager": 1e4, "default": 8e3, REPEATED: 5e3})
-    ours = InductorCompile("auto", None)
-    runs = {callbacks: fit_deep(lambda number: Breaking(), *callbacks) for callbacks in ((ours,), ())}
-    assert ours.report.train.targets == ("net (8 x Breaking)",)
-    for callbacks, module in runs.items():
-        expected = pytest.warns(match="compiled separately in the train phase") if callbacks else nullcontext()
-        with expected:
-            trainer(*callbacks).fit(module, loader(5, 3))
-    assert_same_values(*runs.values(), FLOAT32)
-    assert_same_module(*runs.values())
-    assert ours.report.train.mode == REPEATED
-    assert ours.report.train.targets[0].startswith("net.{1-8} (8 blocks, ")
-
-
-def test_auto_with_targets_that_repeat_already_has_no_further_regions():
-    ours = InductorCompile("auto", None, targets="repeated")
-    fit_deep(lambda number: Scaled(), ours)
-    assert list(verdicts(ours.report.train)) == ["eager", "default"]
-
-
 def test_code_of_a_losing_candidate_is_freed(monkeypatch):
-    Times(monkeypatch, train={"eager": 1e4, "default": 5e3, REPEATED: 8e3})
+    Times(monkeypatch, train={"eager": 10, "default": 5, UNFUSED.describe(): 8})
     freed = []
     free = CompiledTarget.free_compiled
     monkeypatch.setattr(CompiledTarget, "free_compiled", lambda one: (freed.append(one.key.candidate), free(one)))
-    fit_deep(lambda number: Scaled(), InductorCompile("auto", None))
-    assert set(freed) == {REPEATED}
+    fit(InductorCompile(Tune(BOTH, steps=5), None), train=60)
+    assert set(freed) == {UNFUSED.describe()}
 
 
 # ------------------------------------------------------------------------------------------ on a GPU

@@ -16,7 +16,7 @@ from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.config.tune import as_settings
 from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.runtime.phase_tuning import BLOCK_STEPS
-from compile_callbacks.tuning.candidates import auto_candidates, candidates_of
+from compile_callbacks.tuning.candidates import auto_candidates
 from compile_callbacks.tuning.trial import Block, Trial
 from compile_callbacks.tuning.tuner import Tuner
 
@@ -150,17 +150,6 @@ def test_auto_tries_candidates_that_may_amortize_their_compile_time(device, step
         assert not tuner.lasts
 
 
-def test_a_failed_compile_of_repeated_blocks_does_not_double_the_estimate_of_the_next():
-    tuner = Tuner(Tune("auto"))
-    tuner.steps_left = 3000
-    trials = [Trial("regions", compile_cost=0.5, repeated=True), Trial("whole")]
-    times = {Workload("train"): [10.0] * 5}
-    tuner.block_ends(Block(times, 0.05, 0, None, 8))
-    tuner.start(trials)
-    tuner.block_ends(Block(times, 0.05, 8.0, ("failed", "the blocks share no code"), 8))
-    assert tuner.trials["whole"].verdict == "undecided"
-
-
 def test_steps_of_equal_workload_are_compared():
     class RaggedIsQuick(Machine):
         def step_ms(self, name):
@@ -198,18 +187,6 @@ def test_auto_has_dynamic_candidates_if_shapes_vary():
     assert set(varying) - set(fixed) == {"dynamic=True", "max-autotune-no-cudagraphs, dynamic=True"}
     assert [config.describe() for config in auto_candidates(cpu, "infer")] == ["freezing=True"]
     assert len(auto_candidates(cpu, "train", shapes_vary=True)) == 2
-
-
-@pytest.mark.parametrize(("device", "mode"), [("cpu", "default"), ("cuda", "reduce-overhead")])
-def test_only_auto_has_repeated_blocks_as_a_candidate(device, mode):
-    def names(candidates, repetitions):
-        reasons = {"no_freezing": None, "no_cudagraphs": None, "shapes_vary": False}
-        found = candidates_of(Tune(candidates), "train", torch.device(device), repetitions=repetitions, **reasons)
-        return {trial.candidate: trial.compile_cost for _, trial in found}
-
-    assert next(iter(names("auto", 8).items())) == (f"{mode}, repeated blocks", 0.5)
-    assert list(names("auto", 8))[1:] == list(names("auto", 7))
-    assert list(names(["default"], 8)) == ["default"]
 
 
 @pytest.mark.parametrize(
