@@ -39,30 +39,17 @@ def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def collective_timeouts() -> list[tuple[Any, timedelta]]:
-    """Return the backends of this rank's process groups, each with the timeout of its collectives.
+def collective_timeouts() -> list[timedelta]:
+    """Return the timeouts of the collectives of this rank's process groups.
 
     A backend without options, such as the MPI backend, has no timeout.
 
     Workaround (until torch has a public function for a process's groups and for their timeouts).
     """
-    found: dict[Any, timedelta] = {}
-    for group in list(torch.distributed.distributed_c10d._world.pg_map):
-        for device in getattr(group, "_device_types", ()):
-            backend = group._get_backend(device)
-            timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-            if timeout is not None and hasattr(backend, "_set_default_timeout"):
-                found[backend] = timeout
-    return list(found.items())
-
-
-def set_collective_timeout(backend: Any, timeout: timedelta) -> None:
-    """Set the timeout of a backend's future collectives.
-
-    Workaround (until ``torch.distributed.set_timeout`` supports a single backend): torch 2.11 does not have this
-    function, and in 2.15 it sets one timeout for all backends of a group.
-    """
-    backend._set_default_timeout(timeout)
+    groups = list(torch.distributed.distributed_c10d._world.pg_map)
+    backends = [group._get_backend(device) for group in groups for device in getattr(group, "_device_types", ())]
+    timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
+    return [timeout for timeout in timeouts if timeout is not None]
 
 
 def is_sharded(module: torch.nn.Module) -> bool:

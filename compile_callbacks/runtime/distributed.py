@@ -1,4 +1,4 @@
-"""`ProcessGroupSync`: synchronizes decisions of the ranks, and prevents timeouts of collectives during a compile."""
+"""`ProcessGroupSync`: synchronizes decisions of the ranks, and warns about short timeouts of collectives."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from compile_callbacks._utils.errors import warn_user
 
 _T = TypeVar("_T")
 
-LEAST_TIMEOUT = timedelta(minutes=30)
-"""The shortest timeout of a collective during a run.
+LEAST_TIMEOUT = timedelta(minutes=10)
+"""The timeout of collectives below which the library warns. The default of NCCL groups is as long.
 
-Ranks do not compile at the same time. The rank that waits in a collective for a compiling rank would time out, so each
-rank raises its timeouts for the whole run.
+Ranks do not compile at the same time, and a rank that waits in a collective for a compiling rank may time out.
 """
 
 
@@ -34,7 +33,6 @@ class ProcessGroupSync:
         self.is_global_zero = True
         """Whether this process writes files and issues warnings for all ranks."""
         self._group: Any = None
-        self._timeouts: list[tuple[Any, timedelta]] = []
 
     def join(self, *, together: bool, decides: bool) -> None:
         """Begin a run, on all ranks ``together`` or alone. Ranks that make decisions together need a process group."""
@@ -44,16 +42,12 @@ class ProcessGroupSync:
             return
         self.size, self.is_global_zero = distributed.get_world_size(), distributed.get_rank() == 0
         if self.size > 1:
-            self._raise_timeouts()
+            self._check_timeouts()
             if decides:
                 self._group = _new_group()
 
     def leave(self) -> None:
-        """Restore the timeouts, and destroy the group. Safe to call twice, and after an exception."""
-        for backend, timeout in self._timeouts:
-            with contextlib.suppress(Exception):  # the user's code may have destroyed the group
-                _torch.distributed.set_collective_timeout(backend, timeout)
-        self._timeouts = []
+        """Destroy the group. Safe to call twice, and after an exception."""
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(AssertionError, ValueError):  # the user's code has destroyed all groups
@@ -67,17 +61,21 @@ class ProcessGroupSync:
         distributed.all_gather_object(values, value, group=self._group)
         return values
 
-    def _raise_timeouts(self) -> None:
-        for backend, timeout in _torch.distributed.collective_timeouts():
-            if timeout < LEAST_TIMEOUT:
-                _torch.distributed.set_collective_timeout(backend, LEAST_TIMEOUT)
-                self._timeouts.append((backend, timeout))
+    def _check_timeouts(self) -> None:
+        shortest = min(_torch.distributed.collective_timeouts(), default=LEAST_TIMEOUT)
+        if self.is_global_zero and shortest < LEAST_TIMEOUT:
+            message = (
+                f"collectives of a process group time out after {shortest.total_seconds():.0f} s. Ranks do not compile "
+                "at the same time, so a rank that waits longer for a compiling rank ends the run. Set a longer "
+                "timeout, as in DDPStrategy(timeout=datetime.timedelta(minutes=30))"
+            )
+            warn_user("CC805", message)
 
 
 def _new_group() -> Any:
     try:
         # Gloo, because decisions are on the CPU and must not synchronize a GPU.
-        return distributed.new_group(backend="gloo", timeout=LEAST_TIMEOUT)
+        return distributed.new_group(backend="gloo")
     except RuntimeError as error:  # for example, gloo finds no network interface
         message = (
             f"each rank chooses a Tune candidate for itself, because gloo failed ({type(error).__name__}: {error}). "

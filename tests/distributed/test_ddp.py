@@ -6,7 +6,6 @@ The cases run with gloo on the CPU and, if there are two GPUs, with NCCL.
 from __future__ import annotations
 
 import inspect
-import os
 import pickle
 
 import pytest
@@ -34,8 +33,7 @@ def pair(request, tmp_path_factory, worker_id):
         one = trainer(InductorCompile(baseline_steps=2), max_epochs=1)
         one.fit(seeded(), loader(12), loader(4, seed=2))
         one.save_checkpoint(folder / "one.ckpt")
-        longer = 4 * float(os.environ.get("RANK_CASES_SLOW", "0"))
-        run_pairs("rank_cases.py", folder, request.param, *PAIRS[request.param], seconds=280 + longer)
+        run_pairs("rank_cases.py", folder, request.param, *PAIRS[request.param], seconds=280)
 
     return Pair(made_once(f"ranks_{request.param}", fill, tmp_path_factory, worker_id), request.param)
 
@@ -83,17 +81,20 @@ def test_rank_zero_alone_prints_and_writes_the_report(pair):
     assert [result["calls"] for result in pair("plain")] == [["fit"], ["fit"]]
 
 
-def test_a_run_raises_the_timeouts_of_collectives_and_leaves_no_trace(pair):
-    for result in pair("slow_compile"):
-        assert result["during"] == [1800.0]
-        assert result["timeouts"] == [float(os.environ.get("RANK_CASES_TIMEOUT", "4"))]
-    assert [result["timeouts"] for result in pair("exception")] == [[60.0], [60.0]]
+def test_rank_zero_warns_about_a_short_timeout_of_collectives(pair):
+    first, second = pair("exception")
+    assert [message for message in first["warnings"] if "time out after 60 s" in message and "CC805" in message]
+    assert second["warnings"] == []
+    assert [result["timeouts"] for result in (first, second)] == [[60.0], [60.0]]
+
+
+def test_a_run_leaves_no_process_group(pair):
     for case in ("plain", "tuned", "exception"):
         assert [result["groups"] for result in pair(case)] == [1, 1]
 
 
 @pytest.mark.parametrize("case", ["slow_compile", "slow_validation"])
-def test_a_compile_that_takes_longer_than_the_timeout_of_collectives_ends_well(pair, case):
+def test_a_rank_that_compiles_longer_than_the_other_ends_well(pair, case):
     first, second = pair(case)
     for result in (first, second):
         assert_equal(result, pair.close)
@@ -101,7 +102,7 @@ def test_a_compile_that_takes_longer_than_the_timeout_of_collectives_ends_well(p
         assert result["warnings"] == []
     slow_phase = "infer" if case == "slow_validation" else "train"
     seconds = second["report"][slow_phase]["compile_seconds"]  # each rank reports its own seconds
-    assert seconds > float(os.environ.get("RANK_CASES_SLOW", "6"))
+    assert seconds > 3  # as long as the second process sleeps
     assert second["report"]["infer"]["recompiles"] == (case == "slow_validation")
 
 

@@ -78,7 +78,7 @@ def run_pairs(script: str, folder: Path, accelerator: str, *cases: list[str], se
             process.join()
 
 
-def join(folder: Path, name: str, timeout: float = 300) -> None:
+def join(folder: Path, name: str, timeout: float = 600) -> None:
     """Join the default process group. The first process writes the port of its store to a file for the second."""
     rank, port = int(os.environ["LOCAL_RANK"]), folder / f"{name}.port"
     if rank == 0:
