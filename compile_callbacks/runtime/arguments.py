@@ -37,7 +37,6 @@ class CompileArguments:
     targets: Sequence[str] | str | None = None
     passes: tuple[Any, ...] = ()
     target_settings: TargetSettings = field(default_factory=TargetSettings)
-    cache_dir: Path | None = None
     baseline_steps: int = 0
     mode_argument: str = "{phase}_mode"  # the name of the user's argument with the settings of a phase
 
@@ -69,8 +68,11 @@ class CompileArguments:
             configs=configs,
             targets=check_target_names(targets),
             passes=checked_passes,
-            target_settings=TargetSettings(**target_settings, trace_dir=check_folder("trace_dir", trace_dir)),
-            cache_dir=check_folder("cache_dir", cache_dir),
+            target_settings=TargetSettings(
+                **target_settings,
+                cache_dir=check_folder("cache_dir", cache_dir),
+                trace_dir=check_folder("trace_dir", trace_dir),
+            ),
             baseline_steps=baseline_steps,
         )
 
@@ -88,6 +90,11 @@ class CompileArguments:
     def compiles(self) -> bool:
         """Whether a phase is compiled."""
         return any(self.configs.values())
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """The folder for compiled code."""
+        return self.target_settings.cache_dir
 
     @property
     def trace_dir(self) -> Path | None:

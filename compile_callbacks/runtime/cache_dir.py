@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import shutil
 import stat
-import struct
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +23,6 @@ from compile_callbacks._utils.fingerprints import (
     installed_version,
 )
 from compile_callbacks.passes.base import pass_identity
-
-MAX_BYTES = 5 * 2**30
-"""The maximum size of the caches. At the start of a run, we delete the least recently used entries above it."""
-
-KEPT_SECONDS = 24 * 3600
-"""The time after its last use during which an entry is never deleted, because a running job may still read it.
-
-Linux updates the access time of a file at most once a day (``relatime``), so a shorter time would have no meaning.
-"""
-
-WRITE_SECONDS = 10
-"""The time after its last change during which a library may be incomplete because a running process still writes it."""
 
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
@@ -79,17 +62,14 @@ class CompileCache:
         """Whether torch uses the folder now."""
         return self in _active
 
-    def begin(self, *, clean: bool = True) -> None:
-        """Start using the folder. Only one rank of a run cleans it."""
+    def begin(self) -> None:
+        """Start using the folder."""
         if self.active:
             return
         try:
             _make_private(self.folder)
             for name in _FOLDERS.values():
                 _make_private(self.folder / name, follow_links=False)
-            if clean:
-                delete_incomplete_libraries(self.folder)
-                delete_old_entries(self.folder)
         except OSError as error:
             self._warn(f"cache_dir={str(self.folder)!r} is not used, and no code is cached there: {error}")
             return
@@ -126,104 +106,6 @@ def _make_private(folder: Path, *, follow_links: bool = True) -> None:
         raise PermissionError(f"{folder} belongs to another user ({found.st_uid}), who could write code there")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"other users can write code to {folder}; `chmod go-w {folder}` prevents that")
-
-
-def delete_incomplete_libraries(folder: Path) -> None:
-    """Delete the kernel libraries and object files that a killed linker left incomplete.
-
-    torch builds a library only if the file does not exist. It would therefore fail to load such a file in each run.
-    """
-    if not sys.platform.startswith("linux"):  # the check below knows the file format of Linux only
-        return
-    for pattern in ("*/*.so", "*/*.o"):
-        for path in (folder / "inductor").glob(pattern):
-            with contextlib.suppress(OSError):  # another process may have deleted the path
-                if time.time() - path.stat().st_mtime > WRITE_SECONDS and not _is_complete_library(path):
-                    path.unlink()
-
-
-def _is_complete_library(path: Path) -> bool:
-    """Return whether an ELF file contains its section header table, which is the end of the file."""
-    header_bytes = 64
-    with path.open("rb") as file:
-        header = file.read(header_bytes)
-    if len(header) < header_bytes or not header.startswith(b"\x7fELF"):
-        return False
-    # The 64-bit header of the ELF specification: e_shoff at byte 40, e_shentsize and e_shnum at byte 58.
-    offset_bytes: int = struct.unpack_from("Q", header, 40)[0]
-    entry_bytes, count = struct.unpack_from("HH", header, 58)
-    end_bytes: int = offset_bytes + entry_bytes * count
-    return offset_bytes > 0 and end_bytes <= path.stat().st_size
-
-
-def delete_old_entries(folder: Path) -> None:
-    """Delete the least recently used entries until both caches together take at most `MAX_BYTES`.
-
-    An entry is a set of files that torch can use only together, so the function deletes entries as a whole. It always
-    deletes entries with files of another user, because torch would run them. It keeps entries that were used within
-    `KEPT_SECONDS`. It does not follow links, and does not change files outside the two caches.
-    """
-    entries = []
-    for paths in _entries(folder):
-        found = [stats for path in paths for stats in _stats_below(path)]
-        if any(stats.st_uid not in (os.geteuid(), 0) for stats in found):
-            _delete(paths)
-            continue
-        files = [
-            stats for stats in found if not stat.S_ISDIR(stats.st_mode)
-        ]  # listing a directory changes its st_atime
-        last_used = max((max(stats.st_atime, stats.st_mtime) for stats in files), default=0.0)
-        entries.append((last_used, sum(stats.st_size for stats in files), paths))
-    excess_bytes = sum(size_bytes for _, size_bytes, _ in entries) - MAX_BYTES
-    for last_used, size_bytes, paths in sorted(entries):
-        if excess_bytes <= 0 or time.time() - last_used < KEPT_SECONDS:
-            return
-        _delete(paths)
-        excess_bytes -= size_bytes
-
-
-def _entries(folder: Path) -> Iterator[tuple[Path, ...]]:
-    """Yield the entries of both caches: each is a directory, or the files with the same name up to the first dot."""
-    for kernel in _children(folder / "triton"):
-        yield (kernel,)
-    for group in _children(folder / "inductor"):
-        if group.name == "locks":  # empty files that running processes lock
-            continue
-        if group.name == "fxgraph":  # fxgraph/xx/KEY
-            yield from ((key,) for prefix in _children(group) for key in _children(prefix))
-            continue
-        by_stem: dict[str, list[Path]] = {}
-        for path in _children(group):
-            by_stem.setdefault(path.name.partition(".")[0], []).append(path)
-        yield from map(tuple, by_stem.values())
-
-
-def _children(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir()) if not folder.is_symlink() else []
-    except OSError:  # the path is a file, or another process deleted the folder
-        return []
-
-
-def _stats_below(path: Path) -> Iterator[os.stat_result]:
-    """Yield the status of a path. If the path is a directory, also yield the status of everything in it."""
-    with contextlib.suppress(OSError):  # another process may have deleted the path
-        yield (found := path.lstat())
-        if stat.S_ISDIR(found.st_mode):
-            for child in _children(path):
-                yield from _stats_below(child)
-
-
-def _delete(paths: tuple[Path, ...]) -> None:
-    for path in paths:
-        with contextlib.suppress(OSError):  # another process may have deleted the path
-            if path.is_dir() and not path.is_symlink():
-                # Rename the directory first, because Triton raises KeyError if it finds only some of the files.
-                doomed = path.with_name(f".{secrets.token_hex(8)}.deleted")
-                path.rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
-            else:
-                path.unlink()
 
 
 # ------------------------------------------------------------------------------------------ the file of a model

@@ -34,6 +34,7 @@ class TargetSettings:
     verify: Verify = "off"
     new_shapes: NewShapes = "recompile"
     on_trial: bool = False
+    cache_dir: Path | None = None  # the folder for compiled code
     trace_dir: Path | None = None  # the folder for scripts that reproduce a difference from eager
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class EagerFallback:
         self._recorder.record("fallback", self._key, reason=reason)
         message = (
             f"target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
-            f"(in full: callback.report.{phase}.diagnostics.events; on_error='raise' raises instead)"
+            f"(in full: callback.report.{phase}.diagnostics.events; on_error='raise' raises instead){self._hint}"
         )
         self.warn_after_call("CC301", message)
 
@@ -95,8 +96,13 @@ class EagerFallback:
     def as_compile_error(self, error: BaseException) -> CompileError:
         """Return the error that ``on_error="raise"`` raises instead of the compiler's error."""
         target, phase = self._key[:2]
-        message = f"compiling target {target!r} for the {phase} phase failed: {describe(error)}"
+        message = f"compiling target {target!r} for the {phase} phase failed: {describe(error)}{self._hint}"
         return CompileError(with_code("CC301", message))
+
+    @property
+    def _hint(self) -> str:
+        folder = self.settings.cache_dir
+        return f". If files in cache_dir={str(folder)!r} are damaged, delete the folder" if folder else ""
 
     def warn(self, code: str, message: str) -> None:
         """Warn once for this target and phase."""

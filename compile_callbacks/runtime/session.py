@@ -130,7 +130,7 @@ class Session:
             self._recorder.import_seconds += _torch.inductor.import_inductor()
         model = model_fingerprint(self.module) if self._cache is not None or self._tunings else ""
         if self._cache is not None:
-            self._cache.begin(clean=self._processes.is_global_zero)
+            self._cache.begin()
             self._model_record = ModelRecord(self._cache.folder, model, read_only=not self._processes.is_global_zero)
             known = self._model_record.load()
             self._shapes.restore(known["shapes"])
