@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._inductor import custom_graph_pass as _custom_graph_pass
 
-from compile_callbacks._torch import regions
+from compile_callbacks._torch import autograd, regions
 
 
 def mode_names() -> list[str]:
@@ -103,15 +103,18 @@ def compile_graph(
 
     def compile_part(part: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         regions.expose_aliases(part)
+        is_backward = bool(kwargs.get("is_backward"))
+        if not is_backward and not kwargs.get("is_inference"):
+            autograd.save_copies(part)
         started = time.perf_counter()
         code = compile_fx_inner(part, *args, **kwargs)
-        if kwargs.get("is_backward"):
+        if is_backward:
             on_backward_lowered(part, time.perf_counter() - started)
         return code
 
-    # The second part of the tag prevents that the cache returns code that was compiled without `expose_aliases`.
-    tag = f"{autocast_state()} {'aliases_exposed' if regions.calls_of_regions(graph_module) else ''}".strip()
-    with functorch_config.patch(settings), warnings.catch_warnings(), tagged_cache(tag):
+    # The tag prevents that the cache returns code that was compiled without `expose_aliases` or `save_copies`.
+    tag = f"{autocast_state()} saves_copies {'aliases_exposed' if regions.calls_of_regions(graph_module) else ''}"
+    with functorch_config.patch(settings), warnings.catch_warnings(), tagged_cache(tag.strip()):
         # torch compiles a backward region twice, for two layouts of a gradient.
         warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
         return compile_fx(  # type: ignore[return-value]

@@ -16,9 +16,6 @@ from compile_callbacks.profiling.compile_events import CompileKey
 from compile_callbacks.runtime.fallback import EagerFallback
 from compile_callbacks.runtime.snapshot import RandomState
 
-_STATISTICS = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
-"""The positions of the running statistics, which a batch norm in training writes but does not read."""
-
 _INCREMENTS = {"add_", operator.iadd}
 
 _version = operator.attrgetter("_version")
@@ -89,10 +86,10 @@ class _BackwardPasses:
         position, (node, _, is_view) = next(iter(found.items()))
         self._outputs = {nr: (i, is_view) for i, (_, nr, is_view) in found.items()}
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        mutated = _torch.autograd.mutated_inputs(node)
+        mutated, statistics = _torch.autograd.mutated_inputs(node), _torch.graphs.written_statistics(self._eager)
         if len(tensors) != len(node.next_functions) or len(inputs) != len(node.needs_input_grad):
             self._problem = "inputs of its graph share their memory"
-        elif not all(self._is_write_only(i) for i in mutated):
+        elif not all(i in statistics or self._is_increment(i) for i in mutated):
             self._problem = "its graph reads and changes an input, such as a buffer"
         elif _torch.autograd.has_custom_backward(self._eager):
             self._problem = "its graph contains a torch.autograd.Function"
@@ -177,13 +174,12 @@ class _BackwardPasses:
             raise self._refusal("requires_grad of an input or a weight was changed after the call")
         return list(inputs)
 
-    def _is_write_only(self, position: int) -> bool:
-        """Return whether the outputs do not depend on an input that the graph writes, such as running statistics."""
+    def _is_increment(self, position: int) -> bool:
+        """Return whether the graph only increments an input, such as the number of batches that a batch norm counts."""
         placeholder = self._eager.graph.find_nodes(op="placeholder")[position]
         for user in placeholder.users:
             at = {i for i, argument in enumerate(user.args) if argument is placeholder}
-            increments = user.target in _INCREMENTS and at == {0} and not user.users
-            if not increments and not (at and at <= set(_STATISTICS.get(user.target, ()))):
+            if user.target not in _INCREMENTS or at != {0} or user.users:
                 return False
         return True
 

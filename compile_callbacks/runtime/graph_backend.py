@@ -76,6 +76,8 @@ class GraphBackend:
         self.graphs += 1
         self.weights += sum(isinstance(value, torch.nn.Parameter) for value in example_inputs)
         self._recorder.count_graph()  # after the compile, because Dynamo may restart its analysis and call this again
+        statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
+        compiled = _torch.autograd.with_eager_versions(compiled, statistics)
         compiled = self._verification.wrap(
             compiled, eager, options, has_collective=has_collective, uses_cudagraphs=uses_cudagraphs
         )
