@@ -107,7 +107,7 @@ class Measurements:
         self.timer = StepTimer()
         self.memory = PeakMemory()
         self._module = module
-        self._baselines = {phase: Baseline(steps) for phase, steps in baseline_steps.items()}
+        self.baselines = {phase: Baseline(steps) for phase, steps in baseline_steps.items()}
         self._device = torch.device("cpu")
         self._precision = ""
         self._processes = 1
@@ -117,15 +117,11 @@ class Measurements:
         """Begin a Trainer run."""
         self._device, self._precision, self._processes = device, precision, processes
 
-    def baseline(self, phase: Phase) -> Baseline:
-        """Return the baseline of a phase."""
-        return self._baselines[phase]
-
     def step_begins(self, step: Step, phase: Phase, active: ActiveConfig, *, tries: bool) -> bool:
         """Begin to measure a step."""
         if self._device.type == "cuda":
             self.memory.start(phase, compiled=step.compiled, candidate=active.candidate)
-        return self.timer.start(self._device, wanted=tries or self._baselines[phase].running)
+        return self.timer.start(self._device, wanted=tries or self.baselines[phase].running)
 
     def step_ends(
         self, step: Step, stage: Stage, active: ActiveConfig, workload: Workload | None, *, tuned: bool
@@ -141,8 +137,8 @@ class Measurements:
         )
         if self._device.type == "cuda" and step.measured:
             self.memory.stop(traced=step.traced)
-        if not step.compiled and self._baselines[phase].running:
-            self._baselines[phase].step(sample=is_sample)
+        if not step.compiled and self.baselines[phase].running:
+            self.baselines[phase].step(sample=is_sample)
         return workload
 
     def restart_warmup(self, phase: Phase, active: ActiveConfig) -> None:
@@ -151,7 +147,7 @@ class Measurements:
 
     def counted_step(self, step: Step, phase: Phase, marker: tuple[int, int]) -> Step | None:
         """Return a step that stands for the next untimed steps, or ``None`` if they need more than a count."""
-        if not self.timer.untimed_left or step.disturbed or not step.measured or self.baseline(phase).running:
+        if not self.timer.untimed_left or step.disturbed or not step.measured or self.baselines[phase].running:
             return None
         return Step(False, True, marker, self.timer.next_step(phase) - 1, compiled=step.compiled)
 
@@ -184,7 +180,7 @@ class Measurements:
             baseline = _baseline_from_data(state.get(phase))
             self.timer.restore(phase, baseline)
             if baseline:
-                self._baselines[phase].skip()
+                self.baselines[phase].skip()
 
 
 def _baseline_from_data(data: Any) -> dict[Workload, tuple[float, ...]]:

@@ -183,7 +183,7 @@ class Session:
         of_ranks = self._processes.gather(dict(steps))
         for phase in steps:
             least = min(of_rank[phase] for of_rank in of_ranks)
-            self._measurements.baseline(phase).plan(least)
+            self._measurements.baselines[phase].plan(least)
             if (tuning := self._tunings.get(phase)) is not None:
                 tuning.plan(least)
 
@@ -343,7 +343,7 @@ class Session:
         return first and self._finds_targets
 
     def _in_baseline(self, stage: Stage) -> bool:
-        return not stage.sanity and self._measurements.baseline(stage.phase).running
+        return not stage.sanity and self._measurements.baselines[stage.phase].running
 
     def _select(self, *, compiled: bool) -> None:
         """Run the targets with the active config of the phase, or eagerly."""

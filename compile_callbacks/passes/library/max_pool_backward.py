@@ -10,7 +10,6 @@ from torch.fx import Graph, Node
 
 from compile_callbacks import _torch
 from compile_callbacks.passes.base import GraphPass
-from compile_callbacks.passes.library import define
 from compile_callbacks.passes.rewriting import call_before, find_nodes
 
 _aten = torch.ops.aten
@@ -133,9 +132,24 @@ def _fake(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: Any, p
     return torch.empty(shape, dtype=dtype, device=device, memory_format=torch.channels_last)
 
 
-max_pool2d_backward = define(
+def _on_gpu(*args: Any) -> Any:
+    from compile_callbacks.passes.library import triton_kernels  # imported here, because it imports Triton
+
+    grad = _fake(*args)
+    triton_kernels.max_pool2d_backward(*args, grad)
+    return grad
+
+
+_library = torch.library.Library("compile_callbacks", "FRAGMENT")
+_library.define(
     "max_pool2d_backward(Tensor grad_output, Tensor offsets, SymInt[] size, SymInt[] kernel, SymInt[] stride, "
     "SymInt[] padding) -> Tensor",
-    reference=_reference,
-    fake=_fake,
+    # needs_exact_strides, because the kernel relies on the strides that inputs have in the graph.
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )
+# A meta kernel, because torch.library.register_fake takes 40 ms to search all modules for its caller's source.
+for _function, _key in ((_reference, "CPU"), (_on_gpu, "CUDA"), (_fake, "Meta")):
+    _library.impl("max_pool2d_backward", _function, _key)
+
+max_pool2d_backward: Any = torch.ops.compile_callbacks.max_pool2d_backward.default
+"""The operator. It has no gradient, because passes run after autograd."""
