@@ -59,8 +59,7 @@ set by hand. *cold* is a run with an empty folder, and *warm* is a run with the 
 """,
     "faults": """## Faults of a rank
 
-On the second rank, Inductor raises (*failure*), or the first compile takes longer than the timeout of collectives
-(*slow*). In *sigterm*, both ranks receive the signal during their first compile. *loss difference* is the largest
+On the second rank, Inductor raises (*failure*), or the first compile takes longer than on the first rank (*slow*). In *sigterm*, both ranks receive the signal during their first compile. *loss difference* is the largest
 relative difference of a loss from the eager run.
 """,
 }
