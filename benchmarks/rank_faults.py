@@ -1,4 +1,4 @@
-"""Run two ranks of which one cannot compile, compiles longer, or gets SIGTERM while it compiles.
+"""Run two ranks one of which cannot compile, compiles longer, or gets SIGTERM while it compiles.
 
 - failure: on the second rank, Inductor raises. Its target runs eagerly; the run ends with the losses of an eager run.
 - slow: the second rank compiles --delay seconds longer, and collectives time out after --timeout seconds. The run ends

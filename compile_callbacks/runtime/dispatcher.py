@@ -154,7 +154,7 @@ class PhaseSwitch:
         return any(len(target.members) > 1 or target.regions for target in self._dispatchers)
 
     def targets_of(self, phase: Phase) -> list[AnyTarget]:
-        """Return the targets as they are compiled in a phase: without the regions that torch could not compile."""
+        """Return the targets of a phase, without the regions that torch could not compile."""
         whole = {one.key.target for one in self.compiled_targets(phase) if one.gave_up_regions}
         return [replace(target, regions=()) if target.name in whole else target for target in self._dispatchers]
 
