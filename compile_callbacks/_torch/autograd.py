@@ -142,6 +142,31 @@ def has_custom_backward(graph_module: torch.fx.GraphModule) -> bool:
     return any(isinstance(target, HigherOrderOperator) for target in targets)
 
 
+def is_captured_wrongly(graph_module: torch.fx.GraphModule) -> bool:
+    """Return whether a graph of Dynamo contains a `torch.autograd.Function` that torch captures with wrong gradients.
+
+    Workaround (torch<2.13): if an operator in ``forward`` changes a tensor in place, the captured function returns the
+    tensor twice, and the gradient of the first copy gets lost.
+    """
+    if torch.__version__ >= (2, 13):  # type: ignore[operator]
+        return False
+    apply = torch.ops.higher_order.autograd_function_apply
+    return any(
+        _returns_twice(getattr(part, str(node.args[0].target)))  # type: ignore[union-attr]
+        for part in graph_module.modules()
+        if isinstance(part, torch.fx.GraphModule)
+        for node in part.graph.find_nodes(op="call_function", target=apply)
+    )
+
+
+def _returns_twice(forward: torch.fx.GraphModule) -> bool:
+    """Return whether two outputs of the captured ``forward`` of an autograd function share their memory."""
+    outputs, _saved = forward.graph.output_node().args[0]  # type: ignore[misc]
+    values = [node.meta.get("example_value") for node in outputs if isinstance(node, torch.fx.Node)]  # type: ignore[union-attr]
+    memory = [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
+    return len(set(memory)) < len(memory)
+
+
 class _UnpackedOnce:
     """A node of autograd with unpacked saved tensors, because some users' hooks can unpack a tensor only once."""
 

@@ -124,6 +124,7 @@ class GraphFacts(NamedTuple):
 def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> GraphFacts:
     """Run a graph on fake tensors, and record the dtypes that it computes and the inputs that it writes.
 
+    The grad mode must be the one of the capture, because a graph may contain a gradient (`torch.func.grad`).
     AOTAutograd does not report which inputs a graph writes if the compiled graph comes from its cache.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -150,7 +151,7 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
     # With the shape environment, numbers that a graph reads from tensors become symbols instead of errors.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     fakes = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in inputs]
-    with mode, Examination(), torch.no_grad():  # type: ignore[no-untyped-call]
+    with mode, Examination():  # type: ignore[no-untyped-call]
         outputs = graph_module.forward(*fakes)
     tensors = {i: fake for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
     positions = frozenset(i for i, fake in tensors.items() if storage_of(fake) in written)

@@ -17,7 +17,7 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder, TargetCall
-from compile_callbacks.runtime.fallback import EagerFallback, TargetSettings, describe
+from compile_callbacks.runtime.fallback import EagerFallback, TargetIsEagerError, TargetSettings, describe
 from compile_callbacks.runtime.freezing import WeightWatch
 from compile_callbacks.runtime.graph_backend import GraphBackend
 from compile_callbacks.runtime.recompile_budget import CompileLimits, RecompileBudget
@@ -243,6 +243,8 @@ class CompiledTarget:
     def _call_after_failure(self, member: Target, failure: Exception, args: Any, kwargs: Any) -> Any:
         # If the user's code raised the error, the eager call raises it again with the user's traceback.
         result = member.eager(*args, **kwargs)
+        if any(isinstance(cause, TargetIsEagerError) for cause in _torch.dynamo.causes(failure)):
+            return result
         if self._regions is not None:
             self._uncompilable.add(signature(args, kwargs))  # runs eagerly until PhaseSwitch calls the blocks instead
             self._fallback.region_failure = describe(failure)
