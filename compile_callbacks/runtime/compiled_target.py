@@ -190,7 +190,9 @@ class CompiledTarget:
             "or counted only while it traced, or draws from another generator"
         )
         if self._fallback.settings.verify == "raise":
-            raise CompileError(with_code("CC306", f"target {self.key.target!r} in the {self.key.phase} phase: {reason}"))
+            raise CompileError(
+                with_code("CC306", f"target {self.key.target!r} in the {self.key.phase} phase: {reason}")
+            )
         self._fallback.run_eagerly("CC306", reason)
 
     def _runs_eagerly(self, outer: TargetCall | None, args: Any, kwargs: Any) -> bool:

@@ -1,6 +1,6 @@
 """Modules whose ``forward`` reads and changes Python state, and the state that each leaves behind.
 
-Each class is a kind of state. ``forward`` computes with the state, so that a run with stale state has other losses.
+Each class is a kind of state. ``forward`` computes with the state, so that stale state changes the losses.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import array
 import collections
 import contextvars
 import copy
-import datetime
+import datetime as dt
 import functools
 import heapq
 import io
@@ -20,7 +20,6 @@ import random
 import string
 import threading
 import time
-import types
 import uuid
 import warnings
 import weakref
@@ -37,10 +36,11 @@ LOGGER = logging.getLogger(f"{__name__}.forward")
 
 
 class PythonState(nn.Module):
-    """A linear layer whose output is scaled by Python state. Subclasses implement `scale`, and list what is compared."""
+    """A linear layer whose output is scaled by Python state, which `seen` returns for a comparison."""
 
     def __init_subclass__(cls) -> None:
-        KINDS[cls.__name__] = cls
+        if not cls.__name__.startswith("_"):
+            KINDS[cls.__name__] = cls
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Clock(PythonState):
 
 class Date(Clock):
     def scale(self, x):
-        self.times.add(datetime.datetime.now(tz=datetime.UTC).timestamp())
+        self.times.add(dt.datetime.now(tz=dt.UTC).timestamp())
         return 1 + 0.01 * len(self.times)
 
 
@@ -111,11 +111,6 @@ class Count(Iterator):
 
     def scale(self, x):
         return 1 + 0.01 * next(self.values)
-
-
-class Cycle(Iterator):
-    def start(self):
-        self.values = itertools.cycle([0.5, 1.0, 1.5])
 
 
 class Generator(Iterator):
@@ -187,25 +182,6 @@ class Dict(List):
         return 1 + 0.01 * self.values["calls"]
 
 
-class OrderedDict(Dict):
-    def start(self):
-        self.values = collections.OrderedDict()
-
-
-class DefaultDict(Dict):
-    def start(self):
-        self.values = collections.defaultdict(int)
-
-    def scale(self, x):
-        self.values["calls"] += 1
-        return 1 + 0.01 * self.values["calls"]
-
-
-class Counter(DefaultDict):
-    def start(self):
-        self.values = collections.Counter()
-
-
 class ChainMap(Dict):
     def start(self):
         self.values = collections.ChainMap({}, {"calls": 5})
@@ -226,24 +202,6 @@ class Attribute(PythonState):
         return self.calls
 
 
-class InstanceDict(Attribute):
-    def scale(self, x):
-        self.__dict__["calls"] += 1
-        return 1 + 0.01 * self.__dict__["calls"]
-
-
-class Namespace(PythonState):
-    def start(self):
-        self.values = types.SimpleNamespace(calls=0)
-
-    def scale(self, x):
-        self.values.calls += 1
-        return 1 + 0.01 * self.values.calls
-
-    def seen(self):
-        return self.values.calls
-
-
 class ClassAttribute(Attribute):
     calls: ClassVar[int] = 0
 
@@ -253,20 +211,6 @@ class ClassAttribute(Attribute):
     def scale(self, x):
         type(self).calls += 1
         return 1 + 0.01 * type(self).calls
-
-
-class ClassList(PythonState):
-    values: ClassVar[list[int]] = []
-
-    def start(self):
-        self.values.clear()
-
-    def scale(self, x):
-        self.values.append(1)
-        return 1 + 0.01 * len(self.values)
-
-    def seen(self):
-        return len(self.values)
 
 
 class Property(PythonState):
@@ -334,11 +278,10 @@ calls_of_global = 0
 
 class Global(PythonState):
     def start(self):
-        global calls_of_global
-        calls_of_global = 0
+        globals()["calls_of_global"] = 0
 
     def scale(self, x):
-        global calls_of_global
+        global calls_of_global  # noqa: PLW0603
         calls_of_global += 1
         return 1 + 0.01 * calls_of_global
 
@@ -376,17 +319,6 @@ class FunctionAttribute(PythonState):
 
     def seen(self):
         return _counted.calls
-
-
-class Partial(PythonState):
-    def start(self):
-        self.count = functools.partial(next, itertools.count(1))
-
-    def scale(self, x):
-        return 1 + 0.01 * self.count()
-
-    def seen(self):
-        return self.count()
 
 
 @functools.lru_cache
@@ -561,26 +493,9 @@ class RandomUniform(RandomSample):
         return random.uniform(0.5, 1.5)
 
 
-class RandomRandint(RandomSample):
-    def scale(self, x):
-        return 1 + 0.1 * random.randint(0, 10)
-
-
 class RandomChoice(RandomSample):
     def scale(self, x):
         return random.choice([0.5, 0.75, 1.0, 1.25, 1.5])
-
-
-class RandomGauss(RandomSample):
-    def scale(self, x):
-        return 1 + 0.1 * random.gauss(0, 1)
-
-
-class RandomMixed(RandomSample):
-    """One of two draws is traced by torch."""
-
-    def scale(self, x):
-        return 1 + 0.1 * random.random() + 0.1 * random.sample(range(10), 1)[0]
 
 
 class OwnRandom(PythonState):
@@ -599,11 +514,6 @@ class OwnRandomSample(OwnRandom):
         return 1 + 0.1 * self.generator.sample(range(10), 1)[0]
 
 
-class OwnRandomChoice(OwnRandom):
-    def scale(self, x):
-        return self.generator.choice([0.5, 0.75, 1.0, 1.25, 1.5])
-
-
 class NumpyRandom(PythonState):
     def start(self):
         np.random.seed(7)
@@ -620,29 +530,9 @@ class NumpyNormal(NumpyRandom):
         return torch.from_numpy(np.random.normal(size=(CLASSES,)).astype("float32"))
 
 
-class NumpyUniform(NumpyRandom):
-    def scale(self, x):
-        return np.random.uniform(0.5, 1.5)
-
-
-class NumpyChoice(NumpyRandom):
-    def scale(self, x):
-        return 1 + 0.1 * int(np.random.choice(5))
-
-
 class NumpyPermutation(NumpyRandom):
     def scale(self, x):
         return 1 + 0.1 * int(np.random.permutation(5)[0])
-
-
-class NumpyRandint(NumpyRandom):
-    def scale(self, x):
-        return 1 + 0.1 * int(np.random.randint(5))
-
-
-class NumpyBeta(NumpyRandom):
-    def scale(self, x):
-        return float(np.random.beta(0.4, 0.4))
 
 
 class NumpyGenerator(PythonState):
@@ -656,11 +546,6 @@ class NumpyGenerator(PythonState):
         return str(self.generator.bit_generator.state)
 
 
-class NumpyGeneratorInts(NumpyGenerator):
-    def scale(self, x):
-        return 1 + 0.1 * int(self.generator.integers(5))
-
-
 class NumpyRandomState(PythonState):
     def start(self):
         self.generator = np.random.RandomState(7)
@@ -672,20 +557,7 @@ class NumpyRandomState(PythonState):
         return str(self.generator.get_state(legacy=False))
 
 
-GENERATOR = np.random.default_rng(7)
 RANDOM = random.Random(7)
-
-
-class GlobalGenerator(PythonState):
-    def start(self):
-        global GENERATOR
-        GENERATOR = np.random.default_rng(7)
-
-    def scale(self, x):
-        return 1 + 0.1 * GENERATOR.random()
-
-    def seen(self):
-        return str(GENERATOR.bit_generator.state)
 
 
 class GlobalRandom(PythonState):
@@ -700,8 +572,6 @@ class GlobalRandom(PythonState):
 
 
 class TorchRandom(PythonState):
-    """torch's own generator, which draws other numbers in compiled code; here it is seeded in each call."""
-
     def start(self):
         self.generator = torch.Generator().manual_seed(7)
 
