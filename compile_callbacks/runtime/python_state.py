@@ -49,21 +49,21 @@ class ChangingState:
     """The names of the generators and counts that change in each of the first eager calls of a target."""
 
     def __init__(self) -> None:
-        self.names: set[str] = set()
+        self.names: set[str] = set()  # empty before EAGER_CALLS calls, because a first call may draw once for all
+        self._changed: list[set[str]] = []
         self._changes = StateChanges()
-        self._calls = 0
 
     def call_begins(self, module: nn.Module) -> None:
         """Read the state before an eager call, unless enough calls were observed."""
-        if self._calls < EAGER_CALLS:
+        if len(self._changed) < EAGER_CALLS:
             self._changes.call_begins(module)
 
     def call_ended(self, module: nn.Module) -> None:
         """Compare the state with the state before the call."""
-        if self._calls < EAGER_CALLS:
-            changed = {name for name, changes in self._changes.call_ended(module).items() if changes}
-            self.names = self.names & changed if self._calls else changed
-            self._calls += 1
+        if len(self._changed) < EAGER_CALLS:
+            self._changed.append({name for name, changes in self._changes.call_ended(module).items() if changes})
+            if len(self._changed) == EAGER_CALLS:
+                self.names |= set.intersection(*self._changed)
 
     def frozen_in(self, changes: dict[str, bool]) -> list[str]:
         """Return the names that have not changed in a compiled call."""
