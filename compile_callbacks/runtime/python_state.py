@@ -83,7 +83,7 @@ def python_state(module: nn.Module) -> dict[str, Any]:
     classes: set[type] = set()
     for path, part in module.named_modules():
         classes.update(type(part).__mro__)
-        for name, value in vars(part).items():
+        for name, value in list(vars(part).items()):
             if type(value) is random.Random:
                 found[f"{path}.{name}".lstrip(".")] = value.getstate()
     classes -= {nn.Module, object}
