@@ -66,7 +66,7 @@ def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) 
     return checkpoint(run, *differentiable, use_reentrant=False, preserve_rng_state=keeps_random_state)
 
 
-_STATISTICS = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
+_STATISTICS: dict[Any, tuple[int, int]] = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
 """The positions of the running statistics, which a batch norm in training writes but does not read."""
 
 _TRAINING = 5
@@ -83,14 +83,14 @@ def written_statistics(graph_module: torch.fx.GraphModule) -> frozenset[int]:
     )
 
 
-def _writes_statistics(graph_module: torch.fx.GraphModule, user: torch.fx.Node, value: torch.fx.Node) -> bool:
+def _writes_statistics(graph_module: torch.fx.GraphModule, user: Any, value: torch.fx.Node) -> bool:
     at = {i for i, argument in enumerate(user.args) if argument is value}
     names = {name for name, argument in user.kwargs.items() if argument is value}
     if user.target in (_call_subgraph, _call_checkpoint):
-        subgraph = getattr(graph_module, str(user.args[0].target))  # type: ignore[union-attr]
+        subgraph = getattr(graph_module, user.args[0].target)
         return not names and {i - 1 for i in at} <= written_statistics(subgraph)
     training = user.args[_TRAINING] if len(user.args) > _TRAINING else user.kwargs.get("training")
-    known = _STATISTICS.get(user.target)  # type: ignore[call-overload]
+    known = _STATISTICS.get(user.target)
     return known is not None and training is True and at <= set(known) and names <= {"running_mean", "running_var"}
 
 
