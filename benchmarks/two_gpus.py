@@ -59,8 +59,9 @@ set by hand. *cold* is a run with an empty folder, and *warm* is a run with the 
 """,
     "faults": """## Faults of a rank
 
-On the second rank, Inductor raises (*failure*), or the first compile takes longer than on the first rank (*slow*). In *sigterm*, both ranks receive the signal during their first compile. *loss difference* is the largest
-relative difference of a loss from the eager run.
+On the second rank, Inductor raises (*failure*), or the first compile takes longer than on the first rank (*slow*). In
+*sigterm*, both ranks receive the signal during their first compile. *loss difference* is the largest relative
+difference of a loss from the eager run.
 """,
 }
 BUDGETS = {"ddp": 480, "fsdp2": 120, "warm_start": 220, "faults": 160}  # seconds

@@ -13,4 +13,5 @@ from compile_callbacks._torch import events as events
 from compile_callbacks._torch import export as export
 from compile_callbacks._torch import graphs as graphs
 from compile_callbacks._torch import inductor as inductor
+from compile_callbacks._torch import modes as modes
 from compile_callbacks._torch import regions as regions

@@ -96,8 +96,8 @@ def save_copies(forward_graph: torch.fx.GraphModule) -> None:
     overwritten = {_memory(value) for write in writes for value in write.args[:2]}
     if not overwritten:
         return
-    output = graph.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    output: Any = graph.output_node()
+    results = list(output.args[0])
     context = torch._guards.TracingContext.get()
     last_input = graph.find_nodes(op="placeholder")[-1]
     for i in range(context.fw_metadata.num_forward, len(results)):  # type: ignore[union-attr]
@@ -107,7 +107,7 @@ def save_copies(forward_graph: torch.fx.GraphModule) -> None:
         with graph.inserting_after(last_input if saved.op == "placeholder" else saved):
             # Inductor compiles this operator as a copy, but removes ``clone`` if it knows no reason for a copy.
             results[i] = add_node(graph, aten.lift_fresh_copy.default, (saved,))
-    output.args = (type(output.args[0])(results),)  # type: ignore[operator]
+    output.args = (tuple(results),)
     forward_graph.recompile()
 
 
@@ -140,6 +140,28 @@ def has_custom_backward(graph_module: torch.fx.GraphModule) -> bool:
         for node in part.graph.nodes
     } - {torch.ops.higher_order.tag_activation_checkpoint}
     return any(isinstance(target, HigherOrderOperator) for target in targets)
+
+
+def is_captured_wrongly(graph_module: torch.fx.GraphModule) -> bool:
+    """Return whether a graph of Dynamo contains a `torch.autograd.Function` that torch captures with wrong gradients.
+
+    Workaround (torch<2.13): if an operator in ``forward`` changes a tensor in place, the captured function returns the
+    tensor twice, and the gradient of the first copy gets lost.
+    """
+    if torch.__version__ >= (2, 13):
+        return False
+    apply = torch.ops.higher_order.autograd_function_apply
+    parts: list[Any] = [part for part in graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    calls = [(part, call) for part in parts for call in part.graph.find_nodes(op="call_function", target=apply)]
+    return any(_returns_twice(getattr(part, call.args[0].target)) for part, call in calls)
+
+
+def _returns_twice(forward: Any) -> bool:
+    """Return whether two outputs of the captured ``forward`` of an autograd function share their memory."""
+    outputs, _ = forward.graph.output_node().args[0]  # the second entry contains the saved tensors
+    values = [node.meta.get("example_value") for node in outputs if isinstance(node, torch.fx.Node)]
+    memory = [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
+    return len(set(memory)) < len(memory)
 
 
 class _UnpackedOnce:

@@ -65,7 +65,7 @@ def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) 
     return checkpoint(run, *differentiable, use_reentrant=False, preserve_rng_state=keeps_random_state)
 
 
-_STATISTICS = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
+_STATISTICS: dict[Any, tuple[int, int]] = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
 """The positions of the running statistics, which a batch norm in training writes but does not read."""
 
 _TRAINING = 5
@@ -82,14 +82,14 @@ def written_statistics(graph_module: torch.fx.GraphModule) -> frozenset[int]:
     )
 
 
-def _writes_statistics(graph_module: torch.fx.GraphModule, user: torch.fx.Node, value: torch.fx.Node) -> bool:
+def _writes_statistics(graph_module: torch.fx.GraphModule, user: Any, value: torch.fx.Node) -> bool:
     at = {i for i, argument in enumerate(user.args) if argument is value}
     names = {name for name, argument in user.kwargs.items() if argument is value}
     if user.target in (_call_subgraph, _call_checkpoint):
-        subgraph = getattr(graph_module, str(user.args[0].target))  # type: ignore[union-attr]
+        subgraph = getattr(graph_module, user.args[0].target)
         return not names and {i - 1 for i in at} <= written_statistics(subgraph)
     training = user.args[_TRAINING] if len(user.args) > _TRAINING else user.kwargs.get("training")
-    known = _STATISTICS.get(user.target)  # type: ignore[call-overload]
+    known = _STATISTICS.get(user.target)
     return known is not None and training is True and at <= set(known) and names <= {"running_mean", "running_var"}
 
 
@@ -123,6 +123,7 @@ class GraphFacts(NamedTuple):
 def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> GraphFacts:
     """Run a graph on fake tensors, and record the dtypes that it computes and the inputs that it writes.
 
+    The grad mode must be the one of the capture, because a graph may contain a gradient (`torch.func.grad`).
     AOTAutograd does not report which inputs a graph writes if the compiled graph comes from its cache.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -149,7 +150,7 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
     # With the shape environment, numbers that a graph reads from tensors become symbols instead of errors.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     fakes = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in inputs]
-    with mode, Examination(), torch.no_grad():  # type: ignore[no-untyped-call]
+    with mode, Examination():  # type: ignore[no-untyped-call]
         outputs = graph_module.forward(*fakes)
     tensors = {i: fake for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
     positions = frozenset(i for i, fake in tensors.items() if storage_of(fake) in written)

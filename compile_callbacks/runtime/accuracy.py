@@ -17,6 +17,7 @@ _TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
 _CLEAR_FACTOR = 10.0  # only in a gradient with terms that cancel out can rounding cause an error of ten tolerances
 _MAX_GRADIENT_TOLERANCE = 1 / 64  # values that cross a ReLU's zero moved float32 gradients of ResNets by up to 8e-3
 _DIRECTION_FACTOR = 8  # the error that a gradient's direction may have, as a multiple of the error of its norm
+_WRONG = 0.5  # no rounding error of a tensor is half as large as the tensor itself
 _CHUNK = 2**22  # elements to compare at once, which bounds the memory of a comparison
 
 
@@ -30,6 +31,8 @@ class Comparison:
     verdict: Result
     reason: str | None = None
     max_abs_error: float | None = None  # the largest absolute error of any output element
+    is_wrong: bool = False  # whether a difference is too large for an imprecise result, so that nobody may get it
+    error: Exception | None = None  # an error of this library or of torch, because of which nothing was compared
 
 
 @dataclass
@@ -56,7 +59,7 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
         other = actual.tensors.get(name)
         if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
             reason = f"{name} is {_described(other)}, and {_described(tensor)} in eager execution"
-            return Comparison("differs", reason, math.inf)
+            return Comparison("differs", reason, math.inf, is_wrong=True)
     floors = _floors(expected, allowed)
     errors, max_abs_error = dict[str, float](), 0.0
     for name, tensor in expected.tensors.items():
@@ -101,7 +104,8 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
     # Wrong outputs cause wrong gradients, so name an output if one is wrong.
     name = max([name for name in confirmed if name not in of_gradients] or confirmed, key=confirmed.__getitem__)
     reason = f"{name} has a relative error of {confirmed[name]:.2g} (tolerance {allowed_of[name]:.2g})"
-    return Comparison("differs", f"{reason}; {problem}" if problem else reason, max_abs_error)
+    is_wrong = max(confirmed.values()) > _WRONG
+    return Comparison("differs", f"{reason}; {problem}" if problem else reason, max_abs_error, is_wrong=is_wrong)
 
 
 def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = ()) -> float:

@@ -83,7 +83,7 @@ class CompileArguments:
 
     @property
     def uncompiled(self) -> frozenset[Phase]:
-        """The phases that this library does not compile. They run as without it, with the modules that the user compiled."""
+        """The phases that this library does not compile. They run as without it, also with the user's own compiles."""
         return frozenset(phase for phase, config in self.configs.items() if config is None)
 
     @property

@@ -17,9 +17,10 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder, TargetCall
-from compile_callbacks.runtime.fallback import EagerFallback, TargetSettings, describe
+from compile_callbacks.runtime.fallback import EagerFallback, TargetIsEagerError, TargetSettings, describe
 from compile_callbacks.runtime.freezing import WeightWatch
 from compile_callbacks.runtime.graph_backend import GraphBackend
+from compile_callbacks.runtime.python_state import StateChanges
 from compile_callbacks.runtime.repeated import RegionMarks
 from compile_callbacks.runtime.shapes import ObservedShapes, ShapePolicy
 from compile_callbacks.runtime.snapshot import CallInProgress
@@ -91,6 +92,7 @@ class CompiledTarget:
         self._hooks_seen: int | None = -1  # the target has not looked for hooks yet
         self._weights = WeightWatch(self._members[0].module)  # a target with frozen weights has a single member
         self._weights_are_suspect = True
+        self._state_changes: StateChanges | None = None  # until a new graph was called without a trace
         self._while_tracing = contextlib.ExitStack()
         self._traces_without_graph = 0
         self._compiled_of: dict[Any, set[Target]] = {}
@@ -116,6 +118,8 @@ class CompiledTarget:
             self._recorder.listen_after_reset()
         stance = self._stance(member, args, kwargs) if self._limits_shapes else None
         failure, graphs = None, self._backend.graphs
+        if self._state_changes is not None:
+            self._state_changes.call_begins(member.module)
         calling.current = call = CallInProgress(self, member, args, kwargs, stance is not None)
         try:
             if stance is None:
@@ -139,6 +143,8 @@ class CompiledTarget:
         traced, has_new_graph = call.snapshot is not None, self._backend.graphs > graphs
         if traced or has_new_graph or self._traces_without_graph or fallback.region_failure is not None:
             self._after_trace(member, args, kwargs, traced=traced, has_new_graph=has_new_graph)
+        if self._state_changes is not None:
+            self._check_state(self._state_changes, member, traced=traced)
         if fallback.pending:
             fallback.issue_warnings()
         return result
@@ -161,6 +167,24 @@ class CompiledTarget:
         ):
             reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls one after another and compiled no graph"
             self._fallback.run_eagerly("CC101", reason)
+
+    def _check_state(self, changes: StateChanges, member: Target, *, traced: bool) -> None:
+        """Run the target eagerly if a generator or a count that changes in eager calls did not change in this call."""
+        frozen = self.observed.changing_state.frozen_in(changes.call_ended(member.module))
+        if traced:  # the trace itself may have changed the state
+            return
+        self._state_changes = None
+        if not frozen:
+            return
+        reason = (
+            f"{', '.join(frozen)} changed in its eager calls, but not in a compiled call: torch drew a random number "
+            "or counted only while it traced, or draws from another generator"
+        )
+        if self._fallback.settings.verify == "raise":
+            raise CompileError(
+                with_code("CC306", f"target {self.key.target!r} in the {self.key.phase} phase: {reason}")
+            )
+        self._fallback.run_eagerly("CC306", reason)
 
     def _runs_eagerly(self, outer: TargetCall | None, args: Any, kwargs: Any) -> bool:
         if outer is not None and outer.nested_calls_eager:
@@ -226,6 +250,8 @@ class CompiledTarget:
     def trace_begins(self, args: Any, kwargs: Any) -> None:
         """Mark the input dimensions that vary, and set Dynamo's settings for our compiles until the call ends."""
         self.observed.record(args, kwargs)
+        if self.observed.changing_state.names and self._fallback.settings.verify != "off":
+            self._state_changes = StateChanges()
         if self._config.dynamic is None:
             self._while_tracing.enter_context(self.observed.marked(args, kwargs))
         self._while_tracing.enter_context(_torch.dynamo.without_weak_references())
@@ -237,6 +263,8 @@ class CompiledTarget:
     def _call_after_failure(self, member: Target, failure: Exception, args: Any, kwargs: Any) -> Any:
         # If the user's code raised the error, the eager call raises it again with the user's traceback.
         result = member.eager(*args, **kwargs)
+        if any(isinstance(cause, TargetIsEagerError) for cause in _torch.dynamo.causes(failure)):
+            return result
         if self._regions is not None:
             self._uncompilable.add(signature(args, kwargs))  # runs eagerly until the whole target is compiled
             self._fallback.region_failure = describe(failure)

@@ -207,7 +207,7 @@ class PhaseSwitch:
             for dispatcher in dispatchers:
                 call = self._call_of(target, dispatcher, phase, active, weights_frozen=weights_frozen)
                 if observes and call is dispatcher.eager:
-                    call = self._shapes.of(target.name, phase).recording(call)
+                    call = self._shapes.of(target.name, phase).recording(call, dispatcher.target.module)
                 dispatcher.selected = call
         self._selected = selected
 

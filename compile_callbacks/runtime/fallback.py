@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
@@ -54,6 +54,10 @@ class TargetSettings:
         return replace(self, on_error="eager", verify="off" if self.verify == "off" else "eager", on_trial=True)
 
 
+class TargetIsEagerError(Exception):
+    """The target runs eagerly, and the captured graph must not run."""
+
+
 class EagerFallback:
     """The failures of one compiled target."""
 
@@ -92,6 +96,18 @@ class EagerFallback:
         if not self.settings.on_trial:
             target, phase = self._key[:2]
             self.warn(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")
+
+    def leave_eager(self, code: str, reason: str) -> NoReturn:
+        """Run the target eagerly, beginning with the call in which Dynamo has just captured a graph.
+
+        Raises:
+            TargetIsEagerError: Always. The call of the target ends with this error instead of running the graph.
+        """
+        self.runs_eagerly = True
+        self._recorder.record("fallback", self._key, reason=reason, code=code)
+        target, phase = self._key[:2]
+        self.warn_after_call(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")
+        raise TargetIsEagerError(reason)
 
     def as_compile_error(self, error: BaseException) -> CompileError:
         """Return the error that ``on_error="raise"`` raises instead of the compiler's error."""

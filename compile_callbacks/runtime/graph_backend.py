@@ -21,6 +21,11 @@ from compile_callbacks.runtime.fallback import EagerFallback
 from compile_callbacks.runtime.target import AnyTarget, Target
 from compile_callbacks.runtime.verification import Verification
 
+_WRONG_FUNCTION = (
+    "torch older than 2.13 computes wrong gradients if it captures a torch.autograd.Function whose forward changes a "
+    "tensor in place"
+)
+
 
 class GraphBackend:
     """Compiles each graph that Dynamo captures from a target.
@@ -60,7 +65,9 @@ class GraphBackend:
         if self._recorder.stopping():
             reason = "the run was asked to stop before the compile began"
             self._recorder.record("fallback", self._key, reason=reason)
-            return _torch.graphs.eager_graph(graph_module).forward
+            return _torch.modes.restoring(_torch.graphs.eager_graph(graph_module).forward)
+        if _torch.autograd.is_captured_wrongly(graph_module):
+            self._fallback.leave_eager("CC307", _WRONG_FUNCTION)
         device = _device_of(example_inputs)
         options = {**self._config.resolved_options(device), "freezing": self._key.frozen}
         uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
@@ -96,13 +103,15 @@ class GraphBackend:
         shortage = next((e for e in _torch.dynamo.causes(error) if isinstance(e, torch.OutOfMemoryError)), None)
         if shortage is None:
             self._fallback.compiler_failed(error)
-            return eager.forward
+            return _torch.modes.restoring(eager.forward)
         pending: Exception | None = type(shortage)(str(shortage))  # a copy, because the traceback keeps tensors alive
+
+        run = _torch.modes.restoring(eager.forward)
 
         def call(*inputs: Any) -> Any:
             nonlocal pending
             try:
-                outputs = eager.forward(*inputs)
+                outputs = run(*inputs)
             except torch.OutOfMemoryError:
                 self.must_compile_again = pending is not None
                 raise

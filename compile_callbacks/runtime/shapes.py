@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks._utils.signatures import inputs_of, signature
 from compile_callbacks.runtime.fallback import NewShapes
+from compile_callbacks.runtime.python_state import ChangingState
 
 RETURNING_SHAPE_CALLS = 8
 """With ``new_shapes="eager"``, the number of calls with one shape after which the shape is compiled.
@@ -34,6 +36,7 @@ class ObservedShapes:
 
     def __init__(self) -> None:
         self.gradients_differentiated = False  # whether a backward pass through an eager call had create_graph=True
+        self.changing_state = ChangingState()
         self._sizes: dict[str, list[int | None]] = {}  # by input; None if the size varies; an integer has one entry
 
     def record(self, args: Any, kwargs: Any) -> None:
@@ -47,12 +50,14 @@ class ObservedShapes:
                     continue
                 known[i] = now if is_tensor and before in SPECIALIZED else None
 
-    def recording(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a target's eager call to `record` its inputs, and to observe its backward pass."""
+    def recording(self, call: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        """Wrap a target's eager call to `record` its inputs, and to observe Python state and the backward pass."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.record(args, kwargs)
+            self.changing_state.call_begins(module)
             result = call(*args, **kwargs)
+            self.changing_state.call_ended(module)
             for _, output in inputs_of((result,), {}):
                 if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                     output.grad_fn.register_prehook(self._backward_begins)
@@ -88,14 +93,21 @@ class ObservedShapes:
         return {name: dimensions for name, dimensions in found.items() if dimensions}
 
     def restore(self, varying: object) -> None:
-        """Continue from the `varying` data of an earlier run. Ignore data of another form."""
+        """Continue from the data of an earlier run. Ignore data of another form."""
         for key, dimensions in varying.items() if isinstance(varying, Mapping) else ():
+            if key == CHANGING_STATE and isinstance(dimensions, list):
+                self.changing_state.names.update(name for name in dimensions if isinstance(name, str))
+                continue
             rank = key.rpartition(":")[2] if isinstance(key, str) else ""
             count = 1 if rank == "int" else int(rank) if rank.isdecimal() and len(rank) < 3 else 0
             if isinstance(dimensions, list) and all(type(i) is int and 0 <= i < count for i in dimensions):
                 known = self._sizes.setdefault(key, [0] * count)
                 for i in dimensions:
                     known[i] = None
+
+
+CHANGING_STATE = "changing state"
+"""The key of `ChangingState.names` in `ShapeRecords.state`. The keys of inputs contain a colon."""
 
 
 class ShapeRecords:
@@ -108,12 +120,15 @@ class ShapeRecords:
         """Return the record of a target in a phase."""
         return self._records.setdefault((target, phase), ObservedShapes())
 
-    def state(self) -> dict[str, dict[str, dict[str, list[int]]]]:
-        """Return the inputs that vary, by phase and target, as JSON-ready data."""
-        found: dict[str, dict[str, dict[str, list[int]]]] = {}
+    def state(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Return the inputs that vary and the state that changes, by phase and target, as JSON-ready data."""
+        found: dict[str, dict[str, dict[str, Any]]] = {}
         for (target, phase), observed in self._records.items():
-            if varying := observed.varying():
-                found.setdefault(phase, {})[target] = varying
+            state: dict[str, Any] = {**observed.varying()}
+            if names := observed.changing_state.names:
+                state[CHANGING_STATE] = sorted(names)
+            if state:
+                found.setdefault(phase, {})[target] = state
         return found
 
     def restore(self, state: object) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compile_callbacks import _torch
 from compile_callbacks.profiling.compile_events import CompileKey
 from compile_callbacks.runtime.target import Target
 
@@ -72,7 +73,9 @@ class Snapshot:
         for buffer, value in self._buffers:
             # Skip equal buffers, because any write makes weights look changed. Only dense tensors can be compared.
             if buffer.layout is not torch.strided or not torch.equal(buffer, value):
-                buffer.copy_(value)
+                versioned = () if buffer.is_inference() else (buffer,)
+                with _torch.autograd.preserve_versions(versioned):  # an earlier eager call may have saved it
+                    buffer.copy_(value)
 
 
 class CallInProgress:

@@ -93,7 +93,7 @@ class Verification:
             if self._fallback.has_regions:
                 self._fallback.region_failure = f"the compiled code raised {describe(failure.error)}"
                 first.undo()
-                return first.eager.forward, first.eager.forward(*inputs)
+                return first.run_eagerly, first.run_eagerly(*inputs)
             if self._fallback.settings.on_error == "raise":
                 raise self._fallback.as_compile_error(failure.error) from failure.error
             self._fallback.runs_eagerly = True
@@ -102,7 +102,7 @@ class Verification:
         if accepted:
             return first.compiled, first.compiled(*inputs) if first.outputs is None else first.outputs
         first.undo()
-        return first.eager.forward, first.eager.forward(*inputs)
+        return first.run_eagerly, first.run_eagerly(*inputs)
 
     def _accepts(self, comparison: Comparison, options: Mapping[str, Any], repro: str = "") -> bool:
         """Report a comparison, and decide whether the compiled graph is used."""
@@ -114,24 +114,36 @@ class Verification:
         if comparison.verdict == "not compared" and comparison.reason in (_DROPOUT, _RANDOM_NUMBERS):
             mode = self._recorder.mode_argument(phase)
             fix = f'{mode}={{"options": {{"fallback_random": True}}}} makes it comparable, but slower'
-        self._recorder.record("verify", self._key, fix=fix, **vars(comparison))
-        if comparison.verdict != "differs":
+        verdict, reason = comparison.verdict, comparison.reason
+        self._recorder.record(
+            "verify", self._key, fix=fix, verdict=verdict, reason=reason, max_abs_error=comparison.max_abs_error
+        )
+        if settings.verify == "raise" and comparison.error is not None:
+            message = f"target {target!r} could not be compared with eager in the {phase} phase: {reason}"
+            raise CompileError(with_code("CC302", f"{message} (verify='raise')")) from comparison.error
+        if verdict != "differs":
             return True
         if settings.on_trial:
             self._fallback.runs_eagerly = True
             return False
-        message = f"target {target!r} differs from eager in the {phase} phase: {comparison.reason}"
+        message = f"target {target!r} differs from eager in the {phase} phase: {reason}"
         if "numerics" in _torch.inductor.option_names() and options.get("numerics", "default") == "default":
             message += "; options={'numerics': 'strict'} is closer to eager, but slower"
         message += repro
         if settings.verify == "raise":
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
-        if settings.verify == "eager":
-            self._recorder.record("fallback", self._key, reason=comparison.reason)
-            self._fallback.runs_eagerly = True
-            message += "; it runs eagerly from here on (verify='eager')"
+        if settings.verify == "eager" or comparison.is_wrong:
+            self._recorder.record("fallback", self._key, reason=reason)
+            self._fallback.runs_eagerly = settings.verify == "eager"
+            message += (
+                "; it runs eagerly from here on (verify='eager')"
+                if settings.verify == "eager"
+                else "; the graph runs eagerly from here on, because rounding errors are never this large"
+            )
+            self._fallback.warn_after_call("CC302", message)
+            return False
         self._fallback.warn_after_call("CC302", message)
-        return settings.verify != "eager"
+        return True
 
     def _write_repro(self, comparison: Comparison, first: _FirstCall, inputs: Sequence[Any]) -> str:
         """Write a script that reproduces a difference to ``trace_dir``, if set. Return a part of the message."""
@@ -180,6 +192,7 @@ class _FirstCall:
     ) -> None:
         self.compiled = compiled
         self.eager = eager
+        self.run_eagerly = _torch.modes.restoring(eager.forward)
         self.options = options
         self.outputs: Any = None
         self._uses_cudagraphs = uses_cudagraphs
@@ -274,7 +287,8 @@ class _Runs:
     ) -> Results:
         """Run a function on aliases of the inputs."""
         arguments, leaves = self._arguments(double)
-        with torch.set_grad_enabled(self._with_gradients), _torch.graphs.computing_in_double(double):
+        # In the grad mode of the call: without gradients, no argument requires grad, but the graph may need the mode.
+        with _torch.graphs.computing_in_double(double):
             results = self.results(function(*arguments), arguments)
             # Copied before the backward pass, because an activation checkpoint writes to them again.
             names = [self._names[position] for position in self._written]
@@ -295,7 +309,8 @@ class _Runs:
     def restore(self) -> None:
         """Restore the user's inputs that a call has written."""
         for value in (self._inputs[position] for position in self._written):
-            with torch.inference_mode(value.is_inference()):
+            versioned = () if value.is_inference() else (value,)
+            with torch.inference_mode(value.is_inference()), _torch.autograd.preserve_versions(versioned):
                 value.detach().copy_(_tensor_over(self._saved[_address(value)], value))
 
     def _arguments(self, double: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
@@ -345,7 +360,12 @@ class _NoLeaf(torch.autograd.Function):
 def _unnoticed(random_state: RandomState | None) -> Iterator[None]:
     """Hide the code of a ``with`` block from the user's program, and restore the random generators afterwards."""
     try:
-        with warnings.catch_warnings(), _torch.autograd.outside_activation_checkpoints():
+        with (
+            warnings.catch_warnings(),
+            _torch.autograd.outside_activation_checkpoints(),
+            _torch.modes.restored_after_error(),
+            _torch.modes.without_autocast_cache(),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -366,5 +386,9 @@ def _address(value: torch.Tensor) -> int:
 
 
 def _not_compared(error: Exception) -> Comparison:
-    out_of_memory = isinstance(error, torch.OutOfMemoryError)
-    return Comparison("not compared", f"{'no memory' if out_of_memory else 'error'}: {describe_failure(error)}")
+    if isinstance(error, torch.OutOfMemoryError) or _NO_CPU_MEMORY in str(error):
+        return Comparison("not compared", f"no memory: {describe_failure(error)}")
+    return Comparison("not compared", f"error: {describe_failure(error)}", error=error)
+
+
+_NO_CPU_MEMORY = "can't allocate memory"  # a part of the message of torch's CPU allocator, which raises a RuntimeError

@@ -132,11 +132,11 @@ def _fake(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: Any, p
     return torch.empty(shape, dtype=dtype, device=device, memory_format=torch.channels_last)
 
 
-def _on_gpu(*args: Any) -> Any:
+def _on_gpu(grad_output: Any, offsets: Any, size: Any, kernel: Any, stride: Any, padding: Any) -> Any:
     from compile_callbacks.passes.library import triton_kernels  # imported here, because it imports Triton
 
-    grad = _fake(*args)
-    triton_kernels.max_pool2d_backward(*args, grad)
+    grad = _fake(grad_output, offsets, size, kernel, stride, padding)
+    triton_kernels.max_pool2d_backward(grad_output, offsets, size, kernel, stride, padding, grad)
     return grad
 
 
