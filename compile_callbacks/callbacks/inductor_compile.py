@@ -153,7 +153,7 @@ class InductorCompile(Callback):
         if sum(isinstance(callback, InductorCompile) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             message = (
                 "the Trainer has more than one InductorCompile. Name all modules to compile in one callback, as in "
-                "InductorCompile(targets=['encoder', 'head'])"
+                "InductorCompile(targets=['encoder', 'head']). For other settings of a part, call its compile(mode=...)"
             )
             raise MisconfigurationException(with_code("CC203", message))
         self._calls.begin(trainer, pl_module, self, fits=stage == "fit")

@@ -97,7 +97,10 @@ class TrainerCalls:
             return None
         session, arguments = self.session, own.arguments
         if session is None or session.module is not pl_module:
-            self._drop_session()
+            if session is not None:
+                session.end()
+                session.free_compiled()
+                self.session = None
             _unwrap_compiled(pl_module, own)  # again, because configure_model runs after setup
             if refused := unsupported_reason(pl_module, arguments.configs):
                 raise MisconfigurationException(with_code("CC802", refused))
@@ -119,13 +122,6 @@ class TrainerCalls:
             self.earlier_state = None
         self.active = session
         return session
-
-    def _drop_session(self) -> None:
-        """End the session of an earlier call."""
-        if self.session is not None:
-            self.session.end()
-            self.session.free_compiled()
-        self.session = None
 
     def end(self, trainer: Trainer, *, keep_compiled: bool) -> TrainerCall | None:
         """End a call, and return it. Return ``None`` for a nested call, or if an exception prevented `begin`."""

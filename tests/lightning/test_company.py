@@ -20,7 +20,7 @@ from tests.support.against_eager import (
     assert_same_module,
     assert_same_values,
 )
-from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -109,6 +109,24 @@ def test_a_second_callback_is_refused_before_the_run(targets):
     with pytest.raises(MisconfigurationException, match=r"more than one InductorCompile.*\['encoder', 'head'\]"):
         trainer(*callbacks).fit(module, loader(2))
     assert not module._load_state_dict_pre_hooks
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_part_that_the_user_compiled_and_no_target_names_keeps_its_settings(in_place):
+    calls = []
+
+    def backend(graph, inputs):
+        return lambda *args: (calls.append(torch.is_grad_enabled()), graph.forward(*args))[1]
+
+    module, callback = seeded(TwoParts), InductorCompile(targets=["head"], baseline_steps=0)
+    module.backbone = Wrapper(module.backbone)
+    if in_place:
+        module.backbone.compile(backend=backend)
+    else:
+        module.backbone = torch.compile(module.backbone, backend=backend)
+    trainer(callback, num_sanity_val_steps=0).fit(module, loader(4), loader(2))
+    assert sorted(calls) == [False] * 2 + [True] * 4
+    assert (callback.report.train.targets, callback.report.train.graphs) == (("head",), 1)
 
 
 # ------------------------------------------------------------------------------------------ Trainer calls within a run
