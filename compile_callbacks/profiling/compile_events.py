@@ -341,10 +341,10 @@ class CompileRecorder:
         """Count a graph of the running compile. The backend of a target calls this method."""
         self._graphs += 1
 
-    def add_backward_lowering(self, seconds: float, saved_bytes: int) -> None:
+    def add_backward(self, graph: Any, seconds: float) -> None:
         """Add the time that Inductor took for a backward graph, and the memory that the forward graph saves for it."""
         self._backward_seconds += seconds
-        self._saved_bytes += saved_bytes
+        self._saved_bytes += _torch.inductor.saved_bytes(graph)
 
 
 _PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}

@@ -206,21 +206,16 @@ class GraphBackend:
         )
         self._fallback.warn_after_call("CC701", message, about=(target, phase, pass_name(failure.failed)))
 
-    # ------------------------------------------------------------------------------------------ Inductor
-
     def _compile_with_inductor(
         self, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        def on_backward_lowered(part: torch.fx.GraphModule, seconds: float) -> None:
-            self._recorder.add_backward_lowering(seconds, _torch.inductor.saved_bytes(part))
-
         with _torch.inductor.generated_with_constants() as generated:
             compiled = _torch.inductor.compile_graph(
                 graph,
                 inputs,
                 options=options,
                 activation_memory_budget=self._config.activation_memory_budget,
-                on_backward_lowered=on_backward_lowered,
+                on_backward_lowered=self._recorder.add_backward,
             )
         self._generated += generated
         return compiled
