@@ -67,7 +67,7 @@ def both(make: Any = Classifier, *others: pl.Callback, ours: Any = None, **setti
 
 def timeouts() -> list[float]:
     """The timeouts of the collectives of this process, in seconds."""
-    return [timeout.total_seconds() for timeout in _torch.distributed.collective_timeouts()]
+    return sorted({timeout.total_seconds() for timeout in _torch.distributed.collective_timeouts()})
 
 
 # ------------------------------------------------------------------------------------------ the same results
