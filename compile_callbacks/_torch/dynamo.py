@@ -190,6 +190,28 @@ def without_weak_references() -> Any:
 
 
 @contextlib.contextmanager
+def without_finalizers_of_weights() -> Iterator[None]:
+    """Trace without finalizers of frozen weights that are tensor subclasses, because ``module.cpu()`` fails with them.
+
+    Dynamo compares the identity of frozen weights. A finalizer invalidates the graph when a weight is deleted, because
+    another object may then have its identity. The graph of a frozen weight keeps the weight alive.
+    """
+    from torch._dynamo.guards import CheckFunctionManager
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    id_ref = CheckFunctionManager.id_ref
+
+    def plain_id(manager: Any, value: Any, name: str) -> int:
+        return id(value) if is_traceable_wrapper_subclass(value) else id_ref(manager, value, name)
+
+    CheckFunctionManager.id_ref = plain_id  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def without_odd_gradients() -> Iterator[None]:
     """Within the ``with`` block, Dynamo ignores gradients on which it would fail, so it can compile after a backward.
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compile_callbacks._torch.dynamo import without_argument_validation
+from compile_callbacks._torch.dynamo import without_argument_validation, without_finalizers_of_weights
 
 callback_handler = torch._dynamo.callback.callback_handler
 """torch's list of functions to call when a compile starts and ends."""
@@ -65,6 +65,7 @@ class TraceSettings:
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
         if self._frozen():  # safe, because `WeightWatch` checks frozen weights
             self._settings.enter_context(config.patch(freezing=True))
+            self._settings.enter_context(without_finalizers_of_weights())
         elif torch.__version__.startswith("2.11."):
             shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
             self._settings.enter_context(torch._dynamo.config.patch(dict.fromkeys(shortcuts, False)))
