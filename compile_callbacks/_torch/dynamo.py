@@ -204,7 +204,7 @@ def without_finalizers_of_weights() -> Iterator[None]:
     def plain_id(manager: Any, value: Any, name: str) -> int:
         return id(value) if is_traceable_wrapper_subclass(value) else id_ref(manager, value, name)
 
-    CheckFunctionManager.id_ref = plain_id  # type: ignore[method-assign]
+    CheckFunctionManager.id_ref = plain_id  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -42,7 +42,7 @@ class WeightWatch:
                 (one, name, getattr(one, name))
                 for one in initialized
                 if not one.is_inference() and is_traceable_wrapper_subclass(one)
-                for name in one.__tensor_flatten__()[0]
+                for name in one.__tensor_flatten__()[0]  # type: ignore[attr-defined]
             ]
         elif self._read_versions() == self._versions:
             return False
