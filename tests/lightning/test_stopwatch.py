@@ -21,7 +21,7 @@ ALLOWED = {"compile": 0.1, "eager": 0.05, "compiled": 0.05}
 
 
 class Stopwatch(pl.Callback):
-    """Reads a clock at the begin and the end of each training step, synchronised where there is a GPU."""
+    """Reads a clock at the begin and the end of each training step, and synchronizes a GPU before it."""
 
     def __init__(self):
         self.begins: list[float] = []
@@ -89,7 +89,7 @@ def test_a_stopwatch_from_outside_agrees(accelerator):
             apart[of_kind["kind"]] = statistics.median(longest / shortest - 1 for shortest, longest in limits)
         if all(value <= ALLOWED[name] for name, value in apart.items()):
             return
-    pytest.fail(f"the clocks are apart by {apart}, of which {ALLOWED} are allowed")
+    pytest.fail(f"the clocks are apart by {apart}; allowed: {ALLOWED}")
 
 
 @pytest.mark.all_versions
