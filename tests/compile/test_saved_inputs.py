@@ -57,6 +57,12 @@ MODULES = {
 }
 
 
+def results_of(module):
+    """Return copies of the gradients and the buffers."""
+    tensors = [*(parameter.grad for parameter in module.parameters()), *module.buffers()]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
 def train(module, calls, run=lambda module, x: module(x)):
     """Return the gradients and the buffers of three steps."""
     found = []
@@ -66,7 +72,7 @@ def train(module, calls, run=lambda module, x: module(x)):
         module.zero_grad()
         inputs = [torch.randn(6, FEATURES, generator=generator).to(device) for _ in range(calls)]
         sum(run(module, x).square().mean() for x in inputs).backward()
-        found.append([tensor.detach().clone() for tensor in (*(p.grad for p in module.parameters()), *module.buffers())])
+        found.append(results_of(module))
     return found
 
 
@@ -109,6 +115,6 @@ def test_gradients_are_right_with_cuda_graphs_if_a_graph_reads_and_changes_an_in
         torch.compiler.cudagraph_mark_step_begin()
         module.zero_grad()
         module(torch.randn(6, FEATURES, generator=generator).cuda()).square().mean().backward()
-        found.append([tensor.detach().clone() for tensor in (*(p.grad for p in module.parameters()), *module.buffers())])
+        found.append(results_of(module))
     torch.testing.assert_close(found, expected, **FLOAT32)
     assert report_of(module).train.graphs >= 1

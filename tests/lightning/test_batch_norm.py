@@ -42,7 +42,7 @@ class TwoCalls(Classifier):
         x, y = batch
         size, name = self.first_call(batch_idx)
         loss = nn.functional.cross_entropy(self.net(x[:size], name), y[:size])
-        loss = loss + nn.functional.cross_entropy(self.net(x), y)
+        loss = loss + nn.functional.cross_entropy(self.net(x, "a"), y)
         self.losses.append(loss.item())
         return loss
 
