@@ -148,7 +148,7 @@ def is_captured_wrongly(graph_module: torch.fx.GraphModule) -> bool:
     Workaround (torch<2.13): if an operator in ``forward`` changes a tensor in place, the captured function returns the
     tensor twice, and the gradient of the first copy gets lost.
     """
-    if torch.__version__ >= (2, 13):
+    if torch.__version__ >= "2.13":
         return False
     apply = torch.ops.higher_order.autograd_function_apply
     parts: list[Any] = [part for part in graph_module.modules() if isinstance(part, torch.fx.GraphModule)]

@@ -15,6 +15,7 @@ from torch._C import _functorch
 from torch._dynamo import exc as _exc
 from torch._dynamo import maybe_mark_dynamic
 from torch.autograd import forward_ad
+from torch.distributions import Distribution
 
 CONTROL_FLOW = (_exc.RestartAnalysis, _exc.SkipFrame, *_exc.exceptions_allowed_to_be_fallback)
 """Exceptions of Dynamo that pass through a backend without being failures. The last of them request a graph break."""
@@ -50,10 +51,57 @@ def compile_function(
 ) -> Callable[..., Any]:
     """Call ``torch.compile``, isolated from other compiles of the same code (torch 2.13 and later)."""
     isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
-    compiled: Callable[..., Any] = torch.compile(
-        function, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **isolate
-    )
+    with keep_argument_validation():
+        compiled: Callable[..., Any] = torch.compile(
+            function, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **isolate
+        )
     return compiled
+
+
+@contextlib.contextmanager
+def keep_argument_validation() -> Iterator[None]:
+    """Restore the argument validation of ``torch.distributions`` after the ``with`` block.
+
+    The first ``torch.compile`` of a process disables it for the whole process, so that eager code of the user no longer
+    raises errors. The next ``torch.compile`` of the user still disables it, as it would without this library.
+
+    Workaround (until ``torch.compile`` disables the validation only while it traces).
+    """
+    from torch._dynamo.eval_frame import TorchPatcher
+
+    is_first = not TorchPatcher.patch.cache_info().currsize
+    validates = Distribution._validate_args
+    try:
+        yield
+    finally:
+        if is_first:
+            Distribution.set_default_validate_args(validates)
+            TorchPatcher.patch.cache_clear()  # a repeated patch wraps nothing twice, and takes 0.2 ms
+
+
+@contextlib.contextmanager
+def without_argument_validation() -> Iterator[None]:
+    """Trace ``torch.distributions`` without argument validation, as torch does, and without a guard on this setting.
+
+    The validation would break the graph. The guard would fail in the next call, because the user's setting applies
+    again after the trace.
+    """
+    from torch._guards import GuardsSet
+
+    validates, add = Distribution._validate_args, GuardsSet.add
+
+    def add_other(guards: Any, guard: Any, **kwargs: Any) -> None:
+        source = guard.originating_source  # an attribute of an object, or an item of the dict of a class
+        if "_validate_args" not in (getattr(source, "member", None), getattr(source, "index", None)):
+            add(guards, guard, **kwargs)
+
+    Distribution.set_default_validate_args(False)
+    GuardsSet.add = add_other  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        GuardsSet.add = add  # type: ignore[method-assign]
+        Distribution.set_default_validate_args(validates)
 
 
 def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -139,6 +187,28 @@ def without_weak_references() -> Any:
     By default, Dynamo deletes them for its own backends only. ``module.cpu()`` then fails for tensor subclasses.
     """
     return torch._dynamo.config.patch(invalidate_compile_context_weakrefs=True)
+
+
+@contextlib.contextmanager
+def without_finalizers_of_weights() -> Iterator[None]:
+    """Trace without finalizers of frozen weights that are tensor subclasses, because ``module.cpu()`` fails with them.
+
+    Dynamo compares the identity of frozen weights. A finalizer invalidates the graph when a weight is deleted, because
+    another object may then have its identity. The graph of a frozen weight keeps the weight alive.
+    """
+    from torch._dynamo.guards import CheckFunctionManager
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    id_ref = CheckFunctionManager.id_ref
+
+    def plain_id(manager: Any, value: Any, name: str) -> int:
+        return id(value) if is_traceable_wrapper_subclass(value) else id_ref(manager, value, name)
+
+    CheckFunctionManager.id_ref = plain_id  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

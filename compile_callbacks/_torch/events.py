@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from compile_callbacks._torch.dynamo import without_argument_validation, without_finalizers_of_weights
+
 callback_handler = torch._dynamo.callback.callback_handler
 """torch's list of functions to call when a compile starts and ends."""
 
@@ -28,6 +30,7 @@ class TraceSettings:
       constants, and ignores ``options={"freezing": True}``.
     - A warning is ignored: Dynamo reads ``.grad`` of each input, and torch warns if the input is the output of another
       target. The user's code does not cause this warning.
+    - The argument validation of ``torch.distributions`` is disabled. See `without_argument_validation`.
 
     Workaround (torch<2.12): this class also disables two settings. With ``skip_tensor_guards_with_matching_dict_tags``,
     torch skips the guards on the weights of a module if the dictionary of the weights is unchanged. torch then does not
@@ -56,10 +59,13 @@ class TraceSettings:
 
         if not self._ours():
             return
+        if args.callback_trigger is DYNAMO_TRIGGER:
+            self._settings.enter_context(without_argument_validation())
         self._settings.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
         if self._frozen():  # safe, because `WeightWatch` checks frozen weights
             self._settings.enter_context(config.patch(freezing=True))
+            self._settings.enter_context(without_finalizers_of_weights())
         elif torch.__version__.startswith("2.11."):
             shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
             self._settings.enter_context(torch._dynamo.config.patch(dict.fromkeys(shortcuts, False)))

@@ -117,7 +117,7 @@ class AOTInductorExport(Callback):
         self.report = ExportReport()
         self._compared: Comparison | None = None
         self._batches: dict[str, Any] = {}
-        self._named_at_start: set[str] = set()
+        self._named_at_start: set[str] | None = None  # None until the training starts
         self._written_here: set[str] = set()
 
     # ------------------------------------------------------------------------------------------ hooks
@@ -127,6 +127,7 @@ class AOTInductorExport(Callback):
         if stage != "fit":
             return
         self.report, self._compared, self._batches = ExportReport(), None, {}
+        self._named_at_start = None
         if trainer.is_global_zero:
             check_writable(self.path)
 
@@ -241,7 +242,9 @@ class AOTInductorExport(Callback):
             )
             rank_zero_warn(with_code("CC610", message), category=CompileWarning)
             return None
-        if path in self._named_at_start - self._written_here:
+        # If no training is left in a resumed run, this process has written no checkpoint.
+        is_foreign = self._named_at_start is None or path in self._named_at_start
+        if is_foreign and path not in self._written_here:
             try:
                 with get_filesystem(path).open(path, "rb") as file:
                     checkpoint = torch.load(file, map_location="cpu", weights_only=True)

@@ -57,9 +57,11 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
     """
     for name, tensor in expected.tensors.items():
         other = actual.tensors.get(name)
-        if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
+        if other is None or _shape(other) != _shape(tensor) or other.dtype != tensor.dtype:
             reason = f"{name} is {_described(other)}, and {_described(tensor)} in eager execution"
             return Comparison("differs", reason, math.inf, is_wrong=True)
+        if tensor.layout is torch.jagged and not torch.equal(_offsets(other), _offsets(tensor)):
+            return Comparison("differs", f"{name} has other offsets than in eager execution", math.inf, is_wrong=True)
     floors = _floors(expected, allowed)
     errors, max_abs_error = dict[str, float](), 0.0
     for name, tensor in expected.tensors.items():
@@ -246,7 +248,9 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is not torch.strided:
+    if tensor.layout is torch.jagged:
+        tensor = _without_holes(tensor).values()
+    elif tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -258,5 +262,20 @@ def _rms(tensor: torch.Tensor) -> float:
     return math.sqrt(math.fsum(squares) / max(1, tensor.numel()))
 
 
+def _offsets(jagged: torch.Tensor) -> torch.Tensor:
+    return _without_holes(jagged).offsets()  # type: ignore[attr-defined,no-any-return]
+
+
+def _without_holes(jagged: torch.Tensor) -> torch.Tensor:
+    """Return a jagged tensor whose values are all used. ``torch.nested.narrow`` returns a view with unused values."""
+    jagged = jagged.detach()
+    return jagged if jagged.lengths() is None else jagged.contiguous()  # type: ignore[attr-defined]
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int | None, ...]:
+    """Return the shape, with ``None`` for a jagged dimension, whose symbolic size is another one in each run."""
+    return tuple(size if isinstance(size, int) else None for size in tensor.shape)
+
+
 def _described(tensor: torch.Tensor | None) -> str:
-    return "no tensor" if tensor is None else f"of shape {tuple(tensor.shape)} and {tensor.dtype}"
+    return "no tensor" if tensor is None else f"of shape {_shape(tensor)} and {tensor.dtype}"

@@ -20,7 +20,7 @@ class WeightWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parts: list[torch.Tensor] = []
-        self._wrappers: list[Any] = []
+        self._inner: list[tuple[Any, str, Any]] = []  # tensor subclasses, with the names and values of their tensors
         self._some_lazy = False
         self._versions: list[tuple[int, int]] = []
         self._addresses: list[int] = []
@@ -37,9 +37,12 @@ class WeightWatch:
             initialized = [weight for weight in weights if not is_lazy(weight)]
             self._some_lazy = len(initialized) < len(weights)  # the next call initializes them
             self._parts = [part for weight in initialized for part in _parts(weight) if not part.is_inference()]
-            # The inner tensors of a subclass have their own version counters.
-            self._wrappers = [
-                one for one in initialized if not one.is_inference() and is_traceable_wrapper_subclass(one)
+            # The inner tensors of a subclass have their own version counters. `module.to()` replaces these tensors.
+            self._inner = [
+                (one, name, getattr(one, name))
+                for one in initialized
+                if not one.is_inference() and is_traceable_wrapper_subclass(one)
+                for name in one.__tensor_flatten__()[0]  # type: ignore[attr-defined]
             ]
         elif self._read_versions() == self._versions:
             return False
@@ -52,7 +55,7 @@ class WeightWatch:
 
     def _read_versions(self) -> list[tuple[int, int]]:
         versions = [(part.data_ptr(), part._version) for part in self._parts]
-        return versions + [(0, wrapper._version) for wrapper in self._wrappers] if self._wrappers else versions
+        return versions + [(id(getattr(one, name)), one._version) for one, name, _ in self._inner]
 
 
 def content_hashes(module: nn.Module) -> tuple[int, ...]:

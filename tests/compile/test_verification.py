@@ -340,6 +340,53 @@ def test_only_outputs_of_tensor_subclasses_are_compared(compiled):
     assert report_of(module).train.fallbacks == 0
 
 
+class ReturnsJagged(Wrapper):
+    def forward(self, x, lengths):
+        offsets = nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return torch.nested.nested_tensor_from_jagged(self.net(x).relu(), offsets)
+
+
+LENGTHS = torch.tensor([2, 2, 1])
+
+
+@pytest.mark.parametrize("phase", ["train", "infer"])
+def test_jagged_outputs_are_compared_by_values_and_offsets(compiled, phase):
+    module, x = compiled(ReturnsJagged(plain()), verify="raise"), inputs(5)
+    with torch.set_grad_enabled(phase == "train"):
+        output = module(x, LENGTHS)
+    torch.testing.assert_close(output.values(), module.net(x).relu())
+    assert output.offsets().tolist() == [0, 2, 4, 5]
+    assert verified(module, phase) == {"train": "outputs only 1", "infer": "equal 1"}[phase]
+
+
+@pytest.mark.parametrize("phase", ["train", "infer"])
+def test_jagged_inputs_are_compared(compiled, phase):
+    module = compiled(plain(), verify="raise")
+    x = torch.nested.nested_tensor_from_jagged(inputs(5), torch.tensor([0, 2, 5]))
+    with torch.set_grad_enabled(phase == "train"):
+        output = module(x)
+    torch.testing.assert_close(output.values(), module._call_impl(x).values())
+    assert verified(module, phase) == {"train": "outputs only 1", "infer": "equal 1"}[phase]
+
+
+class WrongOffsets(WrongForward):
+    def __call__(self, graph, is_inference):
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cumsum.default):
+            node.target = torch.ops.aten.cumprod.default
+
+
+@pytest.mark.parametrize("phase", ["train", "infer"])
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [(WrongForward, "output 0 has a relative error of"), (WrongOffsets, "output 0 has other offsets than in eager")],
+)
+def test_wrong_values_and_offsets_of_jagged_outputs_are_found(compiled, phase, wrong, reason):
+    module = compiled(ReturnsJagged(plain()), passes=[wrong(phase)], verify="eager")
+    with torch.set_grad_enabled(phase == "train"), pytest.warns(CompileWarning, match=reason):
+        output = module(inputs(5), LENGTHS)
+    assert output.offsets().tolist() == [0, 2, 4, 5]  # the result of the eager run
+
+
 class SumsOverProcesses(Wrapper):
     def forward(self, x):
         output = self.net(x)

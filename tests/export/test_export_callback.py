@@ -196,7 +196,9 @@ def weights() -> dict[str, torch.Tensor]:
     return Classifier(mlp()).state_dict()
 
 
-def resume(folder: Path, export_to: Path, change, *, best: int = 1) -> tuple[AOTInductorExport, Aging]:
+def resume(
+    folder: Path, export_to: Path, change, *, best: int = 1, max_epochs: int = 2
+) -> tuple[AOTInductorExport, Aging]:
     """Train one epoch, edit the callback state in the checkpoint with ``change``, and resume from the checkpoint."""
     checkpoint = checkpointing(folder)
     fit(checkpoint, make=Aging, max_epochs=1, enable_checkpointing=True)
@@ -206,7 +208,8 @@ def resume(folder: Path, export_to: Path, change, *, best: int = 1) -> tuple[AOT
     state["hyper_parameters"] = {}
     torch.save(state, folder / "resumed.ckpt")
     callback, module = AOTInductorExport(export_to), seeded(Aging)
-    settings = {"max_epochs": 2, "enable_checkpointing": True}
+    module.example_input_array = torch.zeros(4, FEATURES)  # because a run without a step has no batch
+    settings = {"max_epochs": max_epochs, "enable_checkpointing": True}
     trainer(callback, checkpointing(folder, best), **settings).fit(
         module, loader(), loader(2, seed=2), ckpt_path=folder / "resumed.ckpt"
     )
@@ -223,12 +226,18 @@ def among_best(path: Path):
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(("named", "best"), [(as_best, 1), (among_best, 2)])
-def test_a_planted_best_checkpoint_is_not_unpickled(named, best, tmp_path):
+@pytest.mark.parametrize(
+    ("named", "best", "max_epochs"),
+    [(as_best, 1, 2), (among_best, 2, 2), pytest.param(as_best, 1, 1, id="no training left")],
+)
+def test_a_planted_best_checkpoint_is_not_unpickled(named, best, max_epochs, tmp_path):
     planted, ran = tmp_path / "planted.ckpt", tmp_path / "ran"
     torch.save({"state_dict": weights(), "payload": Payload(ran)}, planted)
     with pytest.warns(CompileWarning, match=r"net\.pt2 gets the last weights: .*planted\.ckpt, which the resumed"):
-        callback, module = resume(tmp_path / "run", tmp_path / "net.pt2", named(planted), best=best)
+        callback, module = resume(
+            tmp_path / "run", tmp_path / "net.pt2", named(planted), best=best, max_epochs=max_epochs
+        )
+    assert len(module.losses) == 8 * (max_epochs - 1)
     assert not ran.exists()
     assert (callback.report.weights, callback.report.error) == ("last", None)
     assert_exports(callback, module)

@@ -181,3 +181,18 @@ def test_weights_of_a_tensor_subclass_are_frozen_and_follow_an_edit():
             module.linear.weight.mul_(factor)
             torch.testing.assert_close(backend.infer(x), module.linear(x).a)
     assert backend.report.infer.graphs == 2
+
+
+def test_frozen_weights_of_a_tensor_subclass_can_be_moved_and_swapped():
+    callback, module = frozen(None), Classifier(Subclass())
+    for _ in range(2):
+        predicted = torch.cat(trainer(callback).predict(module, loader(2)))  # at its end, Lightning calls module.cpu()
+        torch.testing.assert_close(predicted, predicted_eagerly(module), **FLOAT32)
+    assert (callback.report.infer.graphs, callback.report.infer.verified) == (1, "equal 1")
+    backend = InductorBackend(FREEZING, on_error="raise").build(module.net, x := torch.ones(4, FEATURES))
+    torch.testing.assert_close(backend.infer(x), module.net(x))
+    weight = module.net.linear.weight
+    other = nn.Parameter(TwoTensor(2 * weight.a, 2 * weight.b), requires_grad=False)
+    torch.utils.swap_tensors(weight, other)
+    with torch.no_grad():
+        torch.testing.assert_close(backend.infer(x), module.net._call_impl(x), **FLOAT32)

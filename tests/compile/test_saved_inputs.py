@@ -1,0 +1,120 @@
+"""Training graphs that read an input, such as a buffer, and change it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from compile_callbacks import report_of
+from tests.support.against_eager import FLOAT32
+from tests.support.models import FEATURES
+
+pytestmark = pytest.mark.all_versions
+
+
+class ReadsAndWrites(nn.Module):
+    """Multiplies by a buffer or a weight, and changes it before or after."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.scale = nn.Parameter(torch.ones(FEATURES))
+        self.register_buffer("decay", torch.ones(FEATURES))
+        self.register_buffer("last", torch.zeros(6, FEATURES))
+
+    def forward(self, x):
+        y = self.layer(x)
+        with torch.no_grad():
+            if self.change == "part of a buffer":
+                self.decay[:3].mul_(0.9)
+        z = (y * self.decay.clone() * self.scale.clone()).sin()
+        with torch.no_grad():
+            if self.change == "buffer":
+                self.decay.mul_(0.9)
+            elif self.change == "weight":
+                self.scale.mul_(0.9)
+            elif self.change == "result":
+                self.last.copy_(z)
+        return z.exp()
+
+
+def normed(normalize):
+    return nn.Sequential(normalize(nn.Linear(FEATURES, 16)), nn.ReLU(), normalize(nn.Linear(16, FEATURES)))
+
+
+MODULES = {
+    "spectral norm": lambda: normed(nn.utils.parametrizations.spectral_norm),
+    "spectral norm by hooks": lambda: normed(nn.utils.spectral_norm),
+    **{
+        change: lambda change=change: ReadsAndWrites(change)
+        for change in ("buffer", "part of a buffer", "weight", "result")
+    },
+}
+
+
+def results_of(module):
+    """Return copies of the gradients and the buffers."""
+    tensors = [*(parameter.grad for parameter in module.parameters()), *module.buffers()]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def train(module, calls, run=lambda module, x: module(x)):
+    """Return the gradients and the buffers of three steps."""
+    found = []
+    generator = torch.Generator().manual_seed(2)
+    device = next(module.parameters()).device
+    for _ in range(3):
+        module.zero_grad()
+        inputs = [torch.randn(6, FEATURES, generator=generator).to(device) for _ in range(calls)]
+        sum(run(module, x).square().mean() for x in inputs).backward()
+        found.append(results_of(module))
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("verify", ["warn", "off"])
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_are_right_if_a_graph_reads_and_changes_an_input(compiled, name, calls, verify, device):
+    eager = MODULES[name]().to(device)
+    modules = [copy.deepcopy(eager) for _ in range(2)]
+    expected = train(eager, calls)
+    for module in modules:  # the second one gets its code from torch's cache
+        torch._dynamo.reset()
+        torch.testing.assert_close(train(compiled(module, verify=verify), calls), expected, **FLOAT32)
+        report = report_of(module).train
+        assert (report.graphs >= 1, report.fallbacks) == (True, 0)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_are_right_within_an_activation_checkpoint(compiled, name):
+    eager = MODULES[name]()
+    module = copy.deepcopy(eager)
+
+    def run(target, x):
+        return checkpoint(target, x, use_reentrant=False)
+
+    torch.testing.assert_close(train(compiled(module), 2, run), train(eager, 2, run), **FLOAT32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_are_right_with_cuda_graphs_if_a_graph_reads_and_changes_an_input(compiled, name):
+    eager = MODULES[name]().cuda()
+    module = copy.deepcopy(eager)
+    expected = train(eager, 1)
+    compiled(module, train_mode="reduce-overhead")
+    found = []
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        module.zero_grad()
+        module(torch.randn(6, FEATURES, generator=generator).cuda()).square().mean().backward()
+        found.append(results_of(module))
+    torch.testing.assert_close(found, expected, **FLOAT32)
+    assert report_of(module).train.graphs >= 1
