@@ -242,4 +242,4 @@ def test_cuda_graphs_of_sharded_weights_are_refused_and_not_tried(mesh):
 def test_deepspeed_is_refused():
     strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
     with pytest.raises(MisconfigurationException, match="DeepSpeed"):
-        InductorCompile().setup(mock.Mock(strategy=strategy, world_size=1), Whole(), "fit")
+        InductorCompile().setup(mock.Mock(strategy=strategy, world_size=1, callbacks=[]), Whole(), "fit")
