@@ -55,14 +55,6 @@ def wrap_backward(node: Any, wrap: Callable[[Callable[..., Any]], Callable[..., 
     node._forward_cls.backward = staticmethod(wrap(node._forward_cls.backward))
 
 
-def incoming_gradients(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
-    """Return the gradients among the arguments of the backward pass of a compiled graph.
-
-    Workaround (torch<2.13): torch passes gradients as separate arguments. Later versions pass one list.
-    """
-    return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list) else arguments
-
-
 def with_eager_versions(compiled: Callable[..., Any], statistics: Collection[int]) -> Callable[..., Any]:
     """Wrap a compiled graph so that it does not raise the versions of running statistics, as eager batch norm.
 
@@ -121,25 +113,20 @@ graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_k
 """Returns whether the running backward pass keeps its graph (``retain_graph=True``)."""
 
 
-def mutated_inputs(node: Any) -> Sequence[int]:
-    """Return the positions of the inputs that the graph of a compiled node writes."""
-    return [i for i, info in enumerate(node._forward_cls.metadata.input_info) if info.mutates_data]
+def add_note_to_double_backward(gradients: Sequence[Any], note: str) -> None:
+    """Add a note to the error that torch raises if someone differentiates the gradients of a compiled graph."""
+    nodes: list[Any] = [value.grad_fn for value in gradients if isinstance(value, torch.Tensor)]
+    classes: set[Any] = {node._forward_cls for node in nodes if hasattr(node, "_forward_cls")}
+    for cls in classes:  # torch makes a class in each backward pass
 
+        def backward(*arguments: Any, raising: Callable[..., Any] = cls.backward) -> Any:
+            try:
+                return raising(*arguments)
+            except RuntimeError as error:
+                error.add_note(note)
+                raise
 
-def has_custom_backward(graph_module: torch.fx.GraphModule) -> bool:
-    """Return whether a graph has a higher-order operator, such as the operator of `torch.autograd.Function`.
-
-    Autograd may not know how such an operator computes its gradient. Activation checkpoints are an exception.
-    """
-    from torch._ops import HigherOrderOperator
-
-    targets = {
-        node.target
-        for part in graph_module.modules()
-        if isinstance(part, torch.fx.GraphModule)
-        for node in part.graph.nodes
-    } - {torch.ops.higher_order.tag_activation_checkpoint}
-    return any(isinstance(target, HigherOrderOperator) for target in targets)
+        cls.backward = staticmethod(backward)
 
 
 def is_captured_wrongly(graph_module: torch.fx.GraphModule) -> bool:

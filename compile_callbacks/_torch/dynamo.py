@@ -237,6 +237,16 @@ def without_odd_gradients() -> Iterator[None]:
         meta_utils.safe_grad = safe_grad
 
 
+def ends_at_gradient(graph_module: torch.fx.GraphModule) -> bool:
+    """Return whether a graph of Dynamo ends because the code calls `torch.autograd.grad`.
+
+    Workaround (torch<2.13): older versions compile the code before such a call as a graph, whose gradient cannot be
+    differentiated. Later versions compile none of it, or trace the call.
+    """
+    reason = getattr(getattr(graph_module, "compile_subgraph_reason", None), "reason", "")
+    return "`torch.autograd.grad`" in reason
+
+
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and its causes, including errors that Dynamo and Inductor have wrapped."""
     seen: set[int] = set()

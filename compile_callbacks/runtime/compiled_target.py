@@ -208,13 +208,12 @@ class CompiledTarget:
         return bool(self._uncompilable) and signature(args, kwargs) in self._uncompilable
 
     def _leave_eager(self) -> None:
-        """Leave a target eager if the eager steps differentiate its gradients, which some graphs do not support."""
+        """Leave a target eager if the eager steps differentiate its gradients, which compiled graphs do not support."""
         if self._fallback.settings.on_error == "eager":
             self._fallback.run_eagerly(
                 "CC303",
                 "the eager steps differentiate its gradients (create_graph=True), and torch cannot differentiate the "
-                "backward pass of a compiled graph. To compile it nevertheless, name it in targets and set "
-                "baseline_steps=0",
+                "backward pass of a compiled graph",
             )
 
     def _current_function(self) -> Callable[..., Any]:

@@ -16,14 +16,18 @@ from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.runtime.cudagraphs import with_cloned_outputs, with_warmup_repair
-from compile_callbacks.runtime.double_backward import with_repeated_backward
 from compile_callbacks.runtime.fallback import EagerFallback
+from compile_callbacks.runtime.repeated_backward import with_repeated_backward
 from compile_callbacks.runtime.target import AnyTarget, Target
 from compile_callbacks.runtime.verification import Verification
 
 _WRONG_FUNCTION = (
     "torch older than 2.13 computes wrong gradients if it captures a torch.autograd.Function whose forward changes a "
     "tensor in place"
+)
+
+_OWN_GRADIENT = (
+    "it calls torch.autograd.grad, and torch cannot differentiate the backward pass of the graph that ends there"
 )
 
 
@@ -68,6 +72,8 @@ class GraphBackend:
             return _torch.modes.restoring(_torch.graphs.eager_graph(graph_module).forward)
         if _torch.autograd.is_captured_wrongly(graph_module):
             self._fallback.leave_eager("CC307", _WRONG_FUNCTION)
+        if self._key.phase == "train" and _torch.dynamo.ends_at_gradient(graph_module):
+            self._fallback.leave_eager("CC303", _OWN_GRADIENT)
         device = _device_of(example_inputs)
         options = {**self._config.resolved_options(device), "freezing": self._key.frozen}
         uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
@@ -89,7 +95,7 @@ class GraphBackend:
             compiled, eager, options, has_collective=has_collective, uses_cudagraphs=uses_cudagraphs
         )
         if torch.is_grad_enabled() and not self._member.sharded:
-            compiled = with_repeated_backward(compiled, eager, self._key, self._fallback)
+            compiled = with_repeated_backward(compiled, self._key)
         if uses_cudagraphs:
             compiled = with_cloned_outputs(with_warmup_repair(compiled, device, self._key, self._fallback))
         return compiled

@@ -58,6 +58,8 @@ class ObservedShapes:
             self.changing_state.call_begins(module)
             result = call(*args, **kwargs)
             self.changing_state.call_ended(module)
+            if _torch.dynamo.is_transformed():
+                return result  # torch.func.grad enables grad mode in its backward pass, but needs no second one
             for _, output in inputs_of((result,), {}):
                 if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                     output.grad_fn.register_prehook(self._backward_begins)
@@ -98,6 +100,9 @@ class ObservedShapes:
             if key == CHANGING_STATE and isinstance(dimensions, list):
                 self.changing_state.names.update(name for name in dimensions if isinstance(name, str))
                 continue
+            if key == DIFFERENTIATED:
+                self.gradients_differentiated = True
+                continue
             rank = key.rpartition(":")[2] if isinstance(key, str) else ""
             count = 1 if rank == "int" else int(rank) if rank.isdecimal() and len(rank) < 3 else 0
             if isinstance(dimensions, list) and all(type(i) is int and 0 <= i < count for i in dimensions):
@@ -108,6 +113,9 @@ class ObservedShapes:
 
 CHANGING_STATE = "changing state"
 """The key of `ChangingState.names` in `ShapeRecords.state`. The keys of inputs contain a colon."""
+
+DIFFERENTIATED = "gradients are differentiated"
+"""The key of `ObservedShapes.gradients_differentiated` in `ShapeRecords.state`."""
 
 
 class ShapeRecords:
@@ -127,6 +135,8 @@ class ShapeRecords:
             state: dict[str, Any] = {**observed.varying()}
             if names := observed.changing_state.names:
                 state[CHANGING_STATE] = sorted(names)
+            if observed.gradients_differentiated:
+                state[DIFFERENTIATED] = True
             if state:
                 found.setdefault(phase, {})[target] = state
         return found

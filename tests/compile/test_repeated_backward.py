@@ -1,23 +1,20 @@
-"""Backward passes of compiled targets that keep their graph or are differentiated, compared with eager."""
+"""Backward passes that keep their graph, and gradients that are differentiated, compared with eager."""
 
 from __future__ import annotations
 
-import copy
 import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
-from compile_callbacks import CompileError, CompileWarning, InductorCompile, compile_phases, restore
+from compile_callbacks import CompileWarning, InductorCompile, compile_phases, restore
 from tests.support.models import Classifier, Wrapper, loader, mlp, seeded, trainer
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
-DIFFERENTIATED = r"gradients of target 'net' are differentiated in the (train|infer) phase \(create_graph=True\)"
-expected_warning = pytest.mark.filterwarnings("ignore:gradients of target .* are differentiated")
+LEFT_EAGER = r"target 'net' runs eagerly in the train phase, because the eager steps differentiate its gradients"
 
 
 def smooth() -> nn.Module:
@@ -76,11 +73,6 @@ def kept(net, x, y):
     return cross_entropy(out, y) * (1 + 0.1 * (first.norm() + second.norm()))
 
 
-def both(net, x, y):
-    """Passes that keep their graph, and gradients that are differentiated."""
-    return kept(net, x, y) + penalty(net, x, y)
-
-
 class Repeated(Classifier):
     """Trains with a loss that needs several backward passes, from a step on."""
 
@@ -112,35 +104,58 @@ def assert_same(ours, eager, tolerance=1e-8):
 
 
 @pytest.mark.all_versions
-@pytest.mark.parametrize("loss_of", [equation, meta])
-def test_gradients_of_a_compiled_target_can_be_differentiated(loss_of):
-    ours = compiled()
-    with pytest.warns(CompileWarning, match=DIFFERENTIATED) as caught:
-        found = run(loss_of, smooth, ours)
-    assert_same(found, run(loss_of, smooth))
-    assert len([warning for warning in caught if issubclass(warning.category, CompileWarning)]) == 1
-    assert (ours.report.train.graphs, ours.report.train.fallbacks) == (1, 0)
+@pytest.mark.parametrize(("make_net", "targets"), [(smooth, "net"), (Broken, "net"), (blocks, "net.*")])
+def test_graph_that_is_kept_gives_the_same_gradients_each_time_and_no_warning(make_net, targets):
+    ours = compiled(targets=[targets])
+    assert_same(run(kept, make_net, ours, first=2), run(kept, make_net, first=2))
+    assert ours.report.train.graphs >= 1
+    assert ours.report.train.fallbacks == 0
 
 
 @pytest.mark.all_versions
-def test_a_graph_that_is_kept_gives_the_same_gradients_each_time_and_no_warning():
-    ours = compiled()
-    assert_same(run(kept, smooth, ours), run(kept, smooth))
-    assert ours.report.train.graphs == 1
+@pytest.mark.parametrize("loss_of", [penalty, equation, meta])
+def test_target_whose_gradients_the_eager_steps_differentiate_stays_eager(loss_of):
+    ours = compiled(baseline_steps=2)
+    with pytest.warns(CompileWarning, match=LEFT_EAGER):
+        assert_same(run(loss_of, smooth, ours, steps=12), run(loss_of, smooth, steps=12))
+    assert (ours.report.train.graphs, ours.report.train.fallbacks) == (0, 1)
 
 
 @pytest.mark.all_versions
-@pytest.mark.parametrize(("make_net", "targets"), [(Broken, "net"), (blocks, "net.*")])
-@expected_warning
-def test_graph_breaks_and_several_targets_may_be_differentiated(make_net, targets):
-    assert_same(run(both, make_net, compiled(targets=[targets])), run(both, make_net))
+def test_resumed_run_knows_that_its_gradients_are_differentiated(tmp_path):
+    module = seeded(lambda: Repeated(penalty, smooth()))
+    first = trainer(compiled(baseline_steps=2))
+    with pytest.warns(CompileWarning, match=LEFT_EAGER):
+        first.fit(module, loader(12))
+    first.save_checkpoint(tmp_path / "run.ckpt")
+    ours = compiled(baseline_steps=2)
+    with pytest.warns(CompileWarning, match=LEFT_EAGER):
+        trainer(ours, max_epochs=2).fit(module, loader(12), ckpt_path=tmp_path / "run.ckpt")
+    assert ours.report.train.graphs == 0
 
 
 @pytest.mark.all_versions
-@expected_warning
-def test_a_gradient_penalty_may_begin_at_any_step():
-    ours = compiled()
-    assert_same(run(penalty, smooth, ours, first=110, steps=115), run(penalty, smooth, first=110, steps=115))
+@pytest.mark.parametrize("loss_of", [penalty, meta])
+def test_later_differentiation_of_gradients_raises_torchs_error_with_the_name_of_the_target(loss_of):
+    with pytest.raises(RuntimeError, match="does not currently support double backward") as raised:
+        run(loss_of, smooth, compiled(), first=3)
+    (note,) = [note for note in raised.value.__notes__ if "CC304" in note]
+    assert "the gradients of target 'net'" in note
+    assert "(train_mode='eager'), or compile other modules (targets=[...])" in note
+
+
+def per_sample(net, x, y):
+    """The loss of the compiled network, and gradients of single samples by `torch.func`, which trains nothing."""
+    weights = {name: weight.detach() for name, weight in net.named_parameters()}
+    gradients = torch.func.grad(lambda given: torch.func.functional_call(net, given, (x[:1],)).sum())(weights)
+    return cross_entropy(net(x), y) + 0 * sum(gradient.sum() for gradient in gradients.values())
+
+
+@pytest.mark.all_versions
+@pytest.mark.filterwarnings("ignore:target 'net' runs eagerly in the train phase when it is called under a transform")
+def test_gradients_of_torch_func_leave_other_calls_compiled():
+    ours = compiled(baseline_steps=2)
+    assert_same(run(per_sample, smooth, ours, steps=12), run(per_sample, smooth, steps=12))
     assert (ours.report.train.graphs, ours.report.train.fallbacks) == (1, 0)
 
 
@@ -153,44 +168,7 @@ class Two(nn.Module):
         return torch.tanh(self.first(x)) * torch.sin(self.second(y)) + y
 
 
-def gradients_of(net, call):
-    """Gradients of the weights, of a loss on the gradient of the net's inputs."""
-    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8).requires_grad_()
-    out, of = call(net, x)
-    gradients = torch.autograd.grad(out.square().sum(), of, create_graph=True)
-    sum(gradient.square().sum() for gradient in gradients).backward()
-    return [*(gradient.detach() for gradient in gradients), x.grad, *(weight.grad for weight in net.parameters())]
-
-
-def other_input(net, x):
-    return net(x, torch.tanh(2 * x)), [x]
-
-
-def hooked(net, x):
-    h = torch.tanh(x)
-    h.register_hook(lambda gradient: 2 * gradient)
-    h.retain_grad()
-    return net(h, x), [x]
-
-
-def checkpointed(net, x):
-    out = checkpoint(net, x, x.cos(), use_reentrant=False)
-    (first,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-    return out * first, [x]
-
-
-@pytest.mark.all_versions
-@pytest.mark.parametrize("call", [other_input, hooked, checkpointed])
-@expected_warning
-def test_the_computation_of_the_inputs_counts_once(call):
-    eager = torch.manual_seed(0) and Two().double()
-    ours = copy.deepcopy(eager)
-    compile_phases(ours, verify="off")
-    assert_same(gradients_of(ours, call), gradients_of(eager, call))
-    restore(ours)
-
-
-def test_a_backward_pass_frees_the_inputs_of_its_call():
+def test_backward_pass_frees_the_inputs_of_its_call():
     net = Two()
     compile_phases(net, verify="off")
     x = torch.randn(4, 8, requires_grad=True)
@@ -199,75 +177,8 @@ def test_a_backward_pass_frees_the_inputs_of_its_call():
     del shifted
     out.sum().backward()
     assert reference() is None
-    with pytest.warns(CompileWarning), pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        torch.autograd.grad(out.sum(), x, create_graph=True)
-    restore(net)
-
-
-def bias_changed(net, x):
-    out = net(x, x)
-    net.second.bias.data.add_(0)
-    with torch.no_grad():
-        net.second.bias.add_(1)
-    return out, [x]
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * ctx.saved_tensors[0] * gradient
-
-
-class CustomFunction(Two):
-    def forward(self, x, y):
-        return super().forward(Square.apply(torch.tanh(x)), y)
-
-
-class Dropout(Two):
-    def forward(self, x, y):
-        return super().forward(x, nn.functional.dropout(y))
-
-
-class AddsABuffer(Two):
-    """Both the change of the buffer and its use are `add_`."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("u", torch.ones(8))
-
-    def forward(self, x, y):
-        self.u.add_(0.5)
-        return super().forward(x, y * 1).add_(self.u).square()
-
-
-@pytest.mark.parametrize(
-    ("make_net", "call", "reason"),
-    [
-        (Two, bias_changed, "an input, a weight or a buffer was changed after the call"),
-        (CustomFunction, other_input, "its graph contains a torch.autograd.Function"),
-        (Dropout, other_input, "draws random numbers"),
-        (AddsABuffer, other_input, "its graph reads and changes an input, such as a buffer"),
-    ],
-)
-def test_a_second_computation_with_other_results_is_refused(make_net, call, reason):
-    net = make_net().double()
-    compile_phases(net, verify="off")
-    states = []
-
-    def forward(net, x):
-        out = call(net, x)
-        states.append(torch.get_rng_state())
-        return out
-
-    with pytest.warns(CompileWarning, match="differentiated"), pytest.raises(CompileError, match=reason) as raised:
-        gradients_of(net, forward)
-    assert "leave the target out of targets, or train eagerly (train_mode='eager')" in str(raised.value)
-    assert torch.equal(torch.get_rng_state(), states[0])  # also if the second computation drew random numbers
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), x, retain_graph=True)
     restore(net)
 
 
@@ -279,10 +190,8 @@ on_gpu = {"accelerator": "cuda", "precision": "32-true", "steps": 12}
 @pytest.mark.all_versions
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("loss_of", [penalty, equation, meta, kept])
 @pytest.mark.parametrize("make_net", [smooth, mlp, Broken])
-@expected_warning
-def test_on_a_gpu(make_net, loss_of, mode):
+def test_graph_that_is_kept_on_a_gpu(make_net, mode):
     ours = compiled(train_mode=mode)
-    assert_same(run(loss_of, make_net, ours, **on_gpu), run(loss_of, make_net, **on_gpu), tolerance=5e-3)
+    assert_same(run(kept, make_net, ours, **on_gpu), run(kept, make_net, **on_gpu), tolerance=5e-3)
     assert ours.report.train.fallbacks == 0

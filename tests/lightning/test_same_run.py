@@ -179,15 +179,15 @@ class Force(nn.Module):
         return energy + force[:, :CLASSES]
 
 
-@pytest.mark.filterwarnings("ignore:gradients of target 'net' are differentiated:compile_callbacks.CompileWarning")
 @pytest.mark.filterwarnings("ignore:target 'net' runs eagerly:compile_callbacks.CompileWarning")
 @pytest.mark.filterwarnings("ignore:compiled train steps are slower:compile_callbacks.CompileWarning")
 def test_a_module_that_computes_gradients_in_its_forward_is_not_traced_in_each_step():
-    """Torch 2.15 compiles no graph of it; torch 2.11 compiles the graphs around the gradient."""
+    """The target stays eager: torch 2.15 compiles no graph of it, and torch 2.11 could not differentiate the graph."""
     _, train = assert_trains_as_eager(lambda: Classifier(Force()))
     traced = [kind for kind in train.diagnostics.series if kind["kind"] == "compiling"]
     assert sum(len(kind["steps"]) for kind in traced) <= 5
-    assert train.graphs > 0 or train.fallbacks == 1
+    assert train.graphs <= 1  # torch 2.11 compiles what stands before ``requires_grad_``
+    assert train.fallbacks == 1
 
 
 class Recurrent(Classifier):
