@@ -75,6 +75,18 @@ def unregister(start: Callable[[Any], None], end: Callable[[Any], None]) -> None
             callbacks.remove(function)
 
 
+@contextlib.contextmanager
+def started_compiles() -> Iterator[list[Any]]:
+    """Yield a list that grows by one entry for each compile that starts in the ``with`` block."""
+    started: list[Any] = []
+    listener = started.append
+    callback_handler.register_start_callback(listener)
+    try:
+        yield started
+    finally:
+        unregister(listener, listener)
+
+
 class GraphBreak(NamedTuple):
     """The reason why Dynamo ended a graph, and the line of the user's code."""
 

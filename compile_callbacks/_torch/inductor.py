@@ -136,6 +136,13 @@ def draws_as_eager(options: Mapping[str, Any]) -> bool:
     return bool(options.get("fallback_random", config.fallback_random))
 
 
+def eager_random_numbers() -> Any:
+    """Return a context manager in which each compile draws the random numbers of eager code."""
+    from torch._inductor import config
+
+    return config.patch(fallback_random=True)
+
+
 @contextlib.contextmanager
 def bundled_cache(tag: str) -> Iterator[None]:
     """Within the ``with`` block, AOTAutograd's cache stores compiled graphs instead of keys of Inductor's cache.

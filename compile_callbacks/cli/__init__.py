@@ -13,6 +13,7 @@ _COMMANDS = {
     "modes": "list modes and templates, and whether they work here",
     "bench": "measure modes side by side on a module",
     "report": "print the reports of earlier runs",
+    "check": "compare the report of a run with a contract, for continuous integration",
     "explain": "explain a warning or an error by its code",
 }
 """The subcommands. Each is a module of this package with ``add_arguments(parser)`` and ``run(args)``, which returns the
