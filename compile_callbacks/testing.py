@@ -88,7 +88,9 @@ def assert_same_training(
         if key in errors and errors[key] > _NOISE_FACTOR * noise[key[1]]:
             step, name = key
             values = ours.values.get(key, "absent"), eager.values.get(key, "absent")
-            values_text = "" if isinstance(values[1], torch.Tensor) else f" ({values[0]!r:.80}, eager {values[1]!r:.80})"
+            values_text = (
+                "" if isinstance(values[1], torch.Tensor) else f" ({values[0]!r:.80}, eager {values[1]!r:.80})"
+            )
             raise AssertionError(
                 f"different: in step {step} {name}{values_text} has a relative error of {errors[key]:.2g}; allowed are "
                 f"{_limit(key, limit):.2g}, and noise in the last bit moves eager by {noise[name]:.2g}"

@@ -30,8 +30,9 @@ def run(args: argparse.Namespace) -> int:
     path = args.report / "compile_report.json" if args.report.is_dir() else args.report
     try:
         if args.write:
-            contract = make_contract(read_record(path))
+            contract, left_out = make_contract(read_record(path))
             args.against.write_text(json.dumps(contract, indent=2) + "\n")
+            sys.stderr.writelines(f"compile-callbacks check: left out {line}\n" for line in left_out)
             return 0
         contract = read_contract(args.against)
         record = read_record(path, contract.get("call"))

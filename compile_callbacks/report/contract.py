@@ -6,10 +6,10 @@ Imports neither torch nor other files of this folder, so that ``compile-callback
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import quantiles
 from typing import Any, NamedTuple
 
 from compile_callbacks._utils.messages import unknown
@@ -32,7 +32,7 @@ _PHASE_FIELDS: dict[str, Any] = {"targets": list, "graphs": int, "graph_breaks":
 _PHASE_FIELDS |= dict.fromkeys(_EVENTS, int) | dict.fromkeys(_MEASURED, _NUMBER)
 _FIELDS: dict[str, Any] = {"version": int, "call": str, "torch": str, "margin": _NUMBER} | dict.fromkeys(PHASES, dict)
 _MIN_SAMPLES = 5
-_NOTCH = 1.57  # of an interval around a median, in units of IQR / sqrt(n) (McGill, Tukey and Larsen, 1978)
+_WARMUP_STEPS = 2  # of each kind of step, which the medians leave out too
 
 
 class ContractError(ValueError):
@@ -53,13 +53,8 @@ class Breach(NamedTuple):
         return f"{self.phase}.{self.figure}: {value}, allowed {allowed}: {self.reason}"
 
 
-class _Figure(NamedTuple):
-    """A figure of a phase. A measured figure has an interval."""
-
-    value: float
-    reason: str
-    low: float
-    high: float
+_Figure = tuple[float, str, float, float]
+"""A value, its reason, and the ends of its interval."""
 
 
 def read_record(path: Path, call: str | None = None) -> dict[str, Any]:
@@ -105,19 +100,24 @@ def _checked(path: Path, prefix: str, data: Any, types: Mapping[str, Any]) -> di
     return data
 
 
-def make_contract(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contract that allows what a record contains, for each compiled phase."""
+def make_contract(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the contract that allows what a record contains, for each compiled phase, and what it leaves out."""
     contract = {"version": VERSION, "call": record["call"], "torch": record["environment"]["torch"], "margin": MARGIN}
+    left_out = []
     for phase in PHASES:
         data = record["report"][phase]
-        if targets := sorted(_compiled_targets(data)):
-            contract[phase] = {"targets": targets, "graph_breaks": {}}
-            for name, figure in _figures(data).items():
-                figure_name, _, kind = name.partition(": ")
-                (contract[phase]["graph_breaks"] if kind else contract[phase])[kind or figure_name] = (
-                    float(f"{figure.value:.4g}") if name in _MEASURED else figure.value
-                )
-    return contract
+        if not (targets := sorted(_compiled_targets(data))):
+            continue
+        contract[phase] = allowed = {"targets": targets, "graph_breaks": {}}
+        for name, (value, reason, low, _) in _figures(data).items():
+            figure_name, _, kind = name.partition(": ")
+            if name == "speedup" and low * (1 + MARGIN) < value:
+                left_out.append(f"{phase}.speedup, because step times vary by more than the margin ({reason})")
+            elif kind:
+                allowed["graph_breaks"][kind] = value
+            else:
+                allowed[figure_name] = float(f"{value:.4g}") if name in _MEASURED else value
+    return contract, left_out
 
 
 def compare(record: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[list[Breach], list[str]]:
@@ -128,22 +128,22 @@ def compare(record: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[lis
         data, allowed = record["report"].get(phase), contract.get(phase)
         if allowed is None:
             continue
-        if not data or (data["compile_seconds"], data["verdict"]) == (None, None) and data["mode"] not in _UNCOMPILED:
+        if not data or ((data["compile_seconds"], data["verdict"]) == (None, None) and data["mode"] not in _UNCOMPILED):
             missing.append(f"the report has no {phase} phase, or no step of it that could run compiled")
             continue
         figures, compiled = _figures(data), _compiled_targets(data)
         for target in allowed.get("targets", ()):
             if target not in compiled:
                 breaches.append(Breach(phase, "targets", f"{target} not compiled", "none", _why_not(data, target)))
-        for name, figure in figures.items():
+        for name, (value, reason, low, high) in figures.items():
             figure_name, _, kind = name.partition(": ")
             if figure_name not in allowed:
                 continue
             limit = allowed[figure_name].get(kind, 0) if kind else allowed[figure_name]
             margin = 1 + contract["margin"] if name in _MEASURED else 1
             bound = limit / margin if name == "speedup" else limit * margin
-            if figure.high < bound if name == "speedup" else figure.low > bound:
-                breaches.append(Breach(phase, name, figure.value, bound, figure.reason))
+            if high < bound if name == "speedup" else low > bound:
+                breaches.append(Breach(phase, name, value, bound, reason))
         absent = [name for name in _MEASURED if name in allowed and name not in figures and compiled]
         missing += [f"the report has no figure for {phase}.{name}: {_WHY_ABSENT[name]}" for name in absent]
     return breaches, missing
@@ -159,7 +159,7 @@ def _figures(data: Any) -> dict[str, _Figure]:
     found: dict[str, _Figure] = {}
 
     def add(name: str, value: float, reason: str, low: float | None = None, high: float | None = None) -> None:
-        found[name] = _Figure(value, reason, value if low is None else low, value if high is None else high)
+        found[name] = value, reason, value if low is None else low, value if high is None else high
 
     compiled, details = _compiled_targets(data), data["diagnostics"]
     add("graphs", compiled.total(), ", ".join(f"{target} {count}" for target, count in compiled.items()))
@@ -175,35 +175,44 @@ def _figures(data: Any) -> dict[str, _Figure]:
     for name, why in (("peak_memory_mib", "a compiled step"), ("peak_memory_at_most_mib", "the process")):
         if details[name] is not None:
             add("peak_memory_mib", details[name], f"the highest peak of {why}")
+    steps = {kind: _step_ms(data, kind) for kind in ("eager", "compiled")}
     if (seconds := data["compile_seconds"]) is not None:
         compiles = sorted(_events(data, "kind", "compile"), key=lambda event: -event.get("seconds", 0))
         longest = ", ".join(f"{event['target']} {event.get('seconds', 0):.1f} s" for event in compiles[:3])
-        add("compile_seconds", seconds, longest, low=seconds / 2)  # other work on the machine can double it
-    eager, compiled_ms = (_step_ms(data, side) for side in ("eager", "compiled"))
-    if eager and compiled_ms:
-        slowing = _events(data, "kind", "cudagraph_skip") + _events(data, "kind", "fallback")
-        reason = f"eager {eager[1]:.4g} ms, compiled {compiled_ms[1]:.4g} ms" + (slowing and f"; {_reasons(slowing)}" or "")
-        high = eager[2] / compiled_ms[0] if compiled_ms[0] > 0 else math.inf
-        add("speedup", eager[1] / compiled_ms[1], reason, eager[0] / compiled_ms[2], high)
+        # A single measurement. Other work on the machine can double it, or make it longer by as much as it did steps.
+        stretched = max(2.0, *(high / low for low, high in filter(None, steps.values())))
+        add("compile_seconds", seconds, longest, low=seconds / stretched)
+    if (eager := steps["eager"]) and (ours := steps["compiled"]):
+        medians = data["eager_step_ms"], data["compiled_step_ms"]
+        slowing = _reasons(_events(data, "kind", "cudagraph_skip") + _events(data, "kind", "fallback"))
+        reason = "eager {:.4g} ms, compiled {:.4g} ms".format(*medians) + (f"; {slowing}" if slowing else "")
+        add("speedup", medians[0] / medians[1], reason, eager[0] / ours[1], eager[1] / ours[0])
     return found
 
 
-def _step_ms(data: Any, side: str) -> tuple[float, float, float] | None:
-    """Return the median step time between the ends of its interval, or ``None`` if there are too few samples."""
-    details, median = data["diagnostics"], data[f"{side}_step_ms"]
-    spread, samples = details[f"{side}_spread_ms"], details[f"{side}_samples"] or 0
-    if median is None or spread is None or samples < _MIN_SAMPLES:
+def _step_ms(data: Any, kind: str) -> tuple[float, float] | None:
+    """Return the 10th and the 90th percentile of step times, or ``None`` if there are too few.
+
+    An interval of the median would be too short: other programs slow down many steps in a row.
+    """
+    series = [series for series in _of_chosen(data, data["diagnostics"]["series"]) if series["kind"] == kind]
+    times = [ms for found in series for ms in found["ms"][_WARMUP_STEPS:]]
+    if len(times) < _MIN_SAMPLES or data[f"{kind}_step_ms"] is None:
         return None
-    half = spread * max(0.5, _NOTCH / math.sqrt(samples))
-    return median - half, median, median + half
+    deciles = quantiles(times, n=10, method="inclusive")
+    return deciles[0], deciles[8]
 
 
 def _events(data: Any, attribute: str, value: str) -> list[dict[str, Any]]:
-    """Return events of a phase. With a `Tune`, only those of the chosen candidate."""
-    details = data["diagnostics"]
-    chosen = [trial["candidate"] for trial in details["trials"] if trial["verdict"] == "chosen"]
-    events = [event for event in details["events"] if event.get(attribute) == value]
-    return [event for event in events if not chosen or event.get("candidate") in (None, *chosen)]
+    """Return events of a phase in order."""
+    events = _of_chosen(data, data["diagnostics"]["events"])
+    return [event for event in events if event.get(attribute) == value]
+
+
+def _of_chosen(data: Any, entries: Sequence[Any]) -> list[Any]:
+    """Return the entries of the candidate that a `Tune` chose, or all without a `Tune`."""
+    chosen = [trial["candidate"] for trial in data["diagnostics"]["trials"] if trial["verdict"] == "chosen"]
+    return [entry for entry in entries if not chosen or entry.get("candidate") in (None, *chosen)]
 
 
 def _compiled_targets(data: Any) -> Counter[str]:

@@ -95,6 +95,7 @@ _TITLES = {
     "pass_skipped": "Graph passes skipped",
     "fold": "Weights not folded",
     "template": "Templates that fell back",
+    "cache": "Not loaded from torch's cache",
     "separate_blocks": "Repeated blocks compiled separately",
     "differs": "Differs from eager",
     "not compared": "Not compared with eager",
