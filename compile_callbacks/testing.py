@@ -8,7 +8,7 @@ import math
 import pickle
 import random
 import tempfile
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -25,8 +25,10 @@ from compile_callbacks.callbacks.inductor_compile import InductorCompile
 
 _GRADIENT_TOLERANCE = 1 / 64  # because one value that crosses zero before a ReLU changes many digits
 _NOISE_FACTOR = 10
-_TINY = 1e-7  # the size of an element, next to which a difference is relative to this size
+_TINY = 1e-7  # the error of a smaller element is relative to this
 _OF_LIGHTNING = frozenset(vars(LightningModule()))
+_OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+_DTYPES = (("bf16", torch.bfloat16), ("16", torch.float16), ("", torch.float32))
 
 _Values = dict[tuple[int, str], Any]  # by step and name
 
@@ -44,32 +46,30 @@ def assert_same_training(
     """Train a module without a callback and with it, from the same seeds, and compare the two runs after each step.
 
     The function compares losses, validation outputs, gradients, weights, buffers, optimizer state, logged metrics, the
-    order of Lightning's hooks, Python attributes of the modules (numbers, strings, collections of them, random
-    generators) and the global random generators. It keeps a copy of all of them for each step in CPU memory.
+    order of Lightning's hooks, Python attributes of the modules (numbers, strings, collections of them and
+    ``random.Random``) and the global random generators. It keeps the values of each step in CPU memory. Compiled code
+    draws eager's random numbers (``fallback_random``).
 
-    If a value differs by more than the tolerance, the function trains a third time, without the callback and with noise
-    in the last bit of each weight. A difference of the size of the noise's effect counts as rounding. If the noise
-    moves losses, outputs or metrics by more than the tolerance, the result is ``"cannot tell"``.
+    If a value differs by more than the tolerance, the function trains once more without the callback, with noise in the
+    last bit of each weight. A difference of the size of this noise's effect is rounding. The result is
+    ``"cannot tell"`` if the noise moves losses, outputs or metrics by more than the tolerance.
 
     Args:
-        make_module: Makes the LightningModule. The function calls it once for each run.
+        make_module: Makes the LightningModule, once for each run.
         make_dataloader: Makes the training data, or a LightningDataModule, whose validation then runs too.
         steps: Number of optimizer steps.
         callback: The callback to check. ``None`` is ``InductorCompile(baseline_steps=0)``, which compiles all steps. A
-            callback of yours runs with its own settings. Only with a baseline does `InductorCompile` detect Python's
-            random numbers that a graph would freeze, so give ``InductorCompile(baseline_steps=3)`` for such code.
-        trainer_kwargs: Arguments of the Trainer, for one process. Each run gets a copy of the callbacks.
-        tolerance: The relative difference of two norms that counts as equal. By default 1e-3, or four times the machine
-            epsilon of the Trainer's precision. At least 1/64 for gradients and optimizer state.
+            callback of yours runs with its own settings. `InductorCompile` needs a baseline to notice that a graph
+            would freeze Python's random numbers, so check such code with ``InductorCompile(baseline_steps=3)``.
+        trainer_kwargs: Arguments of the Trainer, for a single process. Each run gets a copy of the callbacks.
+        tolerance: The norm of a difference, relative to the norm of the eager value, that counts as equal. By default
+            1e-3, or four times the machine epsilon of the Trainer's precision. At least 1/64 for gradients and
+            optimizer state.
         allow_cannot_tell: Whether to return ``"cannot tell"`` instead of raising.
-
-    Returns:
-        ``"same"``, or ``"cannot tell"`` if you allow it.
 
     Raises:
         AssertionError: If the runs differ, with the first step, the value and the relative error; if the function
-            cannot tell; or if torch compiled nothing. In all runs, compiled code draws eager's random numbers
-            (``fallback_random``).
+            cannot tell; or if torch compiled nothing.
     """
     arguments = make_module, make_dataloader, {"max_steps": steps, **(trainer_kwargs or {})}
     eager = _Run().train(*arguments)
@@ -77,65 +77,64 @@ def assert_same_training(
     with _torch.inductor.eager_random_numbers(), _torch.events.started_compiles() as started:
         ours = _Run().train(*arguments, callback or InductorCompile(baseline_steps=0))
     assert started, "torch compiled nothing, so the runs do not show whether compiled training is eager training"
-    limit = tolerance if tolerance is not None else max(1e-3, 4 * eager.epsilon)
-    errors = {key: error for key, error in _errors(ours.values, eager.values).items() if error > _limit(key, limit)}
+    limit = max(1e-3, 4 * eager.epsilon) if tolerance is None else tolerance
+    limits = defaultdict(
+        lambda: limit, gradient=max(limit, _GRADIENT_TOLERANCE), optimizer=max(limit, _GRADIENT_TOLERANCE)
+    )
+    keys = sorted(eager.values | ours.values, key=lambda key: key[0])
+    errors = {key: _error(ours.values.get(key), eager.values.get(key)) for key in keys}
+    errors = {key: error for key, error in errors.items() if error > limits[key[1].partition(" ")[0]]}
     if not errors:
         return "same"
     noisy = _Run(noise=True).train(*arguments)
-    noise: dict[str, float] = {}
-    for key, moved in _errors(noisy.values, eager.values).items():
-        noise[key[1]] = max(noise.get(key[1], 0.0), moved)
-        if key in errors and errors[key] > _NOISE_FACTOR * noise[key[1]]:
-            step, name = key
-            values = ours.values.get(key, "absent"), eager.values.get(key, "absent")
-            values_text = (
-                "" if isinstance(values[1], torch.Tensor) else f" ({values[0]!r:.80}, eager {values[1]!r:.80})"
-            )
-            raise AssertionError(
-                f"different: in step {step} {name}{values_text} has a relative error of {errors[key]:.2g}; allowed are "
-                f"{_limit(key, limit):.2g}, and noise in the last bit moves eager by {noise[name]:.2g}"
-            )
-    unclear = [key for key in errors if key[1].startswith(("loss", "output", "metric"))]
-    if not unclear:
-        return "same"
-    if allow_cannot_tell:
-        return "cannot tell"
+    noise: dict[str, float] = defaultdict(float)
+    differing: list[tuple[int, str]] = []
+    for step, name in keys:
+        noise[name] = max(noise[name], _error(noisy.values.get((step, name)), eager.values.get((step, name))))
+        known = noise[name] <= limit and _NOISE_FACTOR * noise[name] < errors.get((step, name), 0)
+        if known and (not differing or step == differing[0][0]):
+            differing.append((step, name))
+    if differing:
+        (step, name), *others = sorted(differing, key=lambda key: -errors[key])
+        raise AssertionError(
+            f"different: in step {step}, {name} has a relative error of {errors[step, name]:.2g}: "
+            f"{_shown(ours.values, step, name)}, eager {_shown(eager.values, step, name)}"
+            + f"; also different: {', '.join(other for _, other in others[:3])}"
+            * bool(others)
+        )
+    unclear = [(step, name) for step, name in errors if name.startswith(("loss", "output", "metric"))]
+    if not unclear or allow_cannot_tell:
+        return "cannot tell" if unclear else "same"
     step, name = unclear[0]
     raise AssertionError(
-        f"cannot tell: from step {step} on, noise in the last bit moves {name} of eager training by {noise[name]:.2g}"
+        f"cannot tell: in step {step}, {name} has a relative error of {errors[step, name]:.2g}, and noise in the last "
+        f"bit moves eager by {noise[name]:.2g}"
     )
 
 
-def _limit(key: tuple[int, str], tolerance: float) -> float:
-    return max(tolerance, _GRADIENT_TOLERANCE) if key[1].startswith(("gradient", "optimizer")) else tolerance
-
-
-def _errors(run: _Values, eager: _Values) -> dict[tuple[int, str], float]:
-    """Return the relative error of each value, in the order of the steps."""
-    keys = sorted(eager | run, key=lambda key: key[0])
-    return {key: _error(run.get(key, _ABSENT), eager.get(key, _ABSENT)) for key in keys}
-
-
-_ABSENT = "absent"
+def _shown(values: _Values, step: int, name: str) -> str:
+    value = values.get((step, name), "nothing")
+    return f"a norm of {float(value.double().norm()):.6g}" if isinstance(value, torch.Tensor) else f"{value!r:.80}"
 
 
 def _error(value: Any, eager: Any) -> float:
+    """Return the relative error of a value, which is infinite for a plain value that differs."""
     if isinstance(value, float) and isinstance(eager, float):
-        value, eager = torch.tensor(value), torch.tensor(eager)
+        value, eager = (torch.tensor(number, dtype=torch.float64) for number in (value, eager))
     if not (isinstance(value, torch.Tensor) and isinstance(eager, torch.Tensor)):
         return 0.0 if type(value) is type(eager) and value == eager else math.inf
     if (value.shape, value.dtype) != (eager.shape, eager.dtype):
         return math.inf
-    if not eager.is_floating_point() and not eager.is_complex():
-        return 0.0 if torch.equal(value, eager) else math.inf
-    difference = torch.where((value == eager) | (value.isnan() & eager.isnan()), 0, value - eager)
-    size = eager.nan_to_num().double().norm() + _TINY * math.sqrt(eager.numel())
-    error = float(difference.double().norm() / size)
+    equal = (value == eager) | ((value != value) & (eager != eager))  # or NaN
+    if not (eager.is_floating_point() or eager.is_complex()):
+        return 0.0 if equal.all() else math.inf
+    difference = torch.where(equal, 0, value - eager).double().norm()
+    error = float(difference / (eager.nan_to_num().double().norm() + _TINY * math.sqrt(eager.numel())))
     return math.inf if math.isnan(error) else error
 
 
 class _Run(Callback):
-    """Trains once, and keeps the values of each step."""
+    """Trains once, and keeps the values of each step by their names."""
 
     def __init__(self, *, noise: bool = False) -> None:
         self.values: _Values = {}
@@ -152,26 +151,22 @@ class _Run(Callback):
         *callbacks: Callback,
     ) -> _Run:
         with isolate_rng(), tempfile.TemporaryDirectory() as folder:
-            seed_all(0)
+            _seed(0)
             module, data = make_module(), make_dataloader()
             users = copy.deepcopy(kwargs.get("callbacks")) or []
+            ignored = tuple(f"[Callback]{callback.state_key}." for callback in callbacks)
             settings = {
-                "logger": False,
-                "enable_checkpointing": False,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
+                **dict.fromkeys(_OFF, False),
                 "default_root_dir": folder,
                 **kwargs,
                 "callbacks": [*(users if isinstance(users, list) else [users]), *callbacks, self],
-                "profiler": _HookOrder(self._hooks, tuple(f"[Callback]{c.state_key}." for c in callbacks)),
+                "profiler": _HookOrder(self._hooks, ignored),
             }
             trainer = Trainer(**settings)
-            precision = str(trainer.precision)
-            dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
-            self.epsilon = torch.finfo(dtype).eps
-            seed_all(1)
+            self.epsilon = next((torch.finfo(dtype).eps for name, dtype in _DTYPES if name in str(trainer.precision)))
+            _seed(1)
             trainer.fit(module, data)
-            self._keep_state(trainer, module)
+            self._keep_state(trainer, module)  # as the run left it
         return self
 
     @override
@@ -199,7 +194,7 @@ class _Run(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        self._keep(f"output of validation batch {batch_idx} {args or ''}".rstrip(), outputs)
+        self._keep(f"output of validation batch {batch_idx} {args}", outputs)
 
     def _keep(self, name: str, value: Any) -> None:
         self.values |= {(self._step, name): leaf for name, leaf in _leaves(name.replace("_orig_mod.", ""), value)}
@@ -214,19 +209,18 @@ class _Run(Callback):
             if "_orig_mod" not in part._modules:  # an attribute of `torch.compile(module)`
                 own = {name: value for name, value in vars(part).items() if name not in _OF_LIGHTNING}
                 self._keep(f"attribute of {path or 'the module'}", own)
-        states = {"random": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state().numpy()}
+        states = {"random": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state().tolist()}
         if torch.cuda.is_initialized():
-            states["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
+            states["cuda"] = [state.tolist() for state in torch.cuda.get_rng_state_all()]
         for name, state in states.items():
             self._keep(f"random generator {name}", hashlib.sha256(pickle.dumps(state)).hexdigest())
         self._keep("hook", self._hooks)
         self._hooks.clear()
 
 
-def seed_all(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+def _seed(seed: int) -> None:
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -161,7 +161,7 @@ def guard_misses() -> int:
 
 
 def why_not_cached(guard_misses_before: int) -> str | None:
-    """Return why torch did not load the graph of the running backend from its cache, or ``None`` if torch has no reason.
+    """Return torch's reason for not loading the graph of the running backend from its cache, or ``None``.
 
     torch's compilation metrics only contain the numbers of hits and misses. The reason of a bypass is in the data of
     the running event ``"backend_compile"``, which torch deletes when the backend returns.

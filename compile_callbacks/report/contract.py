@@ -102,13 +102,15 @@ def _checked(path: Path, prefix: str, data: Any, types: Mapping[str, Any]) -> di
 
 def make_contract(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the contract that allows what a record contains, for each compiled phase, and what it leaves out."""
-    contract = {"version": VERSION, "call": record["call"], "torch": record["environment"]["torch"], "margin": MARGIN}
+    contract: dict[str, Any] = {"version": VERSION, "call": record["call"], "margin": MARGIN}
+    contract["torch"] = record["environment"]["torch"]
     left_out = []
     for phase in PHASES:
         data = record["report"][phase]
         if not (targets := sorted(_compiled_targets(data))):
             continue
-        contract[phase] = allowed = {"targets": targets, "graph_breaks": {}}
+        allowed: dict[str, Any] = {"targets": targets, "graph_breaks": {}}
+        contract[phase] = allowed
         for name, (value, reason, low, _) in _figures(data).items():
             figure_name, _, kind = name.partition(": ")
             if name == "speedup" and low * (1 + MARGIN) < value:
@@ -132,9 +134,8 @@ def compare(record: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[lis
             missing.append(f"the report has no {phase} phase, or no step of it that could run compiled")
             continue
         figures, compiled = _figures(data), _compiled_targets(data)
-        for target in allowed.get("targets", ()):
-            if target not in compiled:
-                breaches.append(Breach(phase, "targets", f"{target} not compiled", "none", _why_not(data, target)))
+        lost = [target for target in allowed.get("targets", ()) if target not in compiled]
+        breaches += [Breach(phase, "targets", f"{name} not compiled", "none", _why_not(data, name)) for name in lost]
         for name, (value, reason, low, high) in figures.items():
             figure_name, _, kind = name.partition(": ")
             if figure_name not in allowed:
