@@ -30,6 +30,7 @@ _OF_LIGHTNING = frozenset(vars(LightningModule()))
 _OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 _DTYPES = (("bf16", torch.bfloat16), ("16", torch.float16), ("", torch.float32))
 
+_Maker = Callable[[], Any]
 _Values = dict[tuple[int, str], Any]  # by step and name
 
 
@@ -71,19 +72,18 @@ def assert_same_training(
         AssertionError: If the runs differ, with the first step, the value and the relative error; if the function
             cannot tell; or if torch compiled nothing.
     """
-    arguments = make_module, make_dataloader, {"max_steps": steps, **(trainer_kwargs or {})}
+    arguments = (make_module, make_dataloader), {"max_steps": steps, **(trainer_kwargs or {})}
     eager = _Run().train(*arguments)
     torch.compiler.reset()  # torch counts recompiles for each function, also those of other tests
     with _torch.inductor.eager_random_numbers(), _torch.events.started_compiles() as started:
         ours = _Run().train(*arguments, callback or InductorCompile(baseline_steps=0))
-    assert started, "torch compiled nothing, so the runs do not show whether compiled training is eager training"
+    if not started:
+        raise AssertionError("torch compiled nothing, so the runs do not show whether compiled training is eager's")
     limit = max(1e-3, 4 * eager.epsilon) if tolerance is None else tolerance
-    limits = defaultdict(
-        lambda: limit, gradient=max(limit, _GRADIENT_TOLERANCE), optimizer=max(limit, _GRADIENT_TOLERANCE)
-    )
+    limits = dict.fromkeys(("gradient", "optimizer"), max(limit, _GRADIENT_TOLERANCE))
     keys = sorted(eager.values | ours.values, key=lambda key: key[0])
     errors = {key: _error(ours.values.get(key), eager.values.get(key)) for key in keys}
-    errors = {key: error for key, error in errors.items() if error > limits[key[1].partition(" ")[0]]}
+    errors = {key: error for key, error in errors.items() if error > limits.get(key[1].partition(" ")[0], limit)}
     if not errors:
         return "same"
     noisy = _Run(noise=True).train(*arguments)
@@ -96,11 +96,10 @@ def assert_same_training(
             differing.append((step, name))
     if differing:
         (step, name), *others = sorted(differing, key=lambda key: -errors[key])
+        also = f"; also different: {', '.join(other for _, other in others[:3])}" if others else ""
         raise AssertionError(
             f"different: in step {step}, {name} has a relative error of {errors[step, name]:.2g}: "
-            f"{_shown(ours.values, step, name)}, eager {_shown(eager.values, step, name)}"
-            + f"; also different: {', '.join(other for _, other in others[:3])}"
-            * bool(others)
+            f"{_shown(ours.values, step, name)}, eager {_shown(eager.values, step, name)}{also}"
         )
     unclear = [(step, name) for step, name in errors if name.startswith(("loss", "output", "metric"))]
     if not unclear or allow_cannot_tell:
@@ -143,16 +142,10 @@ class _Run(Callback):
         self._step = 1
         self._hooks: list[str] = []
 
-    def train(
-        self,
-        make_module: Callable[[], LightningModule],
-        make_dataloader: Callable[[], Any],
-        kwargs: Mapping[str, Any],
-        *callbacks: Callback,
-    ) -> _Run:
+    def train(self, makers: tuple[_Maker, _Maker], kwargs: Mapping[str, Any], *callbacks: Callback) -> _Run:
         with isolate_rng(), tempfile.TemporaryDirectory() as folder:
             _seed(0)
-            module, data = make_module(), make_dataloader()
+            module, data = (make() for make in makers)
             users = copy.deepcopy(kwargs.get("callbacks")) or []
             ignored = tuple(f"[Callback]{callback.state_key}." for callback in callbacks)
             settings = {
@@ -183,18 +176,14 @@ class _Run(Callback):
             self._keep(f"gradient of {name}", weight.grad)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
         self._keep("loss", outputs)
         self._keep_state(trainer, pl_module)
         self._step += 1
 
     @override
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
-    ) -> None:
-        self._keep(f"output of validation batch {batch_idx} {args}", outputs)
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any, **_: Any) -> None:
+        self._keep(f"output of validation batch {args[1:]}", outputs)
 
     def _keep(self, name: str, value: Any) -> None:
         self.values |= {(self._step, name): leaf for name, leaf in _leaves(name.replace("_orig_mod.", ""), value)}

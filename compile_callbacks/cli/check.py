@@ -9,10 +9,7 @@ from pathlib import Path
 
 from compile_callbacks.report.contract import ContractError, compare, make_contract, read_contract, read_record
 
-_DESCRIPTION = """\
-Compare the last record of REPORT, a compile_report.json, with a contract. Exit status 1 if the report breaks the
-contract, with one line for each breach; 2 if they cannot be compared.
-"""
+_DESCRIPTION = "Compare a report with a contract. Exit status: 1 if it breaks the contract, 2 if it cannot be compared."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +34,9 @@ def run(args: argparse.Namespace) -> int:
         contract = read_contract(args.against)
         record = read_record(path, contract.get("call"))
         breaches, missing = compare(record, contract)
-    except ContractError as error:
-        sys.stderr.write(f"compile-callbacks check: {error}\n")
-        return 2
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        sys.stderr.write(f"compile-callbacks check: {path}: the record is damaged: {type(error).__name__}: {error}\n")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        damaged = f"{path}: the record is damaged: {type(error).__name__}: {error}"
+        sys.stderr.write(f"compile-callbacks check: {error if isinstance(error, ContractError) else damaged}\n")
         return 2
     torch = record["environment"].get("torch")
     other = contract.get("torch", torch) != torch

@@ -32,6 +32,7 @@ _PHASE_FIELDS: dict[str, Any] = {"targets": list, "graphs": int, "graph_breaks":
 _PHASE_FIELDS |= dict.fromkeys(_EVENTS, int) | dict.fromkeys(_MEASURED, _NUMBER)
 _FIELDS: dict[str, Any] = {"version": int, "call": str, "torch": str, "margin": _NUMBER} | dict.fromkeys(PHASES, dict)
 _MIN_SAMPLES = 5
+_NEEDED = f"memory needs a GPU, and a speedup {_MIN_SAMPLES} eager and {_MIN_SAMPLES} compiled steps of equal workload"
 _WARMUP_STEPS = 2  # of each kind of step, which the medians leave out too
 
 
@@ -146,7 +147,7 @@ def compare(record: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[lis
             if high < bound if name == "speedup" else low > bound:
                 breaches.append(Breach(phase, name, value, bound, reason))
         absent = [name for name in _MEASURED if name in allowed and name not in figures and compiled]
-        missing += [f"the report has no figure for {phase}.{name}: {_WHY_ABSENT[name]}" for name in absent]
+        missing += [f"the report has no figure for {phase}.{name} ({_NEEDED})" for name in absent]
     return breaches, missing
 
 
@@ -181,7 +182,7 @@ def _figures(data: Any) -> dict[str, _Figure]:
         compiles = sorted(_events(data, "kind", "compile"), key=lambda event: -event.get("seconds", 0))
         longest = ", ".join(f"{event['target']} {event.get('seconds', 0):.1f} s" for event in compiles[:3])
         # A single measurement. Other work on the machine can double it, or make it longer by as much as it did steps.
-        stretched = max(2.0, *(high / low for low, high in filter(None, steps.values())))
+        stretched = max([2.0, *(high / low for low, high in filter(None, steps.values()))])
         add("compile_seconds", seconds, longest, low=seconds / stretched)
     if (eager := steps["eager"]) and (ours := steps["compiled"]):
         medians = data["eager_step_ms"], data["compiled_step_ms"]
@@ -244,10 +245,3 @@ def _why_not(data: Any, target: str) -> str:
         return f"the mode is {data['mode']!r}"
     events = [e for kind in ("fallback", "graph_break") for e in _events(data, "kind", kind) if e["target"] == target]
     return _reasons(events) or f"the run compiled {', '.join(_compiled_targets(data)) or 'nothing'}"
-
-
-_WHY_ABSENT = {
-    "peak_memory_mib": "it is measured on a GPU",
-    "compile_seconds": "nothing was compiled",
-    "speedup": f"it needs {_MIN_SAMPLES} eager and {_MIN_SAMPLES} compiled steps of the same workload",
-}
