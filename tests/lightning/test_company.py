@@ -18,9 +18,9 @@ from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.report.file import FILE_NAME
 from tests.support.against_eager import (
     assert_run_equals_eager,
+    assert_same_fit,
     assert_same_module,
     assert_same_values,
-    assert_several_fit_as_eager,
 )
 from tests.support.models import CLASSES, FEATURES, Classifier, RecordingLogger, fit, loader, mlp, seeded, trainer
 from tests.support.step_times import Times
@@ -120,7 +120,7 @@ def test_each_compiles_its_targets_and_the_first_reports_the_step_times(tmp_path
             graphs_of_head.append(head.report.train.graphs)
 
     parts = backbone, head, Counts()
-    assert_several_fit_as_eager(*parts, make=TwoParts, train=20, logger=logger, default_root_dir=tmp_path)
+    assert_same_fit(*parts, make=TwoParts, train=20, logger=logger, default_root_dir=tmp_path)
     train, infer = (backbone.report.train, head.report.train), (backbone.report.infer, head.report.infer)
     assert [(report.mode, report.targets, report.graphs) for report in train] == [
         ("default", ("backbone",), 1),
@@ -143,7 +143,7 @@ def test_each_compiles_its_targets_and_the_first_reports_the_step_times(tmp_path
 
 def test_targets_none_compiles_the_other_parts_of_a_module_that_contains_a_target_of_the_other():
     rest, linear = InductorCompile(baseline_steps=0), InductorCompile(targets=["backbone.0"], baseline_steps=0)
-    assert_several_fit_as_eager(rest, linear, make=TwoParts)
+    assert_same_fit(rest, linear, make=TwoParts)
     assert linear.report.train.targets == ("backbone.0",)
     assert {"head", "backbone.3"} <= set(rest.report.train.targets)
     assert not {"forward", "backbone", "backbone.0"} & set(rest.report.train.targets)
@@ -186,7 +186,7 @@ def test_the_callback_that_tunes_a_phase_measures_its_steps(monkeypatch):
     Times(monkeypatch, train={"eager": 10, "default": 5})
     backbone = InductorCompile("default", None, targets=["backbone"], baseline_steps=4)
     head = InductorCompile(Tune(["default"], steps=5), None, targets=["head"])
-    assert_several_fit_as_eager(backbone, head, close={"rtol": 1e-3, "atol": 1e-4}, make=TwoParts, train=40)
+    assert_same_fit(backbone, head, close={"rtol": 1e-3, "atol": 1e-4}, make=TwoParts, train=40)
     assert (head.report.train.mode, head.report.train.speedup) == ("default", 2.0)
     assert (backbone.report.train.graphs, backbone.report.train.samples) == (1, None)
 

@@ -72,8 +72,11 @@ def assert_fits_as_eager(
     return compiled
 
 
-def assert_several_fit_as_eager(*ours: pl.Callback, close: Mapping[str, float] = FLOAT32, **arguments: Any) -> None:
-    """Train with several callbacks and without them, and compare the values and the modules."""
+def assert_same_fit(*ours: pl.Callback, close: Mapping[str, float] = FLOAT32, **arguments: Any) -> None:
+    """Train with callbacks and without them, and compare the values and the modules.
+
+    For several callbacks, and for a run in which nothing is compiled, which `assert_same_training` does not accept.
+    """
     compiled, eager = fit(*ours, **arguments), fit(**arguments)
     assert_same_values(compiled, eager, close)
     assert_same_module(compiled, eager)
