@@ -61,11 +61,11 @@ class Two(Classifier):
         return self.logits(x)
 
 
-def run(folder, *, make=Two, mode="default", infer_mode="default", train=12, **arguments):
+def run(folder, *, make=Two, mode="default", infer_mode="default", train=12, accelerator="cpu", **arguments):
     """Train for two epochs, and return the path of the report."""
     torch._dynamo.reset()
     callback = InductorCompile(mode, infer_mode, baseline_steps=5, **{"targets": ["net", "side"], **arguments})
-    settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "default_root_dir": folder}
+    settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "default_root_dir": folder, "accelerator": accelerator}
     fit(callback, make=make, train=train, validation=10, **settings)
     return folder / file.FILE_NAME
 
@@ -338,6 +338,39 @@ def test_figures_without_certainty_are_no_breach(base, tmp_path, check):
     check(tmp_path, tmp_path / "contract.json", "--write")
     assert "left out train.speedup, because step times vary by more than the margin" in check.stderr
     assert "speedup" not in json.loads((tmp_path / "contract.json").read_text())["train"]
+
+
+def test_memory_above_the_margin_is_a_breach(base, tmp_path, check):
+    (record,), allowed = json.loads(base[0].read_text()), json.loads(base[1].read_text())
+    allowed["train"]["peak_memory_mib"] = 100.0
+    (tmp_path / "contract.json").write_text(json.dumps(allowed))
+    for name in ("peak_memory_mib", "peak_memory_at_most_mib"):
+        for mib, status in ((119.0, 0), (121.0, 1)):
+            record["report"]["train"]["diagnostics"] |= {"peak_memory_mib": None, name: mib}
+            (tmp_path / file.FILE_NAME).write_text(json.dumps([record]))
+            lines = check(tmp_path, tmp_path / "contract.json", status=status)
+            assert [line[:50] for line in lines] == ["train.peak_memory_mib: 121, allowed 120: the highes"] * status
+
+
+@pytest.mark.gpu
+def test_more_memory_and_skipped_cuda_graphs_break_the_contract(tmp_path, check):
+    """Buffers of 64 MiB, and an operator on the CPU in the graph."""
+
+    class Heavy(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("ballast", torch.zeros(2**24))
+            self.offset = torch.ones(1)
+
+        def between(self, x):
+            return x + self.offset.sum().to(x.device)
+
+    settings = {"accelerator": "gpu", "mode": "reduce-overhead"}
+    before = run(tmp_path / "before", **settings)
+    check(before, tmp_path / "contract.json", "--write")
+    lines = check(run(tmp_path / "after", make=lambda: Two(Heavy()), **settings), tmp_path / "contract.json", status=1)
+    assert any(line.startswith("train.peak_memory_mib: ") for line in lines), lines
+    assert any(line.startswith("train.skipped_cudagraphs: 1, allowed 0: net") for line in lines), lines
 
 
 PROGRAM = """
