@@ -113,7 +113,7 @@ def assert_same_training(
 
 def _shown(values: _Values, step: int, name: str) -> str:
     value = values.get((step, name), "nothing")
-    return f"a norm of {float(value.double().norm()):.6g}" if isinstance(value, torch.Tensor) else f"{value!r:.80}"
+    return f"a norm of {float(value.double().norm()):.6g}" if isinstance(value, torch.Tensor) else repr(value)[:80]
 
 
 def _error(value: Any, eager: Any) -> float:
@@ -138,8 +138,7 @@ class _Run(Callback):
     def __init__(self, *, noise: bool = False) -> None:
         self.values: _Values = {}
         self.epsilon = 0.0
-        self._noise = noise
-        self._step = 1
+        self._noise, self._step = noise, 1
         self._hooks: list[str] = []
 
     def train(self, makers: tuple[_Maker, _Maker], kwargs: Mapping[str, Any], *callbacks: Callback) -> _Run:
@@ -156,7 +155,7 @@ class _Run(Callback):
                 "profiler": _HookOrder(self._hooks, ignored),
             }
             trainer = Trainer(**settings)
-            self.epsilon = next((torch.finfo(dtype).eps for name, dtype in _DTYPES if name in str(trainer.precision)))
+            self.epsilon = next(torch.finfo(dtype).eps for name, dtype in _DTYPES if name in str(trainer.precision))
             _seed(1)
             trainer.fit(module, data)
             self._keep_state(trainer, module)  # as the run left it

@@ -16,8 +16,7 @@ from compile_callbacks._utils.messages import unknown
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.profiling.recompiles import short_reason
 
-VERSION = 1  # of the contract
-REPORT_VERSION = 1  # of the records that `report.file` writes
+VERSION, REPORT_VERSION = 1, 1  # of contracts, and of the records that `report.file` writes
 MARGIN = 0.2
 
 _EVENTS = {

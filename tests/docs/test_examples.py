@@ -77,7 +77,7 @@ def finetuning():
         ("activation_memory", "DeepClassifier", (64,), list),
         ("custom_pass", "Net", (16,), list),
         ("cli.main", "Classifier", (64,), list),
-        ("resnet_digits", "DigitClassifier", (1, 8, 8), list),
+        pytest.param("resnet_digits", "DigitClassifier", (1, 8, 8), list, marks=pytest.mark.codegen),
     ],
 )
 def test_an_example_trains_as_it_does_without_the_callback(script, name, shape, callbacks, monkeypatch, no_codegen):
