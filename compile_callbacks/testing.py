@@ -23,7 +23,9 @@ from typing_extensions import override
 from compile_callbacks import _torch
 from compile_callbacks.callbacks.inductor_compile import InductorCompile
 
-_GRADIENT_TOLERANCE = 1 / 64  # because one value that crosses zero before a ReLU changes many digits
+# One value that crosses zero before a ReLU changes many digits of a gradient. A weight may begin as zero, and is then a
+# sum of gradients.
+_GRADIENT_TOLERANCE = 1 / 64
 _NOISE_FACTOR = 10
 _TINY = 1e-7  # the error of a smaller element is relative to this
 _OF_LIGHTNING = frozenset(vars(LightningModule()))
@@ -64,8 +66,8 @@ def assert_same_training(
             would freeze Python's random numbers, so check such code with ``InductorCompile(baseline_steps=3)``.
         trainer_kwargs: Arguments of the Trainer, for a single process. Each run gets a copy of the callbacks.
         tolerance: The norm of a difference, relative to the norm of the eager value, that counts as equal. By default
-            1e-3, or four times the machine epsilon of the Trainer's precision. At least 1/64 for gradients and
-            optimizer state.
+            1e-3, or four times the machine epsilon of the Trainer's precision. At least 1/64 for gradients, and for
+            weights and optimizer state, which consist of gradients.
         allow_cannot_tell: Whether to return ``"cannot tell"`` instead of raising.
 
     Raises:
@@ -80,7 +82,7 @@ def assert_same_training(
     if not started:
         raise AssertionError("torch compiled nothing, so the runs do not show whether compiled training is eager's")
     limit = max(1e-3, 4 * eager.epsilon) if tolerance is None else tolerance
-    limits = dict.fromkeys(("gradient", "optimizer"), max(limit, _GRADIENT_TOLERANCE))
+    limits = dict.fromkeys(("gradient", "optimizer", "weight"), max(limit, _GRADIENT_TOLERANCE))
     keys = sorted(eager.values | ours.values, key=lambda key: key[0])
     errors = {key: _error(ours.values.get(key), eager.values.get(key)) for key in keys}
     errors = {key: error for key, error in errors.items() if error > limits.get(key[1].partition(" ")[0], limit)}
@@ -188,8 +190,9 @@ class _Run(Callback):
         self.values |= {(self._step, name): leaf for name, leaf in _leaves(name.replace("_orig_mod.", ""), value)}
 
     def _keep_state(self, trainer: Trainer, module: LightningModule) -> None:
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            self._keep(name, tensor)
+        for kind, named in (("weight", module.named_parameters()), ("buffer", module.named_buffers())):
+            for name, tensor in named:
+                self._keep(f"{kind} {name}", tensor)
         for number, optimizer in enumerate(trainer.optimizers):
             self._keep(f"optimizer {number}", optimizer.state_dict())
         self._keep("metric", dict(trainer.callback_metrics))

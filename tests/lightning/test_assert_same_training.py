@@ -106,7 +106,7 @@ BY_HAND = {
     "random_sample": (Samples, {}, "random generator random"),
     "full_deque": (Remembers, {}, "gradient"),
     "own_function": (OwnFunction, {}, "gradient of net.weight"),
-    "spectral_norm": (Spectral, {}, "net.net.2.weight_orig"),
+    "spectral_norm": (Spectral, {}, "net.net.2.weight_"),
     "wrong_pass": (Wrapper, {"post_grad_custom_post_pass": NegatesRelu()}, "gradient"),
 }
 EAGER_BY_HAND = {"random_sample": OLD, "own_function": not OLD}
@@ -214,7 +214,7 @@ class Meddles(CompilesByHand):
 
 MEDDLINGS = {
     "weight": (lambda t, m: m.net.net[0].weight.data.mul_(1.1), "gradient of net.net.0"),
-    "buffer": (lambda t, m: m.net.net[1].running_var.mul_(1.1), "net.net.1.running_var"),
+    "buffer": (lambda t, m: m.net.net[1].running_var.mul_(1.1), "buffer net.net.1.running_var"),
     "optimizer": (lambda t, m: t.optimizers[0].param_groups[0].update(lr=0.02), "optimizer 0 param_groups 0 lr"),
     "attribute": (lambda t, m: setattr(m.net, "note", ["changed"]), "attribute of net note 0"),
     "own_generator": (lambda t, m: m.draws.random(), "attribute of the module draws"),
