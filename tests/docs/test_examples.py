@@ -77,14 +77,11 @@ def finetuning():
         ("activation_memory", "DeepClassifier", (64,), list),
         ("custom_pass", "Net", (16,), list),
         ("cli.main", "Classifier", (64,), list),
-        pytest.param("resnet_digits", "DigitClassifier", (1, 8, 8), list, marks=pytest.mark.codegen),
     ],
 )
 def test_an_example_trains_as_it_does_without_the_callback(script, name, shape, callbacks, monkeypatch, no_codegen):
     monkeypatch.syspath_prepend(EXAMPLES)
-    kind = getattr(importlib.import_module(script), name)
-    # With its own learning rate and batches this small, the training of the ResNet amplifies rounding.
-    make = functools.partial(kind, lr=1e-3) if script == "resnet_digits" else kind
+    make = getattr(importlib.import_module(script), name)
     make_data = functools.partial(data_of, shape, validates=script != "activation_memory")
     kwargs = {"accelerator": "cpu", "num_sanity_val_steps": 0, "limit_val_batches": 2, "callbacks": callbacks()}
     assert assert_same_training(make, make_data, steps=12, trainer_kwargs=kwargs) == "same"
