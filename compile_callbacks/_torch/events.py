@@ -81,6 +81,18 @@ def unregister(start: Callable[[Any], None], end: Callable[[Any], None]) -> None
             callbacks.remove(function)
 
 
+@contextlib.contextmanager
+def started_compiles() -> Iterator[list[Any]]:
+    """Yield a list that grows by one entry for each compile that starts in the ``with`` block."""
+    started: list[Any] = []
+    listener = started.append
+    callback_handler.register_start_callback(listener)
+    try:
+        yield started
+    finally:
+        unregister(listener, listener)
+
+
 class GraphBreak(NamedTuple):
     """The reason why Dynamo ended a graph, and the line of the user's code."""
 
@@ -147,6 +159,26 @@ def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
             misses,
             entry.cudagraph_skip_reason,
         )
+
+
+def guard_misses() -> int:
+    """Return how often this process found a graph in torch's cache whose guards failed."""
+    return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_guard_miss"])
+
+
+def why_not_cached(guard_misses_before: int) -> str | None:
+    """Return torch's reason for not loading the graph of the running backend from its cache, or ``None``.
+
+    torch's compilation metrics only contain the numbers of hits and misses. The reason of a bypass is in the data of
+    the running event ``"backend_compile"``, which torch deletes when the backend returns.
+
+    Args:
+        guard_misses_before: `guard_misses` before the compile.
+    """
+    data = torch._dynamo.utils.get_chromium_event_logger().get_event_data().get("backend_compile", {})
+    if reason := data.get("cache_bypass_reason"):
+        return f"torch bypasses its cache: {reason}"
+    return "the guards of the cached graph fail" if guard_misses() > guard_misses_before else None
 
 
 class StructuredTrace:

@@ -141,6 +141,13 @@ def draws_as_eager(options: Mapping[str, Any]) -> bool:
     return bool(options.get("fallback_random", config.fallback_random))
 
 
+def eager_random_numbers() -> Any:
+    """Return a context manager in which each compile draws the random numbers of eager code."""
+    from torch._inductor import config
+
+    return config.patch(fallback_random=True)
+
+
 def tagged_cache(tag: str) -> Any:
     """Return a context manager that adds a tag to the keys of torch's caches."""
     before = torch.compiler.config.cache_key_tag

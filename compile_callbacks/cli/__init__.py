@@ -12,6 +12,7 @@ _COMMANDS = {
     "doctor": "check whether torch.compile can work on this machine",
     "modes": "list modes and templates, and whether they work here",
     "report": "print the reports of earlier runs",
+    "check": "compare the report of a run with a contract, for continuous integration",
     "explain": "explain a warning or an error by its code",
 }
 """The subcommands. Each is a module of this package with ``add_arguments(parser)`` and ``run(args)``, which returns the

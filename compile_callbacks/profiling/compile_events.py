@@ -171,6 +171,7 @@ class CompileRecorder:
         self.listeners = _torch.events.callback_handler.start_callbacks
         """The functions that torch calls when a compile begins. ``torch.compiler.reset()`` clears this list."""
         self._graphs = 0
+        self._guard_misses = 0  # of torch's cache, before the running compile
         self._part: CompilePart = "graph"
         self._breaks_seen = 0
         self._discarded: set[CompileKey] = set()  # targets whose graphs torch.compiler.reset() discarded
@@ -267,6 +268,7 @@ class CompileRecorder:
         else:
             key = self._keys.get(args.compile_id)
         self._graphs, self._backward_seconds, self._saved_bytes = 0, 0.0, 0
+        self._guard_misses = _torch.events.guard_misses()
         self._part = _PARTS.get(args.callback_trigger.name, "graph")
         self._traces_seen += self._part != "cudagraph"
         self._running = key, self._clock()
@@ -340,6 +342,8 @@ class CompileRecorder:
     def count_graph(self) -> None:
         """Count a graph of the running compile. The backend of a target calls this method."""
         self._graphs += 1
+        if self.key is not None and (reason := _torch.events.why_not_cached(self._guard_misses)):
+            self.record("cache", self.key, reason=reason)
 
     def add_backward(self, graph: Any, seconds: float) -> None:
         """Add the time that Inductor took for a backward graph, and the memory that the forward graph saves for it."""

@@ -96,6 +96,7 @@ _TITLES = {
     "freezing": "Weights not frozen",
     "template": "Templates that fell back",
     "whole_target": "Repeated blocks compiled with the whole target",
+    "cache": "Not loaded from torch's cache",
     "differs": "Differs from eager",
     "not compared": "Not compared with eager",
 }

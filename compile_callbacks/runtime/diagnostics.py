@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey, CompileRecorder, EventKind
@@ -131,10 +132,9 @@ class SessionWarnings:
         events = self._recorder.events
         cached = any(event.cache_hits or event.cache_misses for event in events)
         if not cached and any(event.graphs for event in events):
-            message = (
-                "cache_dir has no effect: torch did not use its cache. The cache is disabled, or the settings prevent "
-                "its use (freezing does, and passes whose uuid() is None)"
-            )
+            why = next((event.reason for event in events if event.kind == "cache" and event.reason), None)
+            reason = in_one_line(why) if why else "the cache is disabled"
+            message = f"cache_dir has no effect: torch did not use its cache ({reason})"
             self._warn.warn("CC204", message, about="cache_dir")
 
     # ------------------------------------------------------------------------------------------ one subject each

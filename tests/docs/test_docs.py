@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -51,6 +52,19 @@ def check_the_passes_of_the_page(namespace):
     result.assert_close(rtol=0, atol=0.5)
 
 
+def check_the_recipe_of_the_page(namespace):
+    """Run the commands on the report that the page's run has written, and the tests that the page shows."""
+    for command in (
+        line for block in blocks("docs/how_to/keep_it_compiled.md", "sh") for line in block["code"].split("\n")
+    ):
+        assert not command or cli.main(shlex.split(command)[1:]) == 0
+    fields = json.loads(blocks("docs/how_to/keep_it_compiled.md", "json")[0]["code"])
+    assert fields.keys() == json.loads(Path("compile_contract.json").read_text()).keys() - {"infer"}
+    assert fields["train"].keys() >= json.loads(Path("compile_contract.json").read_text())["train"].keys()
+    namespace["test_compiled_training_is_eager_training"]()
+    namespace["test_the_settings_of_our_runs_train_as_eager_does"]()
+
+
 def test_the_drawing_of_the_data_path_names_functions_that_exist():
     drawn = re.findall(
         r"^ *([\w.]+)(?:, \.\w+)? +([\w/]+\.py)\b", PAGES["docs/concepts/how_it_works.md"].read_text(), re.MULTILINE
@@ -79,6 +93,8 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
                 exec(code, namespace)
         if page == "docs/how_to/graph_passes.md":
             check_the_passes_of_the_page(namespace)
+        if page == "docs/how_to/keep_it_compiled.md":
+            check_the_recipe_of_the_page(namespace)
     finally:
         now = torch._dynamo.config.get_config_copy()
         torch._dynamo.config.load_config({name: value for name, value in dynamo.items() if now[name] != value})

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch.utils.data import DataLoader, TensorDataset
+
+from compile_callbacks.testing import assert_same_training
 
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
 pytest.importorskip("matplotlib")
@@ -35,3 +43,45 @@ def test_the_notebook_runs_and_contains_the_outputs_of_a_run(capsys, tmp_path, m
     assert (report.train.verified, report.infer.verified) == ("equal 1", "equal 1")
     assert len(report.plot().axes) == 4
     assert "torch.compile report" in capsys.readouterr().out  # its rows depend on how busy the machine is
+
+
+def batches(*shape: int):
+    """Random inputs, and labels or values for them."""
+    generator = torch.Generator().manual_seed(0)
+    targets = (
+        torch.randint(10, (8, 16), generator=generator)
+        if shape != (16,)
+        else torch.randn(8, 16, 1, generator=generator)
+    )
+    return DataLoader(TensorDataset(torch.randn(8, 16, *shape, generator=generator), targets), batch_size=None)
+
+
+def data_of(shape, *, validates):
+    data = pl.LightningDataModule()
+    data.train_dataloader = lambda: batches(*shape)
+    if validates:
+        data.val_dataloader = data.train_dataloader
+    return data
+
+
+def finetuning():
+    return BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=3e-3, train_bn=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "name", "shape", "callbacks"),
+    [
+        ("digits", "DigitClassifier", (64,), list),
+        ("digits", "DigitClassifier", (64,), lambda: [finetuning()]),
+        ("activation_memory", "DeepClassifier", (64,), list),
+        ("custom_pass", "Net", (16,), list),
+        ("cli.main", "Classifier", (64,), list),
+    ],
+)
+def test_an_example_trains_as_it_does_without_the_callback(script, name, shape, callbacks, monkeypatch, no_codegen):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    make = getattr(importlib.import_module(script), name)
+    make_data = functools.partial(data_of, shape, validates=script != "activation_memory")
+    kwargs = {"accelerator": "cpu", "num_sanity_val_steps": 0, "limit_val_batches": 2, "callbacks": callbacks()}
+    assert assert_same_training(make, make_data, steps=12, trainer_kwargs=kwargs) == "same"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from typing import Any
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from torch._dynamo import utils
 
 from compile_callbacks import CompileReport, InductorCompile, InductorConfig
-from tests.support.models import trainer
+from compile_callbacks.testing import assert_same_training
+from tests.support.models import QUIET, trainer
 from tests.support.random_modules import KINDS, Model, Spec, batches
 
 pytestmark = pytest.mark.all_versions
@@ -40,19 +42,34 @@ SPECS = st.builds(
 )
 
 
-def fit(spec: Spec, *callbacks: pl.Callback, by_hand: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Train for six steps, perhaps with `torch.compile`; return what the run computed, counted and drew."""
+def reset_torch() -> None:
     torch._dynamo.reset()
     utils.counters.clear()
     utils.clear_compilation_metrics()
     utils.graph_break_reasons.clear()  # torch 2.11 does not in its reset
+
+
+def settings_of(spec: Spec) -> dict[str, Any]:
+    """Of the Trainer."""
+    limits = {"limit_val_batches": int(spec.validates), "num_sanity_val_steps": 0}
+    return {"accumulate_grad_batches": spec.accumulate, **limits}
+
+
+def data_of(spec: Spec) -> pl.LightningDataModule:
+    data = pl.LightningDataModule()
+    data.train_dataloader = lambda: batches(6, ragged=spec.ragged)
+    data.val_dataloader = lambda: batches(1, seed=1)
+    return data
+
+
+def fit(spec: Spec, *callbacks: pl.Callback, by_hand: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train for six steps, perhaps with `torch.compile`; return what the run computed, counted and drew."""
+    reset_torch()
     pl.seed_everything(1, verbose=False)
     model = Model(spec)
     if by_hand is not None:
         model.compile_by_hand(**by_hand)
-    settings = {"accumulate_grad_batches": spec.accumulate, "limit_val_batches": int(spec.validates)}
-    run = trainer(*callbacks, num_sanity_val_steps=0, **settings)
-    run.fit(model, batches(6, ragged=spec.ragged), batches(1, seed=1))
+    trainer(*callbacks, **settings_of(spec)).fit(model, data_of(spec))
     return model.state()
 
 
@@ -101,8 +118,15 @@ def test_a_random_module_trains_as_it_does_without_the_callback(spec, by_hand, b
         on_error="raise",
         verify="raise",
     )
+    if not by_hand:
+        reset_torch()
+        kwargs = {**QUIET, **settings_of(spec)}
+        runs = functools.partial(Model, spec), functools.partial(data_of, spec)
+        assert_same_training(*runs, steps=-1, callback=callback, trainer_kwargs=kwargs, tolerance=1e-4)
+        assert_counts_are_torchs(callback.report)
+        return
     ours = fit(spec, callback)
     assert_counts_are_torchs(callback.report)
     with warnings.catch_warnings(action="ignore"):  # torch's own
-        theirs = fit(spec, by_hand=given if by_hand else None)
+        theirs = fit(spec, by_hand=given)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -43,8 +43,7 @@ def verdicts(report):
 def test_tuned_run_equals_eager_and_continues_with_the_winner(monkeypatch):
     Times(monkeypatch, train=UNFUSED_IS_FASTER, infer={"eager": 10, "default": 5, UNFUSED.describe(): 8})
     ours = InductorCompile(Tune(BOTH, steps=5), Tune(BOTH, steps=5))
-    rounded = {"rtol": 1e-3, "atol": 1e-4}  # rounding grows over the steps
-    assert_fits_as_eager(ours, close=rounded, validation=8, max_epochs=7, num_sanity_val_steps=0)
+    assert_fits_as_eager(ours, tolerance=1e-3, validation=8, max_epochs=7, num_sanity_val_steps=0)
     train, infer = ours.report.train, ours.report.infer
     assert verdicts(train) == {"eager": "beaten", "default": "beaten", UNFUSED.describe(): "chosen"}
     assert verdicts(infer) == {"eager": "beaten", "default": "chosen", UNFUSED.describe(): "beaten"}

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from compile_callbacks import InductorCompile
-from tests.support.models import Classifier, fit, loader, trainer
+from compile_callbacks.testing import assert_same_training
+from tests.support.models import QUIET, Classifier, fit, loader, seeded, trainer
 
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 FLOAT32_ON_GPU = {"rtol": 1e-3, "atol": 1e-4}
@@ -36,12 +37,49 @@ def assert_run_equals_eager(run: Callable[..., Classifier], *, baseline_steps: i
     assert_same_module(compiled, eager)
 
 
-def assert_fits_as_eager(*ours: pl.Callback, close: Mapping[str, float] = FLOAT32, **arguments: Any) -> Classifier:
-    """Train with the callbacks and without them, compare the values and the modules, and return the compiled one."""
+def assert_fits_as_eager(
+    callback: pl.Callback,
+    *,
+    make: Callable[[], Classifier] = Classifier,
+    train: Any = 8,
+    validation: Any = 2,
+    tolerance: float = 1e-4,
+    **settings: Any,
+) -> Classifier:
+    """Train with the callback and without it, compare the runs and the modules, and return the compiled module.
+
+    A number of batches stands for a loader of them.
+    """
+    modules: list[Classifier] = []
+
+    def make_module() -> Classifier:
+        modules.append(seeded(make))
+        return modules[-1]
+
+    def data() -> pl.LightningDataModule:
+        loaders = [loader(given) if isinstance(given, int) else given for given in (train, validation)]
+        module = pl.LightningDataModule()
+        module.train_dataloader = lambda: loaders[0]
+        if validation is not None:
+            module.val_dataloader = lambda: loaders[1]
+        return module
+
+    kwargs = {**QUIET, **settings}
+    assert_same_training(make_module, data, steps=-1, callback=callback, trainer_kwargs=kwargs, tolerance=tolerance)
+    eager, compiled = modules[:2]
+    assert eager.losses[0] != eager.losses[-1]
+    assert_same_module(compiled, eager)
+    return compiled
+
+
+def assert_same_fit(*ours: pl.Callback, close: Mapping[str, float] = FLOAT32, **arguments: Any) -> None:
+    """Train with callbacks and without them, and compare the values and the modules.
+
+    For several callbacks, and for a run in which nothing is compiled, which `assert_same_training` does not accept.
+    """
     compiled, eager = fit(*ours, **arguments), fit(**arguments)
     assert_same_values(compiled, eager, close)
     assert_same_module(compiled, eager)
-    return compiled
 
 
 def assert_same_values(ours: Classifier, eager: Classifier, close: Mapping[str, float] = FLOAT32) -> None:

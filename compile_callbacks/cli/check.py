@@ -1,0 +1,50 @@
+"""``compile-callbacks check``: compares the report of a run with a contract, as a gate in continuous integration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from compile_callbacks.report.contract import ContractError, compare, make_contract, read_contract, read_record
+
+_DESCRIPTION = "Compare a report with a contract. Exit status: 1 if it breaks the contract, 2 if it cannot be compared."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
+    parser.description = _DESCRIPTION
+    add = parser.add_argument
+    add("report", type=Path, metavar="REPORT", help="a compile_report.json, or the folder that contains it")
+    add("--against", type=Path, required=True, metavar="CONTRACT", help="the JSON file with the contract")
+    add("--write", action="store_true", help="write the contract that allows what the report contains")
+    add("--json", action="store_true", help="print the breaches as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, and return the exit status."""
+    path = args.report / "compile_report.json" if args.report.is_dir() else args.report
+    try:
+        if args.write:
+            contract, left_out = make_contract(read_record(path))
+            args.against.write_text(json.dumps(contract, indent=2) + "\n")
+            sys.stderr.writelines(f"compile-callbacks check: left out {line}\n" for line in left_out)
+            return 0
+        contract = read_contract(args.against)
+        record = read_record(path, contract.get("call"))
+        breaches, missing = compare(record, contract)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        damaged = f"{path}: the record is damaged: {type(error).__name__}: {error}"
+        sys.stderr.write(f"compile-callbacks check: {error if isinstance(error, ContractError) else damaged}\n")
+        return 2
+    torch = record["environment"].get("torch")
+    other = contract.get("torch", torch) != torch
+    notes = [f"the contract is for torch {contract['torch']}, and the report is of torch {torch}"] if other else []
+    if args.json:
+        data = {"breaches": [breach._asdict() for breach in breaches], "missing": missing, "notes": notes}
+        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+    else:
+        sys.stdout.writelines(f"{breach}\n" for breach in breaches)
+        sys.stderr.writelines(f"compile-callbacks check: {line}\n" for line in (*notes, *missing))
+    return 1 if breaches else 2 if missing else 0

@@ -1,0 +1,250 @@
+"""`assert_same_training`: trains a module with a callback and without it, and compares the runs, for your own tests."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import pickle
+import random
+import tempfile
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+from typing_extensions import override
+
+from compile_callbacks import _torch
+from compile_callbacks.callbacks.inductor_compile import InductorCompile
+
+# One value that crosses zero before a ReLU changes many digits of a gradient. A weight may begin as zero, and is then a
+# sum of gradients.
+_GRADIENT_TOLERANCE = 1 / 64
+_NOISE_FACTOR = 10
+_TINY = 1e-7  # the error of a smaller element is relative to this
+_OF_LIGHTNING = frozenset(vars(LightningModule()))
+_OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+_DTYPES = (("bf16", torch.bfloat16), ("16", torch.float16), ("", torch.float32))
+
+_Maker = Callable[[], Any]
+_Values = dict[tuple[int, str], Any]  # by step and name
+
+
+def assert_same_training(
+    make_module: Callable[[], LightningModule],
+    make_dataloader: Callable[[], Any],
+    *,
+    steps: int = 20,
+    callback: Callback | None = None,
+    trainer_kwargs: Mapping[str, Any] | None = None,
+    tolerance: float | None = None,
+    allow_cannot_tell: bool = False,
+) -> Literal["same", "cannot tell"]:
+    """Train a module without a callback and with it, from the same seeds, and compare the two runs after each step.
+
+    The function compares losses, validation outputs, gradients, weights, buffers, optimizer state, logged metrics, the
+    order of Lightning's hooks, Python attributes of the modules (numbers, strings, collections of them and
+    ``random.Random``) and the global random generators. It keeps the values of each step in CPU memory. Compiled code
+    draws eager's random numbers (``fallback_random``).
+
+    If a value differs by more than the tolerance, the function trains once more without the callback, with noise in the
+    last bit of each weight. A difference of the size of this noise's effect is rounding. The result is
+    ``"cannot tell"`` if the noise moves losses, outputs or metrics by more than the tolerance.
+
+    Args:
+        make_module: Makes the LightningModule, once for each run.
+        make_dataloader: Makes the training data, or a LightningDataModule, whose validation then runs too.
+        steps: Number of optimizer steps.
+        callback: The callback to check. ``None`` is ``InductorCompile(baseline_steps=0)``, which compiles all steps. A
+            callback of yours runs with its own settings. `InductorCompile` needs a baseline to notice that a graph
+            would freeze Python's random numbers, so check such code with ``InductorCompile(baseline_steps=3)``.
+        trainer_kwargs: Arguments of the Trainer, for a single process. Each run gets a copy of the callbacks.
+        tolerance: The norm of a difference, relative to the norm of the eager value, that counts as equal. By default
+            1e-3, or four times the machine epsilon of the Trainer's precision. At least 1/64 for gradients, and for
+            weights and optimizer state, which consist of gradients.
+        allow_cannot_tell: Whether to return ``"cannot tell"`` instead of raising.
+
+    Raises:
+        AssertionError: If the runs differ, with the first step, the value and the relative error; if the function
+            cannot tell; or if torch compiled nothing.
+    """
+    arguments = (make_module, make_dataloader), {"max_steps": steps, **(trainer_kwargs or {})}
+    eager = _Run().train(*arguments)
+    torch.compiler.reset()  # torch counts recompiles for each function, also those of other tests
+    with _torch.inductor.eager_random_numbers(), _torch.events.started_compiles() as started:
+        ours = _Run().train(*arguments, callback or InductorCompile(baseline_steps=0))
+    if not started:
+        raise AssertionError("torch compiled nothing, so the runs do not show whether compiled training is eager's")
+    limit = max(1e-3, 4 * eager.epsilon) if tolerance is None else tolerance
+    limits = dict.fromkeys(("gradient", "optimizer", "weight"), max(limit, _GRADIENT_TOLERANCE))
+    keys = sorted(eager.values | ours.values, key=lambda key: key[0])
+    errors = {key: _error(ours.values.get(key), eager.values.get(key)) for key in keys}
+    errors = {key: error for key, error in errors.items() if error > limits.get(key[1].partition(" ")[0], limit)}
+    if not errors:
+        return "same"
+    noisy = _Run(noise=True).train(*arguments)
+    noise: dict[str, float] = defaultdict(float)
+    differing: list[tuple[int, str]] = []
+    for step, name in keys:
+        noise[name] = max(noise[name], _error(noisy.values.get((step, name)), eager.values.get((step, name))))
+        known = noise[name] <= limit and _NOISE_FACTOR * noise[name] < errors.get((step, name), 0)
+        if known and (not differing or step == differing[0][0]):
+            differing.append((step, name))
+    if differing:
+        (step, name), *others = sorted(differing, key=lambda key: -errors[key])
+        also = f"; also different: {', '.join(other for _, other in others[:3])}" if others else ""
+        raise AssertionError(
+            f"different: in step {step}, {name} has a relative error of {errors[step, name]:.2g}: "
+            f"{_shown(ours.values, step, name)}, eager {_shown(eager.values, step, name)}{also}"
+        )
+    unclear = [(step, name) for step, name in errors if name.startswith(("loss", "output", "metric"))]
+    if not unclear or allow_cannot_tell:
+        return "cannot tell" if unclear else "same"
+    step, name = unclear[0]
+    raise AssertionError(
+        f"cannot tell: in step {step}, {name} has a relative error of {errors[step, name]:.2g}, and noise in the last "
+        f"bit moves eager by {noise[name]:.2g}"
+    )
+
+
+def _shown(values: _Values, step: int, name: str) -> str:
+    value = values.get((step, name), "nothing")
+    return f"a norm of {float(value.double().norm()):.6g}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+
+
+def _error(value: Any, eager: Any) -> float:
+    """Return the relative error of a value, which is infinite for a plain value that differs."""
+    if isinstance(value, float) and isinstance(eager, float):
+        value, eager = (torch.tensor(number, dtype=torch.float64) for number in (value, eager))
+    if not (isinstance(value, torch.Tensor) and isinstance(eager, torch.Tensor)):
+        return 0.0 if type(value) is type(eager) and value == eager else math.inf
+    if (value.shape, value.dtype) != (eager.shape, eager.dtype):
+        return math.inf
+    equal = (value == eager) | ((value != value) & (eager != eager))  # or NaN
+    if not (eager.is_floating_point() or eager.is_complex()):
+        return 0.0 if equal.all() else math.inf
+    difference = torch.where(equal, 0, value - eager).double().norm()
+    error = float(difference / (eager.nan_to_num().double().norm() + _TINY * math.sqrt(eager.numel())))
+    return math.inf if math.isnan(error) else error
+
+
+class _Run(Callback):
+    """Trains once, and keeps the values of each step by their names."""
+
+    def __init__(self, *, noise: bool = False) -> None:
+        self.values: _Values = {}
+        self.epsilon = 0.0
+        self._noise, self._step = noise, 1
+        self._hooks: list[str] = []
+
+    def train(self, makers: tuple[_Maker, _Maker], kwargs: Mapping[str, Any], *callbacks: Callback) -> _Run:
+        with isolate_rng(), tempfile.TemporaryDirectory() as folder:
+            _seed(0)
+            module, data = (make() for make in makers)
+            users = copy.deepcopy(kwargs.get("callbacks")) or []
+            ignored = tuple(f"[Callback]{callback.state_key}." for callback in callbacks)
+            settings = {
+                **dict.fromkeys(_OFF, False),
+                "default_root_dir": folder,
+                **kwargs,
+                "callbacks": [*(users if isinstance(users, list) else [users]), *callbacks, self],
+                "profiler": _HookOrder(self._hooks, ignored),
+            }
+            trainer = Trainer(**settings)
+            self.epsilon = next(torch.finfo(dtype).eps for name, dtype in _DTYPES if name in str(trainer.precision))
+            _seed(1)
+            trainer.fit(module, data)
+            self._keep_state(trainer, module)  # as the run left it
+        return self
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for weight in pl_module.parameters() if self._noise else ():
+            if weight.is_floating_point() and not nn.parameter.is_lazy(weight):
+                signs = torch.randint(2, weight.shape, generator=generator) * 2 - 1
+                weight.data.mul_(1 + self.epsilon * signs.to(weight))
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        for name, weight in pl_module.named_parameters():
+            self._keep(f"gradient of {name}", weight.grad)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
+        self._keep("loss", outputs)
+        self._keep_state(trainer, pl_module)
+        self._step += 1
+
+    @override
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any, **_: Any) -> None:
+        self._keep(f"output of validation batch {args[1:]}", outputs)
+
+    def _keep(self, name: str, value: Any) -> None:
+        self.values |= {(self._step, name): leaf for name, leaf in _leaves(name.replace("_orig_mod.", ""), value)}
+
+    def _keep_state(self, trainer: Trainer, module: LightningModule) -> None:
+        for kind, named in (("weight", module.named_parameters()), ("buffer", module.named_buffers())):
+            for name, tensor in named:
+                self._keep(f"{kind} {name}", tensor)
+        for number, optimizer in enumerate(trainer.optimizers):
+            self._keep(f"optimizer {number}", optimizer.state_dict())
+        self._keep("metric", dict(trainer.callback_metrics))
+        for path, part in module.named_modules():
+            if "_orig_mod" not in part._modules:  # an attribute of `torch.compile(module)`
+                own = {name: value for name, value in vars(part).items() if name not in _OF_LIGHTNING}
+                self._keep(f"attribute of {path or 'the module'}", own)
+        states = {"random": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state().tolist()}
+        if torch.cuda.is_initialized():
+            states["cuda"] = [state.tolist() for state in torch.cuda.get_rng_state_all()]
+        for name, state in states.items():
+            self._keep(f"random generator {name}", hashlib.sha256(pickle.dumps(state)).hexdigest())
+        self._keep("hook", self._hooks)
+        self._hooks.clear()
+
+
+def _seed(seed: int) -> None:
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and plain values within a value, with their names."""
+    if isinstance(value, torch.Tensor):
+        yield name, value.detach().to("cpu", copy=True)
+    elif isinstance(value, (int, float, str, bytes, type(None))):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves(f"{name} {key}", part)
+    elif isinstance(value, (list, tuple, deque)):
+        for number, part in enumerate(value):
+            yield from _leaves(f"{name} {number}", part)
+        yield f"length of {name}", len(value)
+    elif isinstance(value, (set, frozenset)):
+        yield from _leaves(name, sorted(map(repr, value)))
+    elif isinstance(value, random.Random):
+        yield name, hash(value.getstate())
+
+
+class _HookOrder(Profiler):
+    """Lists the hooks that Lightning calls, except those of the callback that is checked."""
+
+    def __init__(self, hooks: list[str], ignored: tuple[str, ...]) -> None:
+        super().__init__()
+        self._hooks, self._ignored = hooks, ignored
+
+    @override
+    def start(self, action_name: str) -> None:
+        if not self._ignored or not action_name.startswith(self._ignored):
+            self._hooks.append(action_name)
+
+    @override
+    def stop(self, action_name: str) -> None:
+        pass

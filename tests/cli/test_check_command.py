@@ -1,0 +1,394 @@
+"""``compile-callbacks check``: regressions of real runs are found, each with its reason, and equal runs pass."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.graph
+from torch import nn
+
+from compile_callbacks import InductorCompile
+from compile_callbacks.cli import main
+from compile_callbacks.report import contract, file
+from tests.support.models import CLASSES, FEATURES, Classifier, batches_of, fit
+from tests.support.step_times import Times
+from tests.support.uncached import Uncached
+from tests.support.wrong_passes import WrongForward
+
+pytestmark = [
+    pytest.mark.all_versions,
+    pytest.mark.usefixtures("no_codegen"),
+    pytest.mark.filterwarnings("ignore::compile_callbacks.CompileWarning"),
+]
+
+PHASES = {"eager": 12.0, None: 6.0}  # milliseconds of a step, by the fixture's names; `None` is compiled
+
+
+class Net(nn.Module):
+    """A body and a head. Subclasses override `between`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.head = nn.Linear(16, CLASSES)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.between(self.body(x)))
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Two(Classifier):
+    """Calls two children in training, and the same two in validation."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__(net or Net())
+        self.side = nn.Linear(FEATURES, CLASSES)
+
+    def logits(self, x):
+        return self.net(x) + self.side(x)
+
+    def forward(self, x):
+        return self.logits(x)
+
+
+def run(folder, *, make=Two, mode="default", infer_mode="default", train=12, accelerator="cpu", **arguments):
+    """Train for two epochs, and return the path of the report."""
+    torch._dynamo.reset()
+    callback = InductorCompile(mode, infer_mode, baseline_steps=5, **{"targets": ["net", "side"], **arguments})
+    settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "default_root_dir": folder, "accelerator": accelerator}
+    fit(callback, make=make, train=train, validation=10, **settings)
+    return folder / file.FILE_NAME
+
+
+@pytest.fixture
+def times(monkeypatch):
+    return Times(monkeypatch, train=dict(PHASES), infer=dict(PHASES))
+
+
+@pytest.fixture
+def check(capsys):
+    """Runs the command, and returns the lines of stdout."""
+
+    def check(path, against, *options, status=0):
+        capsys.readouterr()
+        assert main(["check", str(path), "--against", str(against), *options]) == status
+        printed = capsys.readouterr()
+        check.stderr = printed.err
+        return printed.out.splitlines()
+
+    return check
+
+
+# ------------------------------------------------------------------------------------------ regressions
+
+
+class Prints(Net):
+    def between(self, x):
+        print("between")
+        return x
+
+
+class ReadsItem(Net):
+    def between(self, x):
+        return x * (1 + x.max().item())
+
+
+class Branches(Net):
+    def between(self, x):
+        return x if x.sum() > 0 else -x
+
+
+class PrintsInValidation(Net):
+    def between(self, x):
+        if not self.training:
+            print("between")
+        return x
+
+
+class Disabled(Net):
+    @torch.compiler.disable
+    def between(self, x):
+        return x + 1
+
+
+class CountsCalls(Net):
+    def between(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+class DropsOut(Net):
+    def between(self, x):
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+class Logs(Net):
+    def between(self, x):
+        torch._dynamo.graph_break()
+        return x
+
+
+class SetsEval(Two):
+    def on_train_epoch_start(self):
+        self.net.body[1].train(self.current_epoch == 0)
+
+
+class FreezesLater(Two):
+    def on_train_epoch_start(self):
+        self.net.body[0].requires_grad_(self.current_epoch == 0)
+
+
+class PerEpoch(Two):
+    def on_train_epoch_start(self):
+        self.net.scale = float(self.current_epoch)
+
+    def __init__(self):
+        class Scaled(Net):
+            scale = 0.0
+
+            def between(self, x):
+                return x + self.scale
+
+        super().__init__(Scaled())
+
+
+class CallsOneChild(Two):
+    def logits(self, x):
+        return self.net(x)
+
+
+class Penalized(Two):
+    def training_step(self, batch, batch_idx):
+        x = batch[0].clone().requires_grad_()
+        output = self.net(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return output.square().mean() + gradient.square().mean() + self.side(x).square().mean()
+
+
+class Slow(Uncached):
+    """A pass that takes long."""
+
+    seconds = 0.0
+
+    def __call__(self, graph, is_inference):
+        time.sleep(self.seconds)
+
+
+def broken_inductor(monkeypatch):
+    def run(self, *args):
+        raise RuntimeError("a bug of Inductor")
+
+    monkeypatch.setattr(torch._inductor.graph.GraphLowering, "run", run)
+
+
+REGRESSIONS = {
+    "print": ({"make": lambda: Two(Prints())}, "train.graph_breaks: ", "print"),
+    "item": ({"make": lambda: Two(ReadsItem())}, "train.graph_breaks: ", "item"),
+    "branch": ({"make": lambda: Two(Branches())}, "train.graph_breaks: ", "(test_check_command.py:"),
+    "print_in_validation": ({"make": lambda: Two(PrintsInValidation())}, "infer.graph_breaks: ", "print"),
+    "disabled": ({"make": lambda: Two(Disabled())}, "train.graph_breaks: ", "disable"),
+    "explicit_break": ({"make": lambda: Two(Logs())}, "train.graph_breaks: ", "graph_break"),
+    "counter": ({"make": lambda: Two(CountsCalls())}, "train.recompiles: ", "'calls': no longer"),
+    "per_epoch": ({"make": PerEpoch}, "train.recompiles: 1, allowed 0: net", "'scale': no longer 0.0"),
+    "eval": ({"make": SetsEval}, "train.recompiles: 1, allowed 0: net", "is in eval mode, was in train mode"),
+    "requires_grad": ({"make": FreezesLater}, "train.recompiles: 1, allowed 0: net", "no longer requires grad"),
+    "ragged_batch": (
+        {"train": batches_of(*[4] * 11, 3), "mode": {"dynamic": False}},
+        "train.recompiles: 2, allowed 0: ",
+        "batch size 3, was 4",
+    ),
+    "dropped_target": ({"targets": ["net"]}, "train.targets: side not compiled, allowed none: ", "compiled net"),
+    "uncalled_target": ({"make": CallsOneChild}, "train.targets: side not compiled, ", "compiled net"),
+    "eager_mode": ({"mode": "eager"}, "train.targets: net not compiled, ", "the mode is 'eager'"),
+    "eager_infer_mode": ({"infer_mode": None}, "infer.targets: net not compiled, ", "the mode is "),
+    "fullgraph": (
+        {"make": lambda: Two(Prints()), "mode": {"fullgraph": True}},
+        "train.targets: net not compiled, allowed none: net",
+        "print",
+    ),
+    "double_backward": ({"make": Penalized}, "train.fallbacks: ", "create_graph=True"),
+    "inductor_fails": (
+        {"before": broken_inductor, "passes": [Uncached()]},
+        "train.fallbacks: 2, allowed 0: net",
+        "a bug of Inductor",
+    ),
+    "wrong_pass": ({"passes": [WrongForward("train")]}, "train.differing_graphs: 1, allowed 0: net", "output 0"),
+    "wrong_infer_pass": ({"passes": [WrongForward("infer")]}, "infer.differing_graphs: 1, allowed 0: net", "output 0"),
+    "no_verification": ({"verify": "off"}, "train.uncompared_graphs: 2, allowed 0: ", "did not verify"),
+    "dropout": ({"make": lambda: Two(DropsOut())}, "train.uncompared_graphs: 1, allowed 0: net", "dropout"),
+    "cudagraphs": ({"mode": "reduce-overhead"}, "train.skipped_cudagraphs: 2, allowed 0: ", "no effect on a CPU"),
+    "slow_kernels": ({"ms": {"train": 7.8}}, "train.speedup: 1.538, allowed 1.667: ", "eager 12 ms, compiled 7.8 ms"),
+    "slow_infer_kernels": ({"ms": {"infer": 7.8}}, "infer.speedup: 1.538, allowed 1.667: ", "compiled 7.8 ms"),
+    "slow_compile": ({"passes": [Slow()]}, "train.compile_seconds: ", "net "),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The report of the run before the regressions, and its contract."""
+    folder = tmp_path_factory.mktemp("base")
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(fallback_by_default=True):
+        Times(patch, train=dict(PHASES), infer=dict(PHASES))
+        path = run(folder)
+    assert main(["check", str(path), "--against", str(folder / "contract.json"), "--write"]) == 0
+    return path, folder / "contract.json"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_a_regression_breaks_the_contract_and_the_line_names_the_reason(name, base, tmp_path, monkeypatch, check):
+    arguments, begins, reason = dict(REGRESSIONS[name][0]), *REGRESSIONS[name][1:]
+    ms = arguments.pop("ms", {})
+    phases = {phase: {**PHASES, None: ms.get(phase, PHASES[None])} for phase in ("train", "infer")}
+    Times(monkeypatch, **phases)
+    if "before" in arguments:
+        arguments.pop("before")(monkeypatch)
+    seconds = json.loads(base[1].read_text())["train"]["compile_seconds"]
+    monkeypatch.setattr(Slow, "seconds", 3 * seconds / 2)  # for each forward and backward graph of two targets
+    lines = check(run(tmp_path, **arguments), base[1], status=1)
+    assert any(line.startswith(begins) and reason in line for line in lines), lines
+
+
+def test_equal_runs_fulfill_the_contract_and_a_worse_contract_is_broken(base, tmp_path, times, check):
+    again = run(tmp_path)
+    assert check(again, base[1]) == []
+    strict = json.loads(base[1].read_text())
+    strict["train"] |= {"graphs": 1, "graph_breaks": {"anything": 3}, "speedup": 3}
+    strict["margin"] = 0.1
+    (tmp_path / "strict.json").write_text(json.dumps(strict))
+    lines = check(again, tmp_path / "strict.json", status=1)
+    assert lines == [
+        "train.graphs: 2, allowed 1: net 1, side 1",
+        "train.speedup: 2, allowed 2.727: eager 12 ms, compiled 6 ms",
+    ]
+    check(again, tmp_path / "strict.json", "--json", status=1)
+
+
+def test_json_has_the_breaches_and_another_torch_is_named(base, tmp_path, check):
+    other = json.loads(base[1].read_text()) | {"torch": "1.0"}
+    other["infer"]["graphs"] = 0
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    found = json.loads("\n".join(check(base[0], tmp_path / "other.json", "--json", status=1)))
+    assert found["breaches"] == [
+        {"phase": "infer", "figure": "graphs", "value": 2, "allowed": 0, "reason": "net 1, side 1"}
+    ]
+    installed = importlib.metadata.version("torch")
+    assert found["notes"] == [f"the contract is for torch 1.0, and the report is of torch {installed}"]
+    check(base[0], tmp_path / "other.json", status=1)
+    assert "the contract is for torch 1.0" in check.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c, r: c.update(grahps=1), "field='grahps' is unknown"),
+        (lambda c, r: c["train"].update(graph=1), "did you mean 'train.graphs'?"),
+        (lambda c, r: c["train"].update(graphs="1"), "train.graphs='1' has the wrong type"),
+        (lambda c, r: c["train"]["graph_breaks"].update(x=True), "train.graph_breaks.x=True has the wrong type"),
+        (lambda c, r: c.update(version=2), "version=2, but this library reads version 1"),
+        (lambda c, r: c.update(call="test"), "contains no record of a call of test"),
+        (lambda c, r: c["train"].update(peak_memory_mib=1.0), "no figure for train.peak_memory_mib"),
+        (lambda c, r: r.update(version=2), "the record has version 2, not 1"),
+        (lambda c, r: r.update(exception="ValueError"), "ValueError ended the call"),
+        (lambda c, r: r["report"].pop("infer"), "the report has no infer phase"),
+        (
+            lambda c, r: r["report"]["infer"].update(compile_seconds=None, verdict=None),
+            "has no infer phase, or no step",
+        ),
+        (lambda c, r: r["report"]["train"].pop("diagnostics"), "the record is damaged: KeyError: 'diagnostics'"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(change, message, base, tmp_path, check):
+    (record,), allowed = json.loads(base[0].read_text()), json.loads(base[1].read_text())
+    change(allowed, record)
+    (tmp_path / file.FILE_NAME).write_text(json.dumps([record]))
+    (tmp_path / "contract.json").write_text(json.dumps(allowed))
+    assert check(tmp_path, tmp_path / "contract.json", status=2) == []
+    assert message in check.stderr
+
+
+def test_missing_and_damaged_files_are_errors(base, tmp_path, check):
+    (tmp_path / "damaged.json").write_text("[")
+    check(tmp_path / "none.json", base[1], status=2)
+    check(tmp_path / "damaged.json", base[1], status=2)
+    check(base[0], tmp_path / "none.json", status=2)
+    assert "cannot be read" in check.stderr
+
+
+def test_figures_without_certainty_are_no_breach(base, tmp_path, check):
+    """Steps that vary as on a busy machine, and a compile that took twice as long."""
+    (record,) = json.loads(base[0].read_text())
+    train = record["report"]["train"]
+    train["compiled_step_ms"], train["compile_seconds"] = 20.0, 2 * train["compile_seconds"]
+    for series in train["diagnostics"]["series"]:
+        if series["kind"] == "compiled":
+            series["ms"] = [6.0, 30.0] * 10
+    (tmp_path / file.FILE_NAME).write_text(json.dumps([record]))
+    assert check(tmp_path, base[1]) == []
+    check(tmp_path, tmp_path / "contract.json", "--write")
+    assert "left out train.speedup, because step times vary by more than the margin" in check.stderr
+    assert "speedup" not in json.loads((tmp_path / "contract.json").read_text())["train"]
+
+
+def test_memory_above_the_margin_is_a_breach(base, tmp_path, check):
+    (record,), allowed = json.loads(base[0].read_text()), json.loads(base[1].read_text())
+    allowed["train"]["peak_memory_mib"] = 100.0
+    (tmp_path / "contract.json").write_text(json.dumps(allowed))
+    for name in ("peak_memory_mib", "peak_memory_at_most_mib"):
+        for mib, status in ((119.0, 0), (121.0, 1)):
+            record["report"]["train"]["diagnostics"] |= {"peak_memory_mib": None, name: mib}
+            (tmp_path / file.FILE_NAME).write_text(json.dumps([record]))
+            lines = check(tmp_path, tmp_path / "contract.json", status=status)
+            assert [line[:43] for line in lines] == ["train.peak_memory_mib: 121, allowed 120: th"] * status
+
+
+@pytest.mark.gpu
+def test_more_memory_and_skipped_cuda_graphs_break_the_contract(tmp_path, check):
+    """Buffers of 64 MiB, and an operator on the CPU in the graph."""
+
+    class Heavy(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("ballast", torch.zeros(2**24))
+            self.offset = torch.ones(1)
+
+        def between(self, x):
+            return x + self.offset.sum().to(x.device)
+
+    settings = {"accelerator": "gpu", "mode": "reduce-overhead"}
+    before = run(tmp_path / "before", **settings)
+    check(before, tmp_path / "contract.json", "--write")
+    lines = check(run(tmp_path / "after", make=lambda: Two(Heavy()), **settings), tmp_path / "contract.json", status=1)
+    assert any(line.startswith("train.peak_memory_mib: ") for line in lines), lines
+    assert any(line.startswith("train.skipped_cudagraphs: 1, allowed 0: net") for line in lines), lines
+
+
+PROGRAM = """
+import sys, time
+started = time.perf_counter()
+from compile_callbacks.cli import main
+status = main(sys.argv[1:])
+print(status, "torch" in sys.modules, "lightning" in sys.modules, time.perf_counter() - started)
+"""
+
+
+def test_check_answers_in_under_a_second_and_does_not_import_torch(base):
+    command = [sys.executable, "-c", PROGRAM, "check", str(base[0]), "--against", str(base[1])]
+    printed = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
+    assert {tuple(words[:3]) for words in printed} == {("0", "False", "False")}
+    assert min(float(words[3]) for words in printed) < 1
+
+
+def test_the_versions_and_names_of_the_report_are_those_of_the_writer():
+    assert contract.REPORT_VERSION == file.VERSION
+    assert file.FILE_NAME == "compile_report.json"

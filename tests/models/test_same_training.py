@@ -1,0 +1,42 @@
+"""`assert_same_training` accepts the models of the other files, compiled from the first step on."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+
+from compile_callbacks import InductorCompile
+from compile_callbacks.testing import assert_same_training
+from tests.models import test_forecasting, test_graphs, test_loops, test_transformers, test_vision
+from tests.models.trial import BASELINE_STEPS
+from tests.support.models import QUIET
+
+TRIALS = [
+    trial
+    for module in (test_forecasting, test_graphs, test_loops, test_transformers, test_vision)
+    for trial in module.TRIALS
+]
+
+
+def data_of(trial):
+    if trial.validate is None:
+        return trial.train()
+    data = pl.LightningDataModule()
+    data.train_dataloader, data.val_dataloader = trial.train, trial.validate
+    return data
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
+def test_a_model_trains_as_it_does_without_the_callback(trial):
+    """A target whose gradients a step differentiates stays eager only after a baseline."""
+    baseline = BASELINE_STEPS if trial.eager_targets else 0
+    result = assert_same_training(
+        trial.make,
+        lambda: data_of(trial),
+        steps=12,
+        callback=InductorCompile(**{"baseline_steps": baseline, **trial.arguments}),
+        trainer_kwargs={**QUIET, "max_epochs": None, "limit_val_batches": 2, **trial.settings},
+        tolerance=trial.close["rtol"],
+        allow_cannot_tell=trial.chaotic,
+    )
+    assert result == "same" or trial.chaotic
