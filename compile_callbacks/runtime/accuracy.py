@@ -32,7 +32,7 @@ class Comparison:
     reason: str | None = None
     max_abs_error: float | None = None  # the largest absolute error of any output element
     is_wrong: bool = False  # whether a difference is too large for an imprecise result, so that nobody may get it
-    error: Exception | None = None  # an error of this library or of torch, because of which nothing was compared
+    failed: bool = False  # whether the comparison failed with an error; a traceback would keep the tensors alive
 
 
 @dataclass

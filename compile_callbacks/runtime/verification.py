@@ -118,9 +118,9 @@ class Verification:
         self._recorder.record(
             "verify", self._key, fix=fix, verdict=verdict, reason=reason, max_abs_error=comparison.max_abs_error
         )
-        if settings.verify == "raise" and comparison.error is not None:
+        if settings.verify == "raise" and comparison.failed:
             message = f"target {target!r} could not be compared with eager in the {phase} phase: {reason}"
-            raise CompileError(with_code("CC302", f"{message} (verify='raise')")) from comparison.error
+            raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
         if verdict != "differs":
             return True
         if settings.on_trial:
@@ -388,7 +388,7 @@ def _address(value: torch.Tensor) -> int:
 def _not_compared(error: Exception) -> Comparison:
     if isinstance(error, torch.OutOfMemoryError) or _NO_CPU_MEMORY in str(error):
         return Comparison("not compared", f"no memory: {describe_failure(error)}")
-    return Comparison("not compared", f"error: {describe_failure(error)}", error=error)
+    return Comparison("not compared", f"error: {describe_failure(error)}", failed=True)
 
 
 _NO_CPU_MEMORY = "can't allocate memory"  # a part of the message of torch's CPU allocator, which raises a RuntimeError
