@@ -235,7 +235,7 @@ def _seed(seed: int) -> None:
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values within a value, with their names."""
     if isinstance(value, torch.Tensor):
-        yield name, value.detach().to("cpu", copy=True)
+        yield name, (value.detach().to_dense() if value.is_sparse else value.detach()).to("cpu", copy=True)
     elif isinstance(value, (int, float, str, bytes, type(None))):
         yield name, value
     elif isinstance(value, Mapping):

@@ -73,30 +73,33 @@ def with_eager_versions(compiled: Callable[..., Any], statistics: Collection[int
     return call
 
 
-def save_copies(forward_graph: torch.fx.GraphModule) -> None:
-    """Change a training graph so that it saves no memory for its backward pass that it overwrites.
+def save_copies(forward_graph: torch.fx.GraphModule, buffers: Collection[int]) -> None:
+    """Change a training graph so that it saves copies of its buffers, and of the inputs that it overwrites.
 
-    Workaround (until the partitioner does not save inputs that the forward graph writes): if the backward pass needs
-    the former value of such an input, torch 2.11 to 2.15 save the input itself, and its gradients are wrong. Both kinds
-    of spectral norm do this::
+    Workaround (until the partitioner does not save inputs that are written before the backward pass): if the backward
+    pass needs the former value of an input that the graph writes, torch 2.11 to 2.15 save the input itself, and its
+    gradients are wrong. Both kinds of spectral norm do this. If the user's code copies a buffer, Inductor removes the
+    copy and saves the buffer, which later code may write, as a queue of keys::
 
         before:  copy_(u, new_u); return y, u
         after:   saved = clone(u); copy_(u, new_u); return y, saved
     """
     graph, aten = forward_graph.graph, torch.ops.aten
     writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
-    overwritten = {_memory(value) for write in writes for value in write.args[:2]}
+    inputs = graph.find_nodes(op="placeholder")
+    overwritten = {_memory(value) for write in writes for value in write.args[:2]} | {
+        _memory(inputs[i]) for i in buffers
+    }
     if not overwritten:
         return
     output: Any = graph.output_node()
     results = list(output.args[0])
     context = torch._guards.TracingContext.get()
-    last_input = graph.find_nodes(op="placeholder")[-1]
     for i in range(context.fw_metadata.num_forward, len(results)):  # type: ignore[union-attr]
         saved = results[i]
         if not isinstance(saved, torch.fx.Node) or _memory(saved) not in overwritten:
             continue
-        with graph.inserting_after(last_input if saved.op == "placeholder" else saved):
+        with graph.inserting_after(inputs[-1] if saved.op == "placeholder" else saved):
             # Inductor compiles this operator as a copy, but removes ``clone`` if it knows no reason for a copy.
             results[i] = add_node(graph, aten.lift_fresh_copy.default, (saved,))
     output.args = (tuple(results),)

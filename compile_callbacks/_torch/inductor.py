@@ -105,21 +105,32 @@ def compile_graph(
         regions.expose_aliases(part)
         is_backward = bool(kwargs.get("is_backward"))
         if not is_backward and not kwargs.get("is_inference"):
-            autograd.save_copies(part)
+            autograd.save_copies(part, buffers if _count_of_inputs(part) == count else ())
         started = time.perf_counter()
         code = compile_fx_inner(part, *args, **kwargs)
         if is_backward:
             on_backward_lowered(part, time.perf_counter() - started)
         return code
 
+    count = len(example_inputs)  # torch keeps `compile_part`, which must not keep the inputs
+    buffers = [
+        i
+        for i, value in enumerate(example_inputs)
+        if torch._dynamo.utils.get_static_address_type(value) is not None and not isinstance(value, torch.nn.Parameter)
+    ]
     # The tag prevents that the cache returns code that was compiled without `expose_aliases` or `save_copies`.
-    tag = f"{autocast_state()} saves_copies {'aliases_exposed' if regions.calls_of_regions(graph_module) else ''}"
+    aliases_exposed = bool(regions.calls_of_regions(graph_module))
+    tag = f"{autocast_state()} saves_copies={buffers} aliases_exposed={aliases_exposed}"
     with functorch_config.patch(settings), warnings.catch_warnings(), tagged_cache(tag.strip()):
         # torch compiles a backward region twice, for two layouts of a gradient.
         warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
         return compile_fx(  # type: ignore[return-value]
             graph_module, example_inputs, inner_compile=compile_part, config_patches=dict(options)
         )
+
+
+def _count_of_inputs(forward_graph: torch.fx.GraphModule) -> int:
+    return len(forward_graph.graph.find_nodes(op="placeholder"))
 
 
 def saved_bytes(backward_graph: torch.fx.GraphModule) -> int:

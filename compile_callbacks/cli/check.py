@@ -28,13 +28,16 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.write:
             contract, left_out = make_contract(read_record(path))
-            args.against.write_text(json.dumps(contract, indent=2) + "\n")
+            try:
+                args.against.write_text(json.dumps(contract, indent=2) + "\n")
+            except OSError as error:
+                raise ContractError(f"{args.against} cannot be written: {error}") from error
             sys.stderr.writelines(f"compile-callbacks check: left out {line}\n" for line in left_out)
             return 0
         contract = read_contract(args.against)
         record = read_record(path, contract.get("call"))
         breaches, missing = compare(record, contract)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         damaged = f"{path}: the record is damaged: {type(error).__name__}: {error}"
         sys.stderr.write(f"compile-callbacks check: {error if isinstance(error, ContractError) else damaged}\n")
         return 2

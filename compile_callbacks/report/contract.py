@@ -6,6 +6,7 @@ Imports neither torch nor other files of this folder, so that ``compile-callback
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,7 +77,13 @@ def read_contract(path: Path) -> dict[str, Any]:
     contract = {"margin": MARGIN, **_checked(path, "", _load(path), _FIELDS)}
     if contract.get("version") != VERSION:
         raise ContractError(f"{path}: version={contract.get('version')!r}, but this library reads version {VERSION}")
+    if not 0 <= contract["margin"] < math.inf:
+        raise ContractError(f"{path}: margin={contract['margin']!r} must be a number from 0 on, such as {MARGIN}")
+    if not any(phase in contract for phase in PHASES):
+        raise ContractError(f"{path} checks nothing: it has neither of the phases {' and '.join(PHASES)}")
     for phase in PHASES:
+        if not all(isinstance(name, str) for name in contract.get(phase, {}).get("targets", ())):
+            raise ContractError(f"{path}: {phase}.targets must be a list of names")
         breaks = _checked(path, f"{phase}.", contract.get(phase, {}), _PHASE_FIELDS).get("graph_breaks", {})
         _checked(path, f"{phase}.graph_breaks.", breaks, dict.fromkeys(breaks, int))
     return contract
@@ -226,7 +233,7 @@ def _compiled_targets(data: Any) -> Counter[str]:
 
 def _kind(graph_break: Mapping[str, Any]) -> str:
     """Return the first line of torch's reason, which names the kind of graph break."""
-    return str(graph_break.get("reason") or "unknown").strip().splitlines()[0]
+    return (str(graph_break.get("reason") or "").strip() or "unknown").splitlines()[0]
 
 
 def _reasons(events: Sequence[Mapping[str, Any]]) -> str:

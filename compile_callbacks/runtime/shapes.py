@@ -34,8 +34,9 @@ class ObservedShapes:
     first graph then accepts all recorded sizes, and one recompile is enough for dimensions that vary later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, running: list[ObservedShapes] | None = None) -> None:
         self.gradients_differentiated = False  # whether a backward pass through an eager call had create_graph=True
+        self._running = [] if running is None else running  # the records of the eager calls that are running
         self.changing_state = ChangingState()
         self._sizes: dict[str, list[int | None]] = {}  # by input; None if the size varies; an integer has one entry
 
@@ -56,7 +57,11 @@ class ObservedShapes:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.record(args, kwargs)
             self.changing_state.call_begins(module)
-            result = call(*args, **kwargs)
+            self._running.append(self)
+            try:
+                result = call(*args, **kwargs)
+            finally:
+                self._running.pop()
             self.changing_state.call_ended(module)
             if _torch.dynamo.is_transformed():
                 return result  # torch.func.grad enables grad mode in its backward pass, but needs no second one
@@ -68,8 +73,10 @@ class ObservedShapes:
         return recorded
 
     def _backward_begins(self, gradients: Any) -> None:
-        # Autograd enables grad mode in a backward pass only with create_graph=True.
-        self.gradients_differentiated |= torch.is_grad_enabled()
+        # Autograd enables grad mode in a backward pass only with create_graph=True. If an outer target is still running, it
+        # differentiates the gradients itself.
+        for record in (self, *self._running):
+            record.gradients_differentiated |= torch.is_grad_enabled()
 
     @contextlib.contextmanager
     def marked(self, args: Any, kwargs: Any) -> Iterator[None]:
@@ -123,10 +130,11 @@ class ShapeRecords:
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, Phase], ObservedShapes] = {}
+        self._running: list[ObservedShapes] = []
 
     def of(self, target: str, phase: Phase) -> ObservedShapes:
         """Return the record of a target in a phase."""
-        return self._records.setdefault((target, phase), ObservedShapes())
+        return self._records.setdefault((target, phase), ObservedShapes(self._running))
 
     def state(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return the inputs that vary and the state that changes, by phase and target, as JSON-ready data."""

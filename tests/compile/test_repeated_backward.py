@@ -144,6 +144,35 @@ def test_later_differentiation_of_gradients_raises_torchs_error_with_the_name_of
     assert "(train_mode='eager'), or compile other modules (targets=[...])" in note
 
 
+class Physics(Classifier):
+    """Its forward differentiates the output of its network, as a physics-informed network does."""
+
+    def __init__(self):
+        super().__init__(smooth())
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return gradient
+
+    def training_step(self, batch, batch_idx):
+        loss = self(batch[0]).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+@pytest.mark.all_versions
+@pytest.mark.filterwarnings("ignore:target .* runs eagerly in the train phase")
+@pytest.mark.filterwarnings("ignore:target .* ran in the train phase without a compiled graph")
+def test_forward_that_differentiates_its_network_trains_as_in_eager():
+    losses = []
+    for callbacks in ([InductorCompile("default", None, baseline_steps=2)], []):
+        module = seeded(Physics)
+        trainer(*callbacks).fit(module, loader(12))
+        losses.append(torch.tensor(module.losses))
+    assert_same(*losses, tolerance=1e-5)
+
+
 def per_sample(net, x, y):
     """The loss of the compiled network, and gradients of single samples by `torch.func`, which trains nothing."""
     weights = {name: weight.detach() for name, weight in net.named_parameters()}
