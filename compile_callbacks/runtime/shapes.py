@@ -73,8 +73,8 @@ class ObservedShapes:
         return recorded
 
     def _backward_begins(self, gradients: Any) -> None:
-        # Autograd enables grad mode in a backward pass only with create_graph=True. If an outer target is still running, it
-        # differentiates the gradients itself.
+        # Autograd enables grad mode in a backward pass only with create_graph=True. A running target that contains this
+        # one differentiates the gradients itself.
         for record in (self, *self._running):
             record.gradients_differentiated |= torch.is_grad_enabled()
 
