@@ -37,7 +37,7 @@ _WARMUP_STEPS = 2  # of each kind of step, which the medians leave out too
 
 
 class ContractError(ValueError):
-    """A contract or a report cannot be read, or the report lacks what the contract is about."""
+    """A contract or a report cannot be read, or the report lacks figures that the contract limits."""
 
 
 class Breach(NamedTuple):
@@ -108,7 +108,7 @@ def _checked(path: Path, prefix: str, data: Any, types: Mapping[str, Any]) -> di
 
 
 def make_contract(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the contract that allows what a record contains, for each compiled phase, and what it leaves out."""
+    """Return the contract that allows the figures of a record, for each compiled phase, and the figures left out."""
     contract: dict[str, Any] = {"version": VERSION, "call": record["call"], "margin": MARGIN}
     contract["torch"] = record["environment"]["torch"]
     left_out = []
@@ -130,7 +130,7 @@ def make_contract(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def compare(record: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[list[Breach], list[str]]:
-    """Compare a record with a contract. Return the breaches, and what the report has no figure for."""
+    """Compare a record with a contract. Return the breaches, and the figures that the report lacks."""
     breaches: list[Breach] = []
     missing: list[str] = []
     for phase in PHASES:
