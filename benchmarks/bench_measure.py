@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 from compile_callbacks._utils.errors import CompileWarning
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.calls.phase_switch import ActiveConfig, PhaseSwitch
 from compile_callbacks.config.inductor_config import EAGER, InductorConfig
+from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.report.file import environment
-from compile_callbacks.runtime.dispatcher import ActiveConfig, PhaseSwitch
-from compile_callbacks.runtime.fallback import TargetSettings
-from compile_callbacks.runtime.target import Target
+from compile_callbacks.targets.target import Target
 
 _BLOCKS = 10
 _WARMUP_STEPS = 4  # torch warms up a CUDA graph in the first step, records it in the second, then replays it

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from compile_callbacks.passes.base import graph_pass as graph_pass
     from compile_callbacks.report.report import CompileReport as CompileReport
     from compile_callbacks.report.report import PhaseReport as PhaseReport
-    from compile_callbacks.runtime.compile_phases import compile_phases as compile_phases
-    from compile_callbacks.runtime.compile_phases import report_of as report_of
-    from compile_callbacks.runtime.compile_phases import restore as restore
+    from compile_callbacks.session.grad_mode import compile_phases as compile_phases
+    from compile_callbacks.session.grad_mode import report_of as report_of
+    from compile_callbacks.session.grad_mode import restore as restore
 
 _MODULES = {
     "AOTInductorExport": "callbacks.aot_export",
@@ -42,12 +42,12 @@ _MODULES = {
     "InductorConfig": "config.inductor_config",
     "PhaseReport": "report.report",
     "Tune": "config.tune",
-    "compile_phases": "runtime.compile_phases",
+    "compile_phases": "session.grad_mode",
     "export": "exporting.package",
     "graph_pass": "passes.base",
     "load_exported": "exporting.loaded_package",
-    "report_of": "runtime.compile_phases",
-    "restore": "runtime.compile_phases",
+    "report_of": "session.grad_mode",
+    "restore": "session.grad_mode",
     "templates": "config.templates",
 }
 

@@ -32,11 +32,11 @@ from compile_callbacks.exporting.package import (
     evaluating,
     export,
 )
+from compile_callbacks.graphs.accuracy import Comparison
 from compile_callbacks.profiling.step_stats import median_ms
 from compile_callbacks.report.console import print_line
 from compile_callbacks.report.loggers import log_export
 from compile_callbacks.report.report import ExportReport
-from compile_callbacks.runtime.accuracy import Comparison
 
 Weights = Literal["best", "last"]
 """Which weights are exported."""

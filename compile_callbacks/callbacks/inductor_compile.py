@@ -19,7 +19,7 @@ from compile_callbacks.callbacks import trainer_calls
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_steps, stage_of
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.runtime.arguments import (
+from compile_callbacks.session.arguments import (
     CompileArguments,
     Mode,
     NewShapes,
@@ -27,7 +27,7 @@ from compile_callbacks.runtime.arguments import (
     Verify,
     explain_unknown_arguments,
 )
-from compile_callbacks.runtime.session import Session
+from compile_callbacks.session.session import Session
 
 _warn = rank_zero_only(warn_user)
 

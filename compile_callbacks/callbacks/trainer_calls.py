@@ -25,10 +25,10 @@ from compile_callbacks.report import loggers
 from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.console import print_line, print_report
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.runtime.fsdp import unsupported_reason, unsupported_strategy_reason
-from compile_callbacks.runtime.session import Session
-from compile_callbacks.runtime.targets import resolve_targets
-from compile_callbacks.runtime.users_compile import match_orig_mod_keys, unwrap_compiled
+from compile_callbacks.session.session import Session
+from compile_callbacks.targets.fsdp import unsupported_reason, unsupported_strategy_reason
+from compile_callbacks.targets.resolve import resolve_targets
+from compile_callbacks.targets.users_compile import match_orig_mod_keys, unwrap_compiled
 
 if TYPE_CHECKING:
     from compile_callbacks.callbacks.inductor_compile import InductorCompile

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.runtime.measurements import Stage
+from compile_callbacks.session.measurements import Stage
 
 
 def stage_of(trainer: Trainer, phase: Phase) -> Stage:

@@ -31,11 +31,11 @@ from compile_callbacks.exporting.loaded_package import (
     Format,
     load_after_smoke_test,
 )
+from compile_callbacks.graphs.accuracy import Comparison, Results, compare_results, tolerance
+from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import find_pass_error, pass_options
-from compile_callbacks.runtime.accuracy import Comparison, Results, compare_results, tolerance
-from compile_callbacks.runtime.fsdp import check_not_sharded
-from compile_callbacks.runtime.snapshot import Snapshot
+from compile_callbacks.targets.fsdp import check_not_sharded
 
 VerifyPackage = Literal["off", "warn", "raise"]
 """The reaction if a package differs from eager. ``"off"`` skips the comparison."""

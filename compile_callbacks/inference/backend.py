@@ -12,15 +12,15 @@ from compile_callbacks._torch.dynamo import is_dynamo_wrapper
 from compile_callbacks._utils.device import as_device
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
+from compile_callbacks.calls.dispatcher import compiled_target_names
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
+from compile_callbacks.graphs.failures import NewShapes, OnError, TargetSettings, Verify
 from compile_callbacks.inference import saved_state
 from compile_callbacks.inference.compiled_module import CompiledInference, Placement, free_memory
 from compile_callbacks.inference.saved_state import Sample, SampleLike, as_samples
 from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.runtime.dispatcher import compiled_target_names
-from compile_callbacks.runtime.fallback import NewShapes, OnError, TargetSettings, Verify
-from compile_callbacks.runtime.fsdp import check_not_sharded
+from compile_callbacks.targets.fsdp import check_not_sharded
 
 State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
 

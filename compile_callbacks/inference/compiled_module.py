@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_map_only
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.graphs.failures import TargetSettings
+from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.inference.saved_state import Sample, on_device
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.runtime.arguments import CompileArguments
-from compile_callbacks.runtime.compile_phases import GradModeSession
-from compile_callbacks.runtime.fallback import TargetSettings
-from compile_callbacks.runtime.snapshot import Snapshot
-from compile_callbacks.runtime.target import Target
+from compile_callbacks.session.arguments import CompileArguments
+from compile_callbacks.session.grad_mode import GradModeSession
+from compile_callbacks.targets.target import Target
 
 _is_training = operator.attrgetter("training")
 

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from compile_callbacks import InductorBackend, InductorCompile, Tune, compile_phases, export, report_of, restore
-from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
-from compile_callbacks.runtime.targets import resolve_targets
+from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
+from compile_callbacks.targets.resolve import resolve_targets
 from tests.support.against_eager import FLOAT32
 from tests.support.pairs import Pair, made_once, run_pairs
 from tests.support.sharded_models import BLOCKS, WIDTH, Blocks, Whole, data, loader, one_device, shard_blocks

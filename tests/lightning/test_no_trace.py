@@ -24,7 +24,7 @@ from compile_callbacks import (
 )
 from compile_callbacks.exporting.loaded_package import ExportError
 from compile_callbacks.profiling.compile_events import CompileRecorder
-from compile_callbacks.runtime.session import Session
+from compile_callbacks.session.session import Session
 from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile
-from compile_callbacks.runtime.python_state import StateChanges
+from compile_callbacks.calls.python_state import StateChanges
 from tests.support.models import FEATURES, Classifier, fit, loader, seeded, trainer
 from tests.support.python_state import KINDS, NumpyNormal, OwnRandom, PythonState, RandomSample
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from compile_callbacks import CompileReport, GraphPass, InductorCompile, InductorConfig, Tune
+from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.report.table import to_markdown
-from compile_callbacks.runtime.compiled_target import CompiledTarget
 from tests.support.against_eager import FLOAT32, assert_fits_as_eager
 from tests.support.models import Classifier, batches_of, fit, loader, seeded, trainer
 from tests.support.step_times import Times

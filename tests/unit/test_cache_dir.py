@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from compile_callbacks.runtime.cache_dir import CompileCache, ModelRecord, check_folder
+from compile_callbacks.cache.folder import CompileCache, ModelRecord, check_folder
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 

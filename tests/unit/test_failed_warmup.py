@@ -11,9 +11,9 @@ from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, CUDAWarmupNode
 
 from compile_callbacks import CompileWarning
 from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks.graphs.cudagraphs import with_warmup_repair
+from compile_callbacks.graphs.failures import EagerFallback, TargetSettings
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
-from compile_callbacks.runtime.cudagraphs import with_warmup_repair
-from compile_callbacks.runtime.fallback import EagerFallback, TargetSettings
 
 pytestmark = pytest.mark.all_versions
 

@@ -12,14 +12,14 @@ import torch
 
 from compile_callbacks import InductorCompile
 from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.profiling.memory import Peak, PeakMemory
 from compile_callbacks.profiling.step_stats import speedup_interval
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
 from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.report.build import compare
-from compile_callbacks.runtime.diagnostics import RECENT_SAMPLES, SessionWarnings
-from compile_callbacks.runtime.dispatcher import PhaseSwitch
+from compile_callbacks.session.stage_warnings import RECENT_SAMPLES, SessionWarnings
 from tests.support.models import Classifier, loader, seeded, trainer
 from tests.support.step_times import TimedSteps, Times
 

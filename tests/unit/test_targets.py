@@ -6,8 +6,8 @@ import lightning.pytorch as pl
 import pytest
 from torch import nn
 
-from compile_callbacks.runtime.repeated import find_repetitions
-from compile_callbacks.runtime.targets import check_target_names, resolve_targets
+from compile_callbacks.targets.repeated import find_repetitions
+from compile_callbacks.targets.resolve import check_target_names, resolve_targets
 from tests.support.models import Classifier
 
 WIDTH = 16

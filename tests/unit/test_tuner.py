@@ -15,7 +15,7 @@ import torch
 from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.config.tune import as_settings
 from compile_callbacks.profiling.workload import Workload
-from compile_callbacks.runtime.phase_tuning import BLOCK_STEPS
+from compile_callbacks.session.phase_tuning import BLOCK_STEPS
 from compile_callbacks.tuning.candidates import auto_candidates
 from compile_callbacks.tuning.trial import Block, Trial
 from compile_callbacks.tuning.tuner import Tuner

@@ -15,16 +15,16 @@ from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
+from compile_callbacks.calls.call_state import CallInProgress
+from compile_callbacks.calls.frozen_weights import WeightWatch
+from compile_callbacks.calls.new_shapes import ObservedShapes, ShapePolicy
+from compile_callbacks.calls.python_state import StateChanges
 from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.graphs.backend import GraphBackend
+from compile_callbacks.graphs.failures import EagerFallback, TargetIsEagerError, TargetSettings, describe
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder, TargetCall
-from compile_callbacks.runtime.fallback import EagerFallback, TargetIsEagerError, TargetSettings, describe
-from compile_callbacks.runtime.freezing import WeightWatch
-from compile_callbacks.runtime.graph_backend import GraphBackend
-from compile_callbacks.runtime.python_state import StateChanges
-from compile_callbacks.runtime.repeated import RegionMarks
-from compile_callbacks.runtime.shapes import ObservedShapes, ShapePolicy
-from compile_callbacks.runtime.snapshot import CallInProgress
-from compile_callbacks.runtime.target import AnyTarget, RepeatedBlocks, Target
+from compile_callbacks.targets.repeated import RegionMarks
+from compile_callbacks.targets.target import AnyTarget, RepeatedBlocks, Target
 
 TRACES_WITHOUT_GRAPH = 5
 """The maximum number of consecutive calls that torch traces without compiling a graph. torch 2.15 traces a target again

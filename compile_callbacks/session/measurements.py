@@ -13,10 +13,10 @@ from torch import nn
 
 from compile_callbacks._utils.device import device_name
 from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.calls.phase_switch import ActiveConfig
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS, StepTimer
 from compile_callbacks.profiling.workload import Workload
-from compile_callbacks.runtime.dispatcher import ActiveConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.runtime.fsdp import fsdp1_wrapped, innermost_fsdp_units, is_sharded, strip_fsdp1_names
+from compile_callbacks.targets.fsdp import fsdp1_wrapped, innermost_fsdp_units, is_sharded, strip_fsdp1_names
 
 
 @dataclass(frozen=True, eq=False)

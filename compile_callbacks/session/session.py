@@ -17,6 +17,9 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fingerprint
+from compile_callbacks.calls.new_shapes import ShapeRecords
+from compile_callbacks.calls.phase_switch import EAGERLY, ActiveConfig, PhaseSwitch
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.tune import Tune
 from compile_callbacks.profiling.compile_events import CompileRecorder
@@ -24,19 +27,16 @@ from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.workload import workload_of
 from compile_callbacks.report.build import build_phase_report
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.runtime.arguments import CompileArguments
-from compile_callbacks.runtime.cache_dir import CompileCache, ModelRecord, model_fingerprint
-from compile_callbacks.runtime.called_targets import CalledTargets
-from compile_callbacks.runtime.cudagraphs import StepsOnGpu
-from compile_callbacks.runtime.diagnostics import SessionWarnings
-from compile_callbacks.runtime.dispatcher import EAGERLY, ActiveConfig, PhaseSwitch
-from compile_callbacks.runtime.distributed import ProcessGroupSync
-from compile_callbacks.runtime.fsdp import is_sharded
-from compile_callbacks.runtime.measurements import Measurements, Stage, Step
-from compile_callbacks.runtime.phase_tuning import PhaseTuning
-from compile_callbacks.runtime.repeated import REPEATED, group_repeated, group_targets
-from compile_callbacks.runtime.shapes import ShapeRecords
-from compile_callbacks.runtime.target import AnyTarget, Target
+from compile_callbacks.session.arguments import CompileArguments
+from compile_callbacks.session.measurements import Measurements, Stage, Step
+from compile_callbacks.session.phase_tuning import PhaseTuning
+from compile_callbacks.session.ranks import ProcessGroupSync
+from compile_callbacks.session.stage_warnings import SessionWarnings
+from compile_callbacks.session.steps_on_gpu import StepsOnGpu
+from compile_callbacks.targets.called import CalledTargets
+from compile_callbacks.targets.fsdp import is_sharded
+from compile_callbacks.targets.repeated import REPEATED, group_repeated, group_targets
+from compile_callbacks.targets.target import AnyTarget, Target
 
 STATE_VERSION = 1
 """The version of `Session.state_dict`."""

@@ -13,8 +13,8 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks._utils.signatures import inputs_of, signature
-from compile_callbacks.runtime.fallback import NewShapes
-from compile_callbacks.runtime.python_state import ChangingState
+from compile_callbacks.calls.python_state import ChangingState
+from compile_callbacks.graphs.failures import NewShapes
 
 RETURNING_SHAPE_CALLS = 8
 """With ``new_shapes="eager"``, the number of calls with one shape after which the shape is compiled.

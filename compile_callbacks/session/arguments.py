@@ -14,14 +14,14 @@ from typing import Any, ParamSpec, TypeVar
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.cache.folder import check_folder
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import Mode, Settings, as_settings
+from compile_callbacks.graphs.failures import NewShapes, OnError, TargetSettings, Verify
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.testing import RecordedGraph, RecordGraphs
-from compile_callbacks.runtime.cache_dir import check_folder
-from compile_callbacks.runtime.fallback import NewShapes, OnError, TargetSettings, Verify
-from compile_callbacks.runtime.repeated import REPEATED
-from compile_callbacks.runtime.targets import check_target_names
+from compile_callbacks.targets.repeated import REPEATED
+from compile_callbacks.targets.resolve import check_target_names
 
 __all__ = ["CompileArguments", "Mode", "NewShapes", "OnError", "Verify", "explain_unknown_arguments"]
 

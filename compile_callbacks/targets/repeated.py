@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import warn_user, with_code
-from compile_callbacks.runtime.fsdp import strip_fsdp1_names
-from compile_callbacks.runtime.target import AnyTarget, RepeatedBlocks, Target
+from compile_callbacks.targets.fsdp import strip_fsdp1_names
+from compile_callbacks.targets.target import AnyTarget, RepeatedBlocks, Target
 
 Repeated = Literal["repeated"]
 REPEATED: Repeated = "repeated"

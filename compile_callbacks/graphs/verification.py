@@ -20,8 +20,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
-from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
-from compile_callbacks.runtime.accuracy import (
+from compile_callbacks.graphs.accuracy import (
     Comparison,
     Results,
     compare_results,
@@ -29,9 +28,10 @@ from compile_callbacks.runtime.accuracy import (
     sketches,
     tolerance,
 )
-from compile_callbacks.runtime.fallback import EagerFallback, describe
-from compile_callbacks.runtime.snapshot import RandomState
-from compile_callbacks.runtime.target import Target
+from compile_callbacks.graphs.failures import EagerFallback, describe
+from compile_callbacks.graphs.snapshot import RandomState
+from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
+from compile_callbacks.targets.target import Target
 
 _DROPOUT, _RANDOM_NUMBERS = "dropout", "random numbers"
 

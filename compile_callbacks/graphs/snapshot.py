@@ -5,17 +5,12 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.profiling.compile_events import CompileKey
-from compile_callbacks.runtime.target import Target
-
-if TYPE_CHECKING:
-    from compile_callbacks.runtime.compiled_target import CompiledTarget
 
 
 class RandomState:
@@ -76,32 +71,3 @@ class Snapshot:
                 versioned = () if buffer.is_inference() else (buffer,)
                 with _torch.autograd.preserve_versions(versioned):  # an earlier eager call may have saved it
                     buffer.copy_(value)
-
-
-class CallInProgress:
-    """A running call of a compiled target. The recorder has a reference while the call runs.
-
-    Attributes:
-        nested_calls_eager: Whether other targets run eagerly within this call.
-        snapshot: The state of the module before Dynamo traced it, which is restored if the compile fails.
-    """
-
-    __slots__ = ("_args", "_kwargs", "_member", "_target", "nested_calls_eager", "snapshot")
-
-    def __init__(
-        self, target: CompiledTarget, member: Target, args: Any, kwargs: Any, nested_calls_eager: bool
-    ) -> None:
-        self.nested_calls_eager = nested_calls_eager
-        self.snapshot: Snapshot | None = None
-        self._target, self._member, self._args, self._kwargs = target, member, args, kwargs
-
-    @property
-    def key(self) -> CompileKey:
-        """The target and its phase."""
-        return self._target.key
-
-    def on_trace(self) -> None:
-        """Take the snapshot and prepare the target. Called when Dynamo begins to trace within the call."""
-        if self.snapshot is None:
-            self.snapshot = Snapshot(self._member.module)
-            self._target.trace_begins(self._args, self._kwargs)

@@ -1,31 +1,24 @@
-"""`Dispatcher`: replaces the call of a target. `PhaseSwitch` selects the function that each dispatcher calls."""
+"""`PhaseSwitch`: selects the function that each `Dispatcher` of a session calls."""
 
 from __future__ import annotations
 
 import functools
-import operator
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from compile_callbacks import _torch
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.calls.compiled_target import CompiledTarget
+from compile_callbacks.calls.dispatcher import Dispatcher
+from compile_callbacks.calls.frozen_weights import unwatchable_reason
+from compile_callbacks.calls.new_shapes import ShapeRecords
 from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.profiling.compile_events import CompileRecorder
-from compile_callbacks.runtime.compiled_target import CompiledTarget
-from compile_callbacks.runtime.fallback import TargetSettings
-from compile_callbacks.runtime.freezing import unwatchable_reason
-from compile_callbacks.runtime.shapes import ShapeRecords
-from compile_callbacks.runtime.target import AnyTarget, Target
-
-_CALL_SLOT = "_compiled_call_impl"  # nn.Module.compile() sets it, and nn.Module.__call__ calls it
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-_ABSENT = object()
+from compile_callbacks.targets.target import AnyTarget
 
 
 class ActiveConfig(NamedTuple):
@@ -41,72 +34,6 @@ class ActiveConfig(NamedTuple):
 
 
 EAGERLY = ActiveConfig()
-
-
-class Dispatcher:
-    """Replaces the call of a target: ``module._compiled_call_impl``, or the method of that name.
-
-    The dispatcher is an object and not a closure, so that copies and pickles of the module can drop it. A copied
-    closure would run with the weights of the original module.
-
-    Attributes:
-        target: The target.
-        eager: The call of the target without this library.
-        selected: The function that a call of the target runs now. `PhaseSwitch` sets it.
-        compiled_by_user: The function that ``module.compile()`` had put into the slot.
-        session: The session, if `report_of` and `restore` must find it from the module.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.eager = target.eager
-        # Lightning inspects the arguments through __wrapped__. Users read __name__ and __self__ of their methods.
-        functools.update_wrapper(self, self.eager, updated=())
-        for name in ("__self__", "__func__"):
-            if hasattr(self.eager, name):
-                setattr(self, name, getattr(self.eager, name))
-        self.selected: Callable[..., Any] = self.eager
-        self.compiled_by_user: Callable[..., Any] | None = None
-        self.session: Any = None
-        self._attributes = vars(target.module)
-        self._slot = target.method or _CALL_SLOT
-        self._replaced: Any = _ABSENT
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the target with the function of the active phase."""
-        # While torch traces another target, an export or a logger's graph, this target is a part of that graph.
-        if torch.compiler.is_compiling() or _torch.dynamo.is_jit_tracing():
-            return self.eager(*args, **kwargs)
-        if "forward" in self._attributes and _runs_lightning_step(self._attributes["forward"]):
-            return self.eager(*args, **kwargs)
-        return self.selected(*args, **kwargs)
-
-    def install(self) -> None:
-        """Put this object into the slot."""
-        replaced = vars(self.target.module).get(self._slot, _ABSENT)
-        by_user = self._slot == _CALL_SLOT and replaced is not _ABSENT and not isinstance(replaced, Dispatcher)
-        self.compiled_by_user = replaced if by_user else None
-        self._replaced = replaced
-        object.__setattr__(self.target.module, self._slot, self)
-
-    def remove(self) -> None:
-        """Restore the former value of the slot, unless the user has replaced this object."""
-        self.selected = self.eager  # the user may still have this object, for example in a wrapper
-        module = self.target.module
-        if vars(module).get(self._slot) is not self:
-            return
-        if self._replaced is _ABSENT:
-            del vars(module)[self._slot]
-        else:
-            object.__setattr__(module, self._slot, self._replaced)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A pickle contains the module's own method, so that a process can load it without this library.
-        if self.target.method is None:
-            return type(None), ()
-        if (own := self.target.own_function) is not None:
-            return operator.getitem, ([own], 0)
-        return getattr, (self.target.module, self.target.method)
 
 
 class PhaseSwitch:
@@ -302,28 +229,8 @@ class PhaseSwitch:
         return [dispatcher for dispatchers in self._dispatchers.values() for dispatcher in dispatchers]
 
 
-def compiled_target_names(module: nn.Module) -> list[str]:
-    """Return the names of the submodules and methods that this library compiled in place."""
-    return [
-        (f"{path}.{slot}" if slot not in (_CALL_SLOT, "forward") else path).removeprefix(".") or "forward"
-        for path, part in module.named_modules()
-        for slot, value in vars(part).items()
-        if isinstance(value, Dispatcher)
-    ]
-
-
 def _by_grad_mode(train: Callable[..., Any], infer: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return train(*args, **kwargs) if torch.is_grad_enabled() else infer(*args, **kwargs)
 
     return call
-
-
-def _runs_lightning_step(forward: object) -> bool:
-    """Return whether the attribute ``forward`` of a module makes a call of the module run its step.
-
-    For a wrapper such as DDP, Lightning replaces ``forward`` by a function that calls the step. We do not compile this
-    call, because the graph would contain the whole step.
-    """
-    # Only functions count, because the methods of Lightning's demo modules are also in its package.
-    return isinstance(forward, types.FunctionType) and forward.__module__.partition(".")[0] in _LIGHTNING

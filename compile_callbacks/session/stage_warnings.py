@@ -7,14 +7,14 @@ import torch
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.calls.compiled_target import CompiledTarget
+from compile_callbacks.calls.phase_switch import ActiveConfig, PhaseSwitch
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey, CompileRecorder, EventKind
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer
-from compile_callbacks.runtime.compiled_target import CompiledTarget
-from compile_callbacks.runtime.dispatcher import ActiveConfig, PhaseSwitch
-from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
+from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 
 RECENT_SAMPLES = 20
 """The number of the latest compiled step times that are compared with the eager step times."""

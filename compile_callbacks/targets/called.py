@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from compile_callbacks import _torch
-from compile_callbacks.runtime.fsdp import innermost_fsdp_units
-from compile_callbacks.runtime.target import Target, call_targets, only_if_named
+from compile_callbacks.targets.fsdp import innermost_fsdp_units
+from compile_callbacks.targets.target import Target, call_targets, only_if_named
 
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 _BACKWARD = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}  # activation checkpoints recompute here

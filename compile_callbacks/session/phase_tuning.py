@@ -11,16 +11,16 @@ import torch
 
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.cache.folder import ModelRecord, conditions
+from compile_callbacks.calls.phase_switch import EAGERLY, ActiveConfig, PhaseSwitch
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import LEAST_SAMPLES, Tune
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from compile_callbacks.profiling.workload import Workload
-from compile_callbacks.runtime.cache_dir import ModelRecord, conditions
-from compile_callbacks.runtime.dispatcher import EAGERLY, ActiveConfig, PhaseSwitch
-from compile_callbacks.runtime.distributed import ProcessGroupSync
-from compile_callbacks.runtime.fsdp import WEIGHTS_ARE_SHARDED
+from compile_callbacks.session.ranks import ProcessGroupSync
+from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.tuning.candidates import candidates_of
 from compile_callbacks.tuning.trial import Block, Trial, Verdict, compared_workload
 from compile_callbacks.tuning.tuner import Tuner

@@ -12,14 +12,14 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.graphs.cudagraphs import with_cloned_outputs, with_warmup_repair
+from compile_callbacks.graphs.failures import EagerFallback
+from compile_callbacks.graphs.repeated_backward import with_repeated_backward
+from compile_callbacks.graphs.verification import Verification
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
-from compile_callbacks.runtime.cudagraphs import with_cloned_outputs, with_warmup_repair
-from compile_callbacks.runtime.fallback import EagerFallback
-from compile_callbacks.runtime.repeated_backward import with_repeated_backward
-from compile_callbacks.runtime.target import AnyTarget, Target
-from compile_callbacks.runtime.verification import Verification
+from compile_callbacks.targets.target import AnyTarget, Target
 
 _WRONG_FUNCTION = (
     "torch older than 2.13 computes wrong gradients if it captures a torch.autograd.Function whose forward changes a "

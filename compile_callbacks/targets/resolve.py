@@ -10,8 +10,8 @@ from torch import nn
 
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import unknown
-from compile_callbacks.runtime.fsdp import innermost_fsdp_units
-from compile_callbacks.runtime.repeated import (
+from compile_callbacks.targets.fsdp import innermost_fsdp_units
+from compile_callbacks.targets.repeated import (
     REPEATED,
     Repeated,
     check_is_repeated,
@@ -19,7 +19,7 @@ from compile_callbacks.runtime.repeated import (
     group_targets,
     is_block,
 )
-from compile_callbacks.runtime.target import AnyTarget, Target, call_targets, only_if_named
+from compile_callbacks.targets.target import AnyTarget, Target, call_targets, only_if_named
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # steps call their members, because they have no forward
 

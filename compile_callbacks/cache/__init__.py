@@ -1,0 +1,1 @@
+"""The folder for compiled code, and what it stores about a model."""

@@ -1,1 +1,0 @@
-"""Compiles the targets of a module and runs them: `Session` is the entry point."""

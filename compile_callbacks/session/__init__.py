@@ -1,0 +1,1 @@
+"""One run: the `Session`, what its steps run, and its arguments and warnings."""

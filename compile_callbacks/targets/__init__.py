@@ -1,0 +1,1 @@
+"""The modules and methods that are compiled: their names, and how they are found."""
