@@ -20,6 +20,7 @@ from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fingerprint
 from compile_callbacks.calls.new_shapes import ShapeRecords
 from compile_callbacks.calls.phase_switch import EAGERLY, ActiveConfig, PhaseSwitch
+from compile_callbacks.calls.target_search import TargetSearch
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.tune import Tune
 from compile_callbacks.profiling.compile_events import CompileRecorder
@@ -33,10 +34,9 @@ from compile_callbacks.session.phase_tuning import PhaseTuning
 from compile_callbacks.session.ranks import ProcessGroupSync
 from compile_callbacks.session.stage_warnings import SessionWarnings
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
-from compile_callbacks.targets.called import CalledTargets
 from compile_callbacks.targets.fsdp import is_sharded
 from compile_callbacks.targets.repeated import REPEATED, group_repeated, group_targets
-from compile_callbacks.targets.target import AnyTarget, Target
+from compile_callbacks.targets.target import AnyTarget
 
 STATE_VERSION = 1
 """The version of `Session.state_dict`."""
@@ -55,12 +55,12 @@ class Session:
         arguments: CompileArguments,
         *,
         finds_targets: bool = False,
+        resolve: Callable[[], Sequence[AnyTarget]] | None = None,
         print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module = module
         self._arguments = arguments
         self._finds_targets = finds_targets and arguments.compiles
-        self._called = CalledTargets(module)
         self._processes = ProcessGroupSync()
         warn = WarnOnce()
         folder = arguments.cache_dir if arguments.compiles else None
@@ -86,6 +86,15 @@ class Session:
             settings=arguments.target_settings,
             warn=warn,
             shapes=self._shapes,
+        )
+        group = group_repeated if arguments.targets == REPEATED else group_targets
+        self._search = TargetSearch(
+            module,
+            self._switch,
+            warn,
+            group=group if self._finds_targets else None,
+            resolve=resolve,
+            uncompiled=arguments.uncompiled,
         )
         self._tunings = {
             phase: PhaseTuning(phase, config, self._switch, self._recorder, self._processes, print_line)
@@ -149,7 +158,7 @@ class Session:
         self._recorder.stopping = lambda: False  # because the trainer stays interrupted after an exception
         cache = self._cache if self._cache is not None and self._cache.active else None
         parts = (
-            self._called.stop,
+            self._search.remove,
             self.gpu.end,
             self._processes.leave,
             self._recorder.stop,
@@ -165,6 +174,7 @@ class Session:
     def pause(self) -> None:
         """Run the targets eagerly, and measure nothing, until `unpause`."""
         self._measurements.timer.discard_step()
+        self._search.step_ends()
         self._step, self._counted = Step(), None  # not measured
         self._switch.select(self._stage.phase, EAGERLY)
 
@@ -205,28 +215,28 @@ class Session:
             assert counted is not None
             counted.number += 1
             self._step, recorder.step = counted, counted.number
+            self._search.in_step = True
             return False
         self._counted = None
         if first:
             self._switch.invalidate_weights()
         stage, phase, tuning = self._stage, self._stage.phase, self._tunings.get(self._stage.phase)
-        recorded, finds_targets = not stage.sanity, self._finds_targets_in(stage)
-        self._step = step = Step(first, recorded and not finds_targets, self._recorder.marker)
+        recorded = not stage.sanity
+        self._step = step = Step(first, recorded, self._recorder.marker)
         if tuning is not None:
             self._active[phase] = tuning.step_begins(measured=step.measured)
             if step.measured and tuning.begins_block:
                 self._measurements.restart_warmup(phase, self._active[phase])
-        eagerly = stage.sanity or finds_targets or self._in_baseline(stage)
+        eagerly = stage.sanity or self._in_baseline(stage)
         if eagerly or tuning is not None:  # otherwise, the phase is already selected
             self._select(compiled=not eagerly)
         step.compiled = self._runs_compiled
+        self._search.step_begins(phase, first=first, eager=not step.compiled)
         self.gpu.step_begins(trains_compiled=step.compiled and phase == "train")
         if recorded:
             self._recorder.step = self._measurements.timer.next_step(phase)
             tries = tuning is not None and tuning.winner is None
             step.timed = self._measurements.step_begins(step, phase, self._active[phase], tries=tries)
-        if finds_targets:
-            self._called.start()
         return step.timed
 
     def after_backward(self) -> None:
@@ -238,13 +248,12 @@ class Session:
     def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
         """End a step: record its time, and count it for the baseline or the candidate."""
         recorder = self._recorder
+        self._search.step_ends()
         if self._step is self._counted and recorder.compiles_seen == self._step.marker[0]:
             self._measurements.timer.passed += 1
             recorder.step = None
             return
         stage, step, tuning = self._stage, self._step, self._tunings.get(self._stage.phase)
-        if called := self._called.stop():
-            self._switch.add(self._new_targets(called))
         step.disturbed, step.traced = self._recorder.compiled_since(step.marker)
         if step.traced and self._recorder.step is not None and gc.isenabled():
             # A compile leaves many objects. An automatic collection in a later step would take longer than most steps.
@@ -260,7 +269,7 @@ class Session:
             if workload is not None and step.measured:
                 tuning.step_ends(workload, self._measurements.timer.last_step)
             self._active[tuning.phase] = tuning.active
-        if called or tuning is not None or not step.compiled:  # otherwise, the phase is already selected
+        if tuning is not None or not step.compiled:  # otherwise, the phase is already selected
             self._select(compiled=True)
         if tuning is None and not self.gpu.on_gpu and step.compiled == self._runs_compiled:
             self._counted = self._measurements.counted_step(step, stage.phase, self._recorder.marker)
@@ -281,7 +290,7 @@ class Session:
         """Warn at the end of a run about slow steps, and about targets that no step called."""
         for phase in PHASES:
             self._warnings.check_step_times(phase, self._active[phase].candidate)
-        if "train" in self._called.stages:
+        if self._measurements.timer.next_step("train") > 1:
             self._warnings.check_targets()
 
     # ------------------------------------------------------------------------------------------ results
@@ -336,12 +345,6 @@ class Session:
 
     # ------------------------------------------------------------------------------------------ parts of the above
 
-    def _finds_targets_in(self, stage: Stage) -> bool:
-        """Return whether the step that begins is the first step of its stage, whose calls become targets."""
-        first = stage.name not in self._called.stages
-        self._called.stages.add(stage.name)
-        return first and self._finds_targets
-
     def _in_baseline(self, stage: Stage) -> bool:
         return not stage.sanity and self._measurements.baselines[stage.phase].running
 
@@ -351,12 +354,6 @@ class Session:
         self._runs_compiled = active.config is not None
         observes = not self._runs_compiled and self._arguments.configs[stage.phase] is not None
         self._switch.select(stage.phase, active, weights_frozen=stage.weights_frozen, observes=observes)
-
-    def _new_targets(self, called: Sequence[Target]) -> Sequence[AnyTarget]:
-        """Return targets for called modules and methods that are not targets yet. Repeated blocks share a graph."""
-        known = {(id(member.module), member.method) for target in self._switch.targets for member in target.members}
-        group = group_repeated if self._arguments.targets == REPEATED else group_targets
-        return group(self.module, [one for one in called if (id(one.module), one.method) not in known])
 
     def _reported_targets(self, phase: Phase) -> Sequence[AnyTarget]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
