@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ from compile_callbacks.report.console import print_line, print_report
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason, unsupported_strategy_reason
-from compile_callbacks.targets.resolve import resolve_targets
+from compile_callbacks.targets.resolve import present_names, resolve_targets
+from compile_callbacks.targets.target import AnyTarget
 from compile_callbacks.targets.users_compile import match_orig_mod_keys, unwrap_compiled
 
 if TYPE_CHECKING:
@@ -113,6 +115,7 @@ class TrainerCalls:
                 resolve_targets(pl_module, arguments.targets, LightningModule),
                 arguments,
                 finds_targets=arguments.finds_targets,
+                resolve=functools.partial(_resolve_again, pl_module, own),
                 print_line=functools.partial(print_line, trainer),
             )
         if not session.running:
@@ -175,6 +178,12 @@ def _unwrap_compiled(pl_module: LightningModule, own: InductorCompile) -> None:
             f"InductorCompile replaces your torch.compile of {', '.join(replaced)}: it compiles the original module "
             "with train_mode and infer_mode while a trainer runs. With the mode 'eager', a phase runs as compiled"
         )
+
+
+def _resolve_again(pl_module: LightningModule, own: InductorCompile) -> Sequence[AnyTarget]:
+    """Return the targets of a module that changed during a run."""
+    _unwrap_compiled(pl_module, own)
+    return resolve_targets(pl_module, present_names(pl_module, own.arguments.targets), LightningModule)
 
 
 # ------------------------------------------------------------------------------------------ the report

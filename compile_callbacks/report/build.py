@@ -109,7 +109,7 @@ def build_phase_report(
                 for key, run in recorder.pass_runs
                 if key.phase == phase and (candidate is None or key.candidate == candidate)
             ),
-            steps={kind: count for kind, count in steps.items()},
+            steps=dict(steps.items()),
             trials=tuple(dict(trial) for trial in trials),
             series=series,
             net_series=net_series(series, savings.net_seconds, outside) if savings and series else {},
