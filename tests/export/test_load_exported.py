@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
 
 from compile_callbacks import ExportError, _torch, export, load_exported
 from compile_callbacks.exporting.loaded_package import load_after_smoke_test, run_in_new_process
@@ -152,7 +153,9 @@ def crashing(package: Path, to: Path) -> Path:
     """Copy a package, with code that crashes when it is loaded."""
     source = to.with_suffix(".cpp")
     source.write_text(_CRASHES)
-    library = Path(_torch.inductor.build_cpp(source)).read_bytes()
+    builder = CppBuilder(source.stem, str(source), CppTorchOptions(warning_all=False), str(source.parent))
+    builder.build()
+    library = Path(builder.get_target_file_path()).read_bytes()
     return changed(package, to, lambda name, data: library if name.endswith(".wrapper.so") else data)
 
 
