@@ -14,7 +14,8 @@ from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.saved_time import net_series
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, speedup_interval, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
-from compile_callbacks.report.report import CompileReport, PhaseDiagnostics, PhaseReport, Verdict
+from compile_callbacks.report.data import PhaseDiagnostics, PhaseReport, Verdict
+from compile_callbacks.report.report import CompileReport
 
 _RESULTS = ("differs", "equal", "outputs only", "not compared")
 
