@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,20 +15,22 @@ from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
-from compile_callbacks.calls.call_state import CallInProgress
 from compile_callbacks.calls.frozen_weights import WeightWatch
 from compile_callbacks.calls.new_shapes import ObservedShapes, ShapePolicy
 from compile_callbacks.calls.python_state import StateChanges
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
-from compile_callbacks.graphs.failures import EagerFallback, TargetIsEagerError, TargetSettings, describe
-from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder, TargetCall
+from compile_callbacks.graphs.failures import EagerFallback, TargetSettings, describe
+from compile_callbacks.profiling.compile_events import CallInProgress, CompileKey, CompileRecorder
 from compile_callbacks.targets.repeated import RegionMarks
 from compile_callbacks.targets.target import AnyTarget, RepeatedBlocks, Target
 
 TRACES_WITHOUT_GRAPH = 5
-"""The maximum number of consecutive calls that torch traces without compiling a graph. torch 2.15 traces a target again
-in each call if the target calls ``torch.autograd.grad``. Such a call takes 50 times as long as eager."""
+"""The maximum number of calls that torch traces without compiling a graph. torch 2.15 traces a target again in each
+call if the target calls ``torch.autograd.grad``. Such a call takes 50 times as long as eager."""
+
+RAISING_TRACES = 3
+"""The maximum number of calls in which torch traces code that raises an exception, and traces it again later."""
 
 
 class CompiledTarget:
@@ -74,8 +76,10 @@ class CompiledTarget:
         self._regions = RegionMarks(target.regions) if target.regions else None
         self._recorder = recorder
         self._calling = recorder.calling
+        self._executions = recorder.executions
         self._warn = warn or WarnOnce()
-        self._fallback = EagerFallback(self.key, recorder, settings, self._warn, has_regions=bool(target.regions))
+        self._warnings: tuple[tuple[str, str, Hashable], ...] = ()  # to issue at the end of a call
+        self._fallback = EagerFallback(self.key, recorder, settings, has_regions=bool(target.regions))
         self._backend = GraphBackend(
             target,
             self.key,
@@ -93,9 +97,9 @@ class CompiledTarget:
         self._weights = WeightWatch(self._members[0].module)  # a target with frozen weights has a single member
         self._weights_are_suspect = True
         self._state_changes: StateChanges | None = None  # until a new graph was called without a trace
-        self._while_tracing = contextlib.ExitStack()
-        self._traces_without_graph = 0
-        self._frozen_draws: list[str] = []  # functions in which torch drew random numbers only while it traced
+        self._eager_from_now = False
+        self._traces = 0  # calls in which torch traced
+        self._raising_traces = 0  # calls in which torch traced code that raised an exception of the user's
         self._compiled_of: dict[Any, set[Target]] = {}
         self._compiled: Callable[..., Any] | None = self._compile()
 
@@ -103,14 +107,15 @@ class CompiledTarget:
 
     def call(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
         """Call a member of the target compiled, or eagerly if it cannot be compiled."""
-        calling, fallback = self._calling, self._fallback
+        calling, executions = self._calling, self._executions
         outer = calling.current
         # In the steady state, only these comparisons run before the compiled function. Each call takes time for them. A
         # function of ours whose code is no longer in the caches of the CPU takes 3 µs.
         hooks_changed = self._hooks_seen != _torch.dynamo.hooks_registered()
-        may_run_eagerly = outer is not None or fallback.runs_eagerly or self._uncompilable or not self.ran
-        may_run_eagerly = may_run_eagerly or (self.gave_up_regions and self._regions is not None)
+        may_run_eagerly: Any = outer is not None or self._eager_from_now or self._uncompilable or not self.ran
+        may_run_eagerly = may_run_eagerly or self._warnings or (self.gave_up_regions and self._regions is not None)
         if (may_run_eagerly or hooks_changed) and self._runs_eagerly(outer, args, kwargs):
+            executions.eager_calls += 1
             return member.eager(*args, **kwargs)
         compiled = self._compiled
         if compiled is None or self._frozen or hooks_changed:
@@ -118,62 +123,78 @@ class CompiledTarget:
         if self._recorder.listener not in self._recorder.listeners:
             self._recorder.listen_after_reset()
         stance = self._stance(member, args, kwargs) if self._limits_shapes else None
-        failure, graphs = None, self._backend.graphs
         if self._state_changes is not None:
             self._state_changes.call_begins(member.module)
-        calling.current = call = CallInProgress(self, member, args, kwargs, stance is not None)
+        graphs_before, eager_before = executions.graphs, executions.eager_calls
+        calling.current = call = CallInProgress(self.key, args, kwargs, stance is not None)
         try:
             if stance is None:
                 result = compiled(member.module, *args, **kwargs)
             else:
                 result = self._call_under(stance, compiled, member, args, kwargs)
         except Exception as error:
-            if not _torch.dynamo.raised_while_compiling(error):
-                if self._backend.must_compile_again:
-                    self.free_compiled()
+            if not call.nothing_ran:
+                self._take_outcome_of_error(call, error)
                 raise
-            failure = error
         finally:
             calling.current = outer
-            if call.snapshot is not None:
-                self._while_tracing.close()
-        if failure is not None:
-            if call.snapshot is not None:
-                call.snapshot.restore()
-            result = self._call_after_failure(member, failure, args, kwargs)
-        traced, has_new_graph = call.snapshot is not None, self._backend.graphs > graphs
-        if traced or has_new_graph or self._traces_without_graph or fallback.region_failure is not None:
-            self._after_trace(member, args, kwargs, traced=traced, has_new_graph=has_new_graph)
-        if self._state_changes is not None:
-            self._check_state(self._state_changes, member, traced=traced)
-        if fallback.pending:
-            fallback.issue_warnings()
+        if call.nothing_ran:  # if the user's code raised the error, this raises it again with the user's traceback
+            result = member.eager(*args, **kwargs)
+        if executions.graphs == graphs_before and executions.eager_calls == eager_before:
+            executions.eager_calls += 1  # torch ran none of its graphs, for example at its recompile limit
+        if call.eventful or self._state_changes is not None:
+            self._take_outcome(call, member)
         return result
 
-    def _after_trace(self, member: Target, args: Any, kwargs: Any, *, traced: bool, has_new_graph: bool) -> None:
-        if has_new_graph:  # also if no recorder listens, so that the trace was not noticed (keep_compiled)
-            self._graphs_were_compiled(member, args, kwargs)
-        if self._fallback.region_failure is not None:
-            self._give_up_regions(self._fallback.region_failure)
-        self._count_traces(traced=traced, compiled=has_new_graph)
-        if self._frozen_draws and not self.observed.changing_state.nothing_changes:
-            functions, self._frozen_draws = ", ".join(dict.fromkeys(self._frozen_draws)), []
-            self._leave_frozen(
-                f"torch drew random numbers of Python in {functions} only while it traced, so that each call would get "
-                "the same numbers"
-            )
+    def _take_outcome(self, call: CallInProgress, member: Target) -> None:
+        """Act on what happened in a call, in the order in which warnings are issued."""
+        self._calling.current, outer = call, self._calling.current
+        try:
+            if call.graphs:
+                self._graphs_were_compiled(member, call.args, call.kwargs)
+            if call.failure is not None and not call.runs_eagerly:
+                self._report_failure(call, call.failure)
+            _torch.frames.keep_eager(call.failed_frames)
+            if call.region_failure is not None:
+                self._give_up_regions(call.region_failure)
+            self._raising_traces += bool(call.raising_frames)
+            self._traces += call.traced
+            if self._traces >= TRACES_WITHOUT_GRAPH and not (self._backend.graphs or call.runs_eagerly):
+                reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls and compiled no graph"
+                self._fallback.run_eagerly("CC101", reason)
+            if call.frozen_draws and not self.observed.changing_state.nothing_changes:
+                self._leave_frozen(
+                    f"torch drew random numbers of Python in {', '.join(dict.fromkeys(call.frozen_draws))} only while "
+                    "it traced, so that each call would get the same numbers"
+                )
+            if self._state_changes is not None:
+                self._check_state(self._state_changes, member, traced=call.traced)
+        finally:
+            self._calling.current = outer
+            self._eager_from_now |= call.runs_eagerly
+            self._warnings += call.warnings
+        self._issue_warnings()
 
-    def _count_traces(self, *, traced: bool, compiled: bool) -> None:
-        """Run the target eagerly if torch traces each call without compiling a graph."""
-        if not traced or compiled:
-            self._traces_without_graph = 0
-            return
-        self._traces_without_graph += 1
-        if self._traces_without_graph == TRACES_WITHOUT_GRAPH and not (
-            self._backend.graphs or self._fallback.runs_eagerly
-        ):
-            reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls one after another and compiled no graph"
-            self._fallback.run_eagerly("CC101", reason)
+    def _take_outcome_of_error(self, call: CallInProgress, error: Exception) -> None:
+        """Act on what happened in a call that raised an error of the user's code. A warning waits for the next call."""
+        self._eager_from_now |= call.runs_eagerly
+        self._raising_traces += bool(call.raising_frames)
+        if call.raising_frames and self._raising_traces > RAISING_TRACES:
+            reason = f"its code raised {describe(error)} while torch traced it, in {self._raising_traces} calls"
+            self._recorder.record("fallback", self.key, reason=reason, code="CC301")
+            target, phase = self.key[:2]
+            self._fallback.warn(
+                "CC301", f"torch skips code of target {target!r} in the {phase} phase, because {reason}"
+            )
+        self._warnings += call.warnings
+        if call.compiles_again:
+            self.free_compiled()
+
+    def _issue_warnings(self) -> None:
+        """Issue the warnings of earlier calls. The warnings of a candidate wait until the `Tune` has chosen it."""
+        while self._warnings and not self.on_trial:
+            (code, message, about), self._warnings = self._warnings[0], self._warnings[1:]
+            self._warn.warn(code, message, about=about)
 
     def _leave_frozen(self, reason: str) -> None:
         """Run the target eagerly, because torch executed a part of its Python code only while it traced the target."""
@@ -188,14 +209,13 @@ class CompiledTarget:
         if traced:  # the trace itself may have changed the state
             return
         self._state_changes = None
-        if not frozen:
-            return
-        self._leave_frozen(
-            f"{', '.join(frozen)} changed in its eager calls, but not in a compiled call: torch counted only while it "
-            "traced, or draws from another generator"
-        )
+        if frozen:
+            self._leave_frozen(
+                f"{', '.join(frozen)} changed in its eager calls, but not in a compiled call: torch counted only while "
+                "it traced, or draws from another generator"
+            )
 
-    def _runs_eagerly(self, outer: TargetCall | None, args: Any, kwargs: Any) -> bool:
+    def _runs_eagerly(self, outer: CallInProgress | None, args: Any, kwargs: Any) -> bool:
         if outer is not None and outer.nested_calls_eager:
             return True
         self.called = True
@@ -207,23 +227,29 @@ class CompiledTarget:
         if _torch.dynamo.is_transformed():
             self._warn_of_transform()
             return True
-        if not self.ran and self.observed.gradients_differentiated:
+        if not self.ran and self.observed.gradients_differentiated and self._fallback.settings.on_error == "eager":
             self._leave_eager()
+        self._issue_warnings()
         self.ran = True
         # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within a
         # checkpoint, the compiled function therefore continues, and runs graphs that differ from eager eagerly.
-        if self._fallback.runs_eagerly and not _torch.autograd.saves_through_hooks():
+        if self._eager_from_now and not _torch.autograd.saves_through_hooks():
             return True
         return bool(self._uncompilable) and signature(args, kwargs) in self._uncompilable
 
     def _leave_eager(self) -> None:
         """Leave a target eager if the eager steps differentiate its gradients, which compiled graphs do not support."""
-        if self._fallback.settings.on_error == "eager":
-            self._fallback.run_eagerly(
-                "CC303",
-                "the eager steps differentiate its gradients (create_graph=True), and torch cannot differentiate the "
-                "backward pass of a compiled graph",
-            )
+        reason = (
+            "the eager steps differentiate its gradients (create_graph=True), and torch cannot differentiate the "
+            "backward pass of a compiled graph"
+        )
+        self._calling.current, outer = CallInProgress(self.key), self._calling.current
+        try:
+            self._fallback.run_eagerly("CC303", reason)
+            self._warnings += self._calling.current.warnings
+        finally:
+            self._calling.current = outer
+        self._eager_from_now = True
 
     def _current_function(self) -> Callable[..., Any]:
         """Return the function of torch.compile, after a check for changes that torch's guards do not notice."""
@@ -255,39 +281,72 @@ class CompiledTarget:
         )
         raise CompileError(with_code("CC107", message))
 
-    def trace_begins(self, args: Any, kwargs: Any) -> None:
-        """Mark the input dimensions that vary, and set Dynamo's settings for our compiles until the call ends."""
-        self.observed.record(args, kwargs)
-        if self.observed.changing_state.names and self._fallback.settings.verify != "off":
-            self._state_changes = StateChanges()
-        if self._config.dynamic is None:
-            self._while_tracing.enter_context(self.observed.marked(args, kwargs))
-        self._while_tracing.enter_context(_torch.dynamo.without_weak_references())
-        self._while_tracing.enter_context(_torch.dynamo.without_odd_gradients())
-        self._while_tracing.enter_context(_torch.regions.strict_comparison())
-        if self._fallback.settings.verify != "off":
-            self._frozen_draws = self._while_tracing.enter_context(_torch.dynamo.frames_with_frozen_draws())
-        if self._regions is not None:
-            self._while_tracing.enter_context(_torch.regions.with_constant_floats())
+    # ------------------------------------------------------------------------------------------ a trace
 
-    def _call_after_failure(self, member: Target, failure: Exception, args: Any, kwargs: Any) -> Any:
-        # If the user's code raised the error, the eager call raises it again with the user's traceback.
-        result = member.eager(*args, **kwargs)
-        if any(isinstance(cause, TargetIsEagerError) for cause in _torch.dynamo.causes(failure)):
+    def _convert(self, frame: _torch.frames.Frame) -> Any:
+        """Let Dynamo trace a frame before its code runs, and decide what happens if it fails.
+
+        If it fails on the target's own frame, none of the user's code has run, and `call` calls the target eagerly. A
+        later frame runs eagerly alone, so that nothing runs twice.
+        """
+        call = self._fallback.call
+        is_own = frame.code is self._code
+        try:
+            with self._while_tracing(call):
+                result = frame.convert()
+            if is_own and self._config.fullgraph and (reason := _torch.frames.skipped(result)):
+                raise CompileError(f"fullgraph=True, but torch compiles nothing of the target: {reason}")
             return result
+        except Exception as error:
+            if _torch.frames.is_users_exception(error):
+                # torch would skip the frame for good, also for inputs for which it has a graph.
+                first = frame.code not in call.raising_frames
+                call.raising_frames += (frame.code,)
+                if first and self._raising_traces < RAISING_TRACES:
+                    return _torch.frames.run_frame_eagerly()
+            if frame.is_graph_break(error):
+                raise
+            call.failure, call.nothing_ran = error, is_own
+            if is_own:
+                raise
+            call.failed_frames += (frame.code,)
+            return _torch.frames.run_frame_eagerly()
+
+    @contextlib.contextmanager
+    def _while_tracing(self, call: CallInProgress) -> Iterator[None]:
+        """Mark the input dimensions that vary, and set Dynamo's settings for our compiles."""
+        verifies = self._fallback.settings.verify != "off"
+        if not call.traced:
+            call.traced = True
+            self.observed.record(call.args, call.kwargs)
+            if self.observed.changing_state.names and verifies:
+                self._state_changes = StateChanges()
+        with contextlib.ExitStack() as settings:
+            if self._config.dynamic is None:
+                settings.enter_context(self.observed.marked(call.args, call.kwargs))
+            settings.enter_context(_torch.dynamo.without_weak_references())
+            settings.enter_context(_torch.dynamo.without_odd_gradients())
+            settings.enter_context(_torch.regions.strict_comparison())
+            if self._regions is not None:
+                settings.enter_context(_torch.regions.with_constant_floats())
+            draws = settings.enter_context(_torch.dynamo.frames_with_frozen_draws()) if verifies else ()
+            yield
+        call.frozen_draws += tuple(draws)
+
+    def _report_failure(self, call: CallInProgress, failure: BaseException) -> None:
         if self._regions is not None:
-            self._uncompilable.add(signature(args, kwargs))  # runs eagerly until the whole target is compiled
-            self._fallback.region_failure = describe(failure)
-            return result
+            self._uncompilable.add(signature(call.args, call.kwargs))  # eager until the whole target is compiled
+            call.region_failure = describe(failure)
+            return
         if self._fallback.settings.on_error == "raise":
             raise self._fallback.as_compile_error(failure) from failure
-        self._uncompilable.add(signature(args, kwargs))
-        self._fallback.compiler_failed(failure)
-        return result
+        if call.nothing_ran:
+            self._uncompilable.add(signature(call.args, call.kwargs))
+        self._fallback.compiler_failed(failure, part="" if call.nothing_ran else "a part of ")
 
     def _give_up_regions(self, reason: str) -> None:
         """Compile the whole target from the next call on."""
-        self._fallback.region_failure, self.gave_up_regions = None, True
+        self.gave_up_regions = True
         target, phase = self.key[:2]
         message = (
             f"target {target!r} is compiled whole in the {phase} phase, because torch cannot compile its repeated "
@@ -295,7 +354,7 @@ class CompiledTarget:
             "targets=[...], as in targets=['encoder.layers.*']"
         )
         self._recorder.record("whole_target", self.key, reason=reason)
-        self._fallback.warn_after_call("CC121", message)
+        self._fallback.warn("CC121", message)
 
     def _graphs_were_compiled(self, member: Target, args: Any, kwargs: Any) -> None:
         if len(self._members) > 1:
@@ -317,11 +376,14 @@ class CompiledTarget:
     def _compile(self) -> Callable[..., Any]:
         """Call torch.compile. The returned function compiles when it is called."""
         name = re.sub(r"\W", "_", f"{self.key.target}_{self.key.phase}")
-        compiled = _torch.dynamo.compile_function(
-            _torch.dynamo.function_with_own_cache(_calling(self._members[0].function), name),
+        function = _torch.dynamo.function_with_own_cache(_calling(self._members[0].function), name)
+        self._code = function.__code__
+        compiled = _torch.frames.compile_function(
+            function,
             self._backend.compile,
             fullgraph=self._config.fullgraph,
             dynamic=self._config.dynamic,
+            around=self._convert,
         )
         if self._regions is not None:
             compiled = self._regions.around(compiled)

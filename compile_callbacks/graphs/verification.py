@@ -1,4 +1,4 @@
-"""`Verification`: compares each compiled graph with the captured graph at its first call, for a `GraphBackend`.
+"""`Verification`: compares a compiled graph with the captured graph at its first call, for a `CompiledGraph`.
 
 This never calls the user's code. The captured graph runs on aliases of the call's inputs, and on clones of the inputs
 that it writes.
@@ -11,7 +11,6 @@ import copy
 import itertools
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,83 +30,78 @@ from compile_callbacks.graphs.accuracy import (
 from compile_callbacks.graphs.failures import EagerFallback, describe
 from compile_callbacks.graphs.snapshot import RandomState
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
-from compile_callbacks.targets.target import Target
 
 _DROPOUT, _RANDOM_NUMBERS = "dropout", "random numbers"
 
 
 class Verification:
-    """Compares the graphs of one target with eager, and handles differences."""
+    """Compares one compiled graph with the captured graph at its first call, and decides which of them runs.
+
+    To compare gradients, this object runs the compiled graph on aliases of the inputs. Otherwise, it makes the user's
+    own call, and compares its outputs. A graph with a collective is not compared, because processes compile at
+    different times, and an additional collective would wait forever. Gradients of a graph that records CUDA graphs are
+    not compared, because torch records CUDA graphs in the order of calls and frees their memory after a backward pass.
+    """
 
     def __init__(
-        self, key: CompileKey, members: Iterable[Target], *, recorder: CompileRecorder, fallback: EagerFallback
-    ) -> None:
-        self._key = key
-        # Weak references, because torch never frees compiled code, which would keep the modules alive.
-        self._modules = [weakref.ref(member.module) for member in members]
-        self._recorder = recorder
-        self._fallback = fallback
-
-    def wrap(
         self,
         compiled: Callable[..., Any],
         eager: torch.fx.GraphModule,
         options: Mapping[str, Any],
+        key: CompileKey,
+        modules: Iterable[Callable[[], torch.nn.Module | None]],
         *,
+        recorder: CompileRecorder,
+        fallback: EagerFallback,
         has_collective: bool,
         uses_cudagraphs: bool,
-    ) -> Callable[..., Any]:
-        """Wrap a compiled graph so that its first call compares it with the captured graph.
+    ) -> None:
+        self._compiled = compiled
+        self._eager = eager
+        self._options = options
+        self._key = key
+        self._modules = modules  # weak references, because torch never frees compiled code
+        self._recorder = recorder
+        self._fallback = fallback
+        self._has_collective = has_collective
+        self._uses_cudagraphs = uses_cudagraphs
+        self._has_constants = next(itertools.chain(eager.parameters(), eager.buffers()), None) is not None
+        self._outputs: Any = None  # of the user's own call, if this object made it
+        self._undo: list[Callable[[], None]] = []  # undoes the changes by the user's call
 
-        A graph with a collective is not compared, because processes compile at different times, and an additional
-        collective would wait forever. Gradients of a graph that records CUDA graphs are not compared, because torch
-        records CUDA graphs in the order of calls and frees their memory after a backward pass.
-        """
-        if self._fallback.settings.verify == "off":
-            return compiled
-        first: _FirstCall | None = _FirstCall(compiled, eager, options, uses_cudagraphs)
-        run = compiled
-
-        def call(*inputs: Any) -> Any:
-            nonlocal first, run
-            if first is None:
-                return run(*inputs)
-            pending, first = first, None  # frees the captured graph after the call
-            if has_collective:
-                self._accepts(Comparison("not compared", "collective"), options)
-                return run(*inputs)
-            run, outputs = self._call_first(pending, inputs)
-            return outputs
-
-        return call
-
-    def _call_first(self, first: _FirstCall, inputs: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
-        """Return the function for later calls, and the outputs of this call."""
+    def call(self, inputs: Sequence[Any]) -> tuple[Any, torch.fx.GraphModule | None]:
+        """Return the outputs of the first call, and the captured graph if it runs from now on."""
+        if self._has_collective:
+            self._accepts(Comparison("not compared", "collective"))
+            return self._compiled(*inputs), None
         try:
-            comparison = first.compare(inputs, self._names(inputs))
-            accepted = self._accepts(comparison, first.options, self._write_repro(comparison, first, inputs))
+            comparison = self._compare(inputs, self._names(inputs))
+            accepted = self._accepts(comparison, self._write_repro(comparison, inputs))
         except torch.OutOfMemoryError as error:  # from the user's own call
-            self._accepts(_not_compared(error), first.options)
+            self._accepts(_not_compared(error))
             raise
         except _CompiledGraphFailedError as failure:
-            if self._fallback.has_regions:
-                self._fallback.region_failure = f"the compiled code raised {describe(failure.error)}"
-                first.undo()
-                return first.run_eagerly, first.run_eagerly(*inputs)
-            if self._fallback.settings.on_error == "raise":
-                raise self._fallback.as_compile_error(failure.error) from failure.error
-            self._fallback.runs_eagerly = True
-            self._fallback.compiler_failed(failure.error, what="its compiled code raised an error that eager does not")
+            self._report_failure(failure.error)
             accepted = False
         if accepted:
-            return first.compiled, first.compiled(*inputs) if first.outputs is None else first.outputs
-        first.undo()
-        return first.run_eagerly, first.run_eagerly(*inputs)
+            return self._compiled(*inputs) if self._outputs is None else self._outputs, None
+        for step in self._undo:
+            step()
+        return _torch.modes.restoring(self._eager.forward)(*inputs), self._eager
 
-    def _accepts(self, comparison: Comparison, options: Mapping[str, Any], repro: str = "") -> bool:
+    def _report_failure(self, error: Exception) -> None:
+        if self._fallback.has_regions:
+            self._fallback.call.region_failure = f"the compiled code raised {describe(error)}"
+            return
+        if self._fallback.settings.on_error == "raise":
+            raise self._fallback.as_compile_error(error) from error
+        self._fallback.call.runs_eagerly = True
+        self._fallback.compiler_failed(error, what="its compiled code raised an error that eager does not")
+
+    def _accepts(self, comparison: Comparison, repro: str = "") -> bool:
         """Report a comparison, and decide whether the compiled graph is used."""
         if comparison.verdict == "differs" and self._fallback.has_regions:
-            self._fallback.region_failure = f"the result differs from eager: {comparison.reason}"
+            self._fallback.call.region_failure = f"the result differs from eager: {comparison.reason}"
             return False
         settings, (target, phase) = self._fallback.settings, self._key[:2]
         fix = None
@@ -124,28 +118,28 @@ class Verification:
         if verdict != "differs":
             return True
         if settings.on_trial:
-            self._fallback.runs_eagerly = True
+            self._fallback.call.runs_eagerly = True
             return False
         message = f"target {target!r} differs from eager in the {phase} phase: {reason}"
-        if "numerics" in _torch.inductor.option_names() and options.get("numerics", "default") == "default":
+        if "numerics" in _torch.inductor.option_names() and self._options.get("numerics", "default") == "default":
             message += "; options={'numerics': 'strict'} is closer to eager, but slower"
         message += repro
         if settings.verify == "raise":
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
         if settings.verify == "eager" or comparison.is_wrong:
             self._recorder.record("fallback", self._key, reason=reason)
-            self._fallback.runs_eagerly = settings.verify == "eager"
+            self._fallback.call.runs_eagerly |= settings.verify == "eager"
             message += (
                 "; it runs eagerly from here on (verify='eager')"
                 if settings.verify == "eager"
                 else "; the graph runs eagerly from here on, because rounding errors are never this large"
             )
-            self._fallback.warn_after_call("CC302", message)
+            self._fallback.warn("CC302", message)
             return False
-        self._fallback.warn_after_call("CC302", message)
+        self._fallback.warn("CC302", message)
         return True
 
-    def _write_repro(self, comparison: Comparison, first: _FirstCall, inputs: Sequence[Any]) -> str:
+    def _write_repro(self, comparison: Comparison, inputs: Sequence[Any]) -> str:
         """Write a script that reproduces a difference to ``trace_dir``, if set. Return a part of the message."""
         folder = self._fallback.settings.trace_dir
         if folder is None or comparison.verdict != "differs":
@@ -154,7 +148,7 @@ class Verification:
         name = re.sub(r"\W", "_", f"{target}_{phase}")
         why = f"Target {target!r} differs from eager in the {phase} phase: {in_one_line(comparison.reason or '')}"
         try:
-            script = _torch.events.write_repro(folder, name, first.eager, inputs, first.options, why)
+            script = _torch.events.write_repro(folder, name, self._eager, inputs, self._options, why)
         except Exception as error:
             return f"; no script reproduces the difference: {in_one_line(describe_failure(error))}"
         return f"; {script} reproduces the difference"
@@ -167,39 +161,7 @@ class Verification:
             names |= {id(parameter): f"parameter {name!r}" for name, parameter in module.named_parameters()}
         return [names.get(id(value), f"input {position}") for position, value in enumerate(inputs)]
 
-
-class _CompiledGraphFailedError(Exception):
-    """A compiled graph raised ``error``, but its eager run did not raise."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class _FirstCall:
-    """The first call of a compiled graph.
-
-    To compare gradients, this object runs the compiled graph on aliases of the inputs. Otherwise, it makes the user's
-    own call, and compares its ``outputs``.
-    """
-
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        eager: torch.fx.GraphModule,
-        options: Mapping[str, Any],
-        uses_cudagraphs: bool,
-    ) -> None:
-        self.compiled = compiled
-        self.eager = eager
-        self.run_eagerly = _torch.modes.restoring(eager.forward)
-        self.options = options
-        self.outputs: Any = None
-        self._uses_cudagraphs = uses_cudagraphs
-        self._has_constants = next(itertools.chain(eager.parameters(), eager.buffers()), None) is not None
-        self._undo: list[Callable[[], None]] = []
-
-    def compare(self, inputs: Sequence[Any], names: Sequence[str]) -> Comparison:
+    def _compare(self, inputs: Sequence[Any], names: Sequence[str]) -> Comparison:
         """Compare the eager run with the compiled run."""
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -207,7 +169,7 @@ class _FirstCall:
         try:
             with _unnoticed(random_state):
                 aliases = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
-                facts = _torch.graphs.examine_graph(self.eager, aliases)
+                facts = _torch.graphs.examine_graph(self._eager, aliases)
                 in_users_call = self._uses_cudagraphs or facts.has_subclasses or self._has_constants
                 with_gradients = trains and not in_users_call
                 runs = _Runs(inputs, names, facts.written, with_gradients=with_gradients)
@@ -215,17 +177,17 @@ class _FirstCall:
                 drew = random_state.drawn()
         except Exception as error:
             return _not_compared(error)
-        if drew and not _torch.inductor.draws_as_eager(self.options):
-            named = any("dropout" in f"{node.target} {node.kwargs}" for node in self.eager.graph.nodes)
+        if drew and not _torch.inductor.draws_as_eager(self._options):
+            named = any("dropout" in f"{node.target} {node.kwargs}" for node in self._eager.graph.nodes)
             return Comparison("not compared", _DROPOUT if named else _RANDOM_NUMBERS)
         try:
             if with_gradients:
                 with _unnoticed(random_state):
-                    actual = runs.run(self.compiled, expected)
+                    actual = runs.run(self._compiled, expected)
             else:
                 self._undo = [random_state.restore, runs.restore]
-                self.outputs = self.compiled(*inputs)
-                actual = runs.results(self.outputs, inputs)
+                self._outputs = self._compiled(*inputs)
+                actual = runs.results(self._outputs, inputs)
         except torch.OutOfMemoryError as error:
             if not with_gradients:
                 raise  # from the user's own call
@@ -237,7 +199,7 @@ class _FirstCall:
             if drew:
                 raise ValueError("it would draw other random numbers")
             if which == "compiled":
-                return runs.run(self.compiled, expected, keep=keep)
+                return runs.run(self._compiled, expected, keep=keep)
             double = which == "float64"
             return runs.run(self._eager_function(double=double), expected, keep=keep, double=double)
 
@@ -250,19 +212,22 @@ class _FirstCall:
             return Comparison("outputs only", max_abs_error=found.max_abs_error)
         return found
 
-    def undo(self) -> None:
-        """Undo the changes of inputs and random generators by the user's call, if this object made it."""
-        for step in self._undo:
-            step()
-
     def _eager_function(self, *, double: bool = False) -> Callable[..., Any]:
         """Return the captured graph. If its weights are frozen, copy the buffers, because the graph may write them."""
         if not self._has_constants:
-            return self.eager.forward
+            return self._eager.forward
         if double:
-            return copy.deepcopy(self.eager).double().forward
-        buffers = {name: buffer.clone() for name, buffer in self.eager.named_buffers()}
-        return lambda *inputs: torch.func.functional_call(self.eager, buffers, inputs)
+            return copy.deepcopy(self._eager).double().forward
+        buffers = {name: buffer.clone() for name, buffer in self._eager.named_buffers()}
+        return lambda *inputs: torch.func.functional_call(self._eager, buffers, inputs)
+
+
+class _CompiledGraphFailedError(Exception):
+    """A compiled graph raised ``error``, but its eager run did not raise."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class _Runs:
