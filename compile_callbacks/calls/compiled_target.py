@@ -138,10 +138,10 @@ class CompiledTarget:
                 raise
         finally:
             calling.current = outer
+            if executions.graphs == graphs_before and executions.eager_calls == eager_before:
+                executions.eager_calls += 1  # no graph ran, for example at torch's recompile limit
         if call.nothing_ran:  # if the user's code raised the error, this raises it again with the user's traceback
             result = member.eager(*args, **kwargs)
-        if executions.graphs == graphs_before and executions.eager_calls == eager_before:
-            executions.eager_calls += 1  # torch ran none of its graphs, for example at its recompile limit
         if call.eventful or self._state_changes is not None:
             self._take_outcome(call, member)
         return result
