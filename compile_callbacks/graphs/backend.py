@@ -80,7 +80,7 @@ class GraphBackend:
         uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
         self._check_template(device)
         eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph
-        has_collective = _torch.graphs.has_collective(graph_module)
+        compares_less = _torch.graphs.has_collective(graph_module), uses_cudagraphs
         if self._fallback.has_regions and torch.is_grad_enabled() and self._has_joint_passes(options):
             raise RuntimeError("torch would run graph passes at the hook points of joint graphs twice on each region")
         self.shares_regions |= _torch.regions.shares_code(graph_module)
@@ -94,23 +94,14 @@ class GraphBackend:
         if uses_cudagraphs:
             compiled = CudaGraph(compiled, device, self._key, self._fallback)
         verification = Verification(
-            compiled,
-            eager,
-            options,
-            self._key,
-            self._modules,
-            recorder=self._recorder,
-            fallback=self._fallback,
-            has_collective=has_collective,
-            uses_cudagraphs=uses_cudagraphs,
+            compiled, eager, options, self._key, self._modules, self._recorder, self._fallback, *compares_less
         )
         return CompiledGraph(
             compiled,
             None if self._fallback.settings.verify == "off" else verification,
-            self._fallback,
+            [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()],
+            self._key if torch.is_grad_enabled() and not self._member.sharded else None,
             self._executions,
-            statistics=[i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()],
-            differentiable=self._key if torch.is_grad_enabled() and not self._member.sharded else None,
         )
 
     def _run_eagerly(self, eager: torch.fx.GraphModule, error: Exception) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from compile_callbacks.profiling.compile_events import CompileKey, CompileRecord
 _DROPOUT, _RANDOM_NUMBERS = "dropout", "random numbers"
 
 
+@dataclass(eq=False)
 class Verification:
     """Compares one compiled graph with the captured graph at its first call, and decides which of them runs.
 
@@ -41,76 +43,76 @@ class Verification:
     own call, and compares its outputs. A graph with a collective is not compared, because processes compile at
     different times, and an additional collective would wait forever. Gradients of a graph that records CUDA graphs are
     not compared, because torch records CUDA graphs in the order of calls and frees their memory after a backward pass.
+
+    Attributes:
+        compiled: The compiled code.
+        eager: The captured graph.
+        options: The options of Inductor.
+        key: The target and its phase.
+        modules: Weak references to the modules of the target, because torch never frees compiled code.
+        recorder: Records the result.
+        fallback: Reacts to failures.
+        has_collective: Whether the graph communicates with other processes.
+        uses_cudagraphs: Whether the compiled code records CUDA graphs.
+        rejected: Whether the captured graph runs instead of the compiled code from now on.
     """
 
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        eager: torch.fx.GraphModule,
-        options: Mapping[str, Any],
-        key: CompileKey,
-        modules: Iterable[Callable[[], torch.nn.Module | None]],
-        *,
-        recorder: CompileRecorder,
-        fallback: EagerFallback,
-        has_collective: bool,
-        uses_cudagraphs: bool,
-    ) -> None:
-        self._compiled = compiled
-        self._eager = eager
-        self._options = options
-        self._key = key
-        self._modules = modules  # weak references, because torch never frees compiled code
-        self._recorder = recorder
-        self._fallback = fallback
-        self._has_collective = has_collective
-        self._uses_cudagraphs = uses_cudagraphs
-        self._has_constants = next(itertools.chain(eager.parameters(), eager.buffers()), None) is not None
-        self._outputs: Any = None  # of the user's own call, if this object made it
-        self._undo: list[Callable[[], None]] = []  # undoes the changes by the user's call
+    compiled: Callable[..., Any]
+    eager: torch.fx.GraphModule
+    options: Mapping[str, Any]
+    key: CompileKey
+    modules: Iterable[Callable[[], torch.nn.Module | None]]
+    recorder: CompileRecorder
+    fallback: EagerFallback
+    has_collective: bool
+    uses_cudagraphs: bool
+    rejected: bool = False
+    _outputs: Any = None  # of the user's own call, if this object made it
+    _undo: Sequence[Callable[[], None]] = ()  # undoes the changes by the user's call
 
-    def call(self, inputs: Sequence[Any]) -> tuple[Any, torch.fx.GraphModule | None]:
-        """Return the outputs of the first call, and the captured graph if it runs from now on."""
-        if self._has_collective:
+    def call(self, inputs: Sequence[Any]) -> Any:
+        """Make the first call. If it rejects the compiled graph, the outputs are those of the captured graph."""
+        if self.has_collective:
             self._accepts(Comparison("not compared", "collective"))
-            return self._compiled(*inputs), None
+            return self.compiled(*inputs)
         try:
             comparison = self._compare(inputs, self._names(inputs))
-            accepted = self._accepts(comparison, self._write_repro(comparison, inputs))
+            self.rejected = not self._accepts(comparison, self._write_repro(comparison, inputs))
         except torch.OutOfMemoryError as error:  # from the user's own call
             self._accepts(_not_compared(error))
             raise
         except _CompiledGraphFailedError as failure:
             self._report_failure(failure.error)
-            accepted = False
-        if accepted:
-            return self._compiled(*inputs) if self._outputs is None else self._outputs, None
+            self.rejected = True
+        if not self.rejected:
+            return self.compiled(*inputs) if self._outputs is None else self._outputs
         for step in self._undo:
             step()
-        return _torch.modes.restoring(self._eager.forward)(*inputs), self._eager
+        with _torch.modes.restored_after_error():
+            return self.eager.forward(*inputs)
 
     def _report_failure(self, error: Exception) -> None:
-        if self._fallback.has_regions:
-            self._fallback.call.region_failure = f"the compiled code raised {describe(error)}"
+        if self.fallback.has_regions:
+            self.fallback.call.region_failure = f"the compiled code raised {describe(error)}"
             return
-        if self._fallback.settings.on_error == "raise":
-            raise self._fallback.as_compile_error(error) from error
-        self._fallback.call.runs_eagerly = True
-        self._fallback.compiler_failed(error, what="its compiled code raised an error that eager does not")
+        if self.fallback.settings.on_error == "raise":
+            raise self.fallback.as_compile_error(error) from error
+        self.fallback.call.runs_eagerly = True
+        self.fallback.compiler_failed(error, what="its compiled code raised an error that eager does not")
 
     def _accepts(self, comparison: Comparison, repro: str = "") -> bool:
         """Report a comparison, and decide whether the compiled graph is used."""
-        if comparison.verdict == "differs" and self._fallback.has_regions:
-            self._fallback.call.region_failure = f"the result differs from eager: {comparison.reason}"
+        if comparison.verdict == "differs" and self.fallback.has_regions:
+            self.fallback.call.region_failure = f"the result differs from eager: {comparison.reason}"
             return False
-        settings, (target, phase) = self._fallback.settings, self._key[:2]
+        settings, (target, phase) = self.fallback.settings, self.key[:2]
         fix = None
         if comparison.verdict == "not compared" and comparison.reason in (_DROPOUT, _RANDOM_NUMBERS):
-            mode = self._recorder.mode_argument(phase)
+            mode = self.recorder.mode_argument(phase)
             fix = f'{mode}={{"options": {{"fallback_random": True}}}} makes it comparable, but slower'
         verdict, reason = comparison.verdict, comparison.reason
-        self._recorder.record(
-            "verify", self._key, fix=fix, verdict=verdict, reason=reason, max_abs_error=comparison.max_abs_error
+        self.recorder.record(
+            "verify", self.key, fix=fix, verdict=verdict, reason=reason, max_abs_error=comparison.max_abs_error
         )
         if settings.verify == "raise" and comparison.failed:
             message = f"target {target!r} could not be compared with eager in the {phase} phase: {reason}"
@@ -118,37 +120,37 @@ class Verification:
         if verdict != "differs":
             return True
         if settings.on_trial:
-            self._fallback.call.runs_eagerly = True
+            self.fallback.call.runs_eagerly = True
             return False
         message = f"target {target!r} differs from eager in the {phase} phase: {reason}"
-        if "numerics" in _torch.inductor.option_names() and self._options.get("numerics", "default") == "default":
+        if "numerics" in _torch.inductor.option_names() and self.options.get("numerics", "default") == "default":
             message += "; options={'numerics': 'strict'} is closer to eager, but slower"
         message += repro
         if settings.verify == "raise":
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
         if settings.verify == "eager" or comparison.is_wrong:
-            self._recorder.record("fallback", self._key, reason=reason)
-            self._fallback.call.runs_eagerly |= settings.verify == "eager"
+            self.recorder.record("fallback", self.key, reason=reason)
+            self.fallback.call.runs_eagerly |= settings.verify == "eager"
             message += (
                 "; it runs eagerly from here on (verify='eager')"
                 if settings.verify == "eager"
                 else "; the graph runs eagerly from here on, because rounding errors are never this large"
             )
-            self._fallback.warn("CC302", message)
+            self.fallback.warn("CC302", message)
             return False
-        self._fallback.warn("CC302", message)
+        self.fallback.warn("CC302", message)
         return True
 
     def _write_repro(self, comparison: Comparison, inputs: Sequence[Any]) -> str:
         """Write a script that reproduces a difference to ``trace_dir``, if set. Return a part of the message."""
-        folder = self._fallback.settings.trace_dir
+        folder = self.fallback.settings.trace_dir
         if folder is None or comparison.verdict != "differs":
             return ""
-        target, phase = self._key[:2]
+        target, phase = self.key[:2]
         name = re.sub(r"\W", "_", f"{target}_{phase}")
         why = f"Target {target!r} differs from eager in the {phase} phase: {in_one_line(comparison.reason or '')}"
         try:
-            script = _torch.events.write_repro(folder, name, self._eager, inputs, self._options, why)
+            script = _torch.events.write_repro(folder, name, self.eager, inputs, self.options, why)
         except Exception as error:
             return f"; no script reproduces the difference: {in_one_line(describe_failure(error))}"
         return f"; {script} reproduces the difference"
@@ -156,7 +158,7 @@ class Verification:
     def _names(self, inputs: Sequence[Any]) -> list[str]:
         """Return the names of a graph's inputs: the names of parameters and buffers, or positions."""
         names: dict[int, str] = {}
-        for module in filter(None, (reference() for reference in self._modules)):
+        for module in filter(None, (reference() for reference in self.modules)):
             names |= {id(buffer): f"buffer {name!r}" for name, buffer in module.named_buffers()}
             names |= {id(parameter): f"parameter {name!r}" for name, parameter in module.named_parameters()}
         return [names.get(id(value), f"input {position}") for position, value in enumerate(inputs)]
@@ -169,24 +171,24 @@ class Verification:
         try:
             with _unnoticed(random_state):
                 aliases = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
-                facts = _torch.graphs.examine_graph(self._eager, aliases)
-                in_users_call = self._uses_cudagraphs or facts.has_subclasses or self._has_constants
+                facts = _torch.graphs.examine_graph(self.eager, aliases)
+                in_users_call = self.uses_cudagraphs or facts.has_subclasses or self._has_constants()
                 with_gradients = trains and not in_users_call
                 runs = _Runs(inputs, names, facts.written, with_gradients=with_gradients)
                 expected = runs.run(self._eager_function())
                 drew = random_state.drawn()
         except Exception as error:
             return _not_compared(error)
-        if drew and not _torch.inductor.draws_as_eager(self._options):
-            named = any("dropout" in f"{node.target} {node.kwargs}" for node in self._eager.graph.nodes)
+        if drew and not _torch.inductor.draws_as_eager(self.options):
+            named = any("dropout" in f"{node.target} {node.kwargs}" for node in self.eager.graph.nodes)
             return Comparison("not compared", _DROPOUT if named else _RANDOM_NUMBERS)
         try:
             if with_gradients:
                 with _unnoticed(random_state):
-                    actual = runs.run(self._compiled, expected)
+                    actual = runs.run(self.compiled, expected)
             else:
                 self._undo = [random_state.restore, runs.restore]
-                self._outputs = self._compiled(*inputs)
+                self._outputs = self.compiled(*inputs)
                 actual = runs.results(self._outputs, inputs)
         except torch.OutOfMemoryError as error:
             if not with_gradients:
@@ -199,7 +201,7 @@ class Verification:
             if drew:
                 raise ValueError("it would draw other random numbers")
             if which == "compiled":
-                return runs.run(self._compiled, expected, keep=keep)
+                return runs.run(self.compiled, expected, keep=keep)
             double = which == "float64"
             return runs.run(self._eager_function(double=double), expected, keep=keep, double=double)
 
@@ -212,14 +214,17 @@ class Verification:
             return Comparison("outputs only", max_abs_error=found.max_abs_error)
         return found
 
+    def _has_constants(self) -> bool:
+        return next(itertools.chain(self.eager.parameters(), self.eager.buffers()), None) is not None
+
     def _eager_function(self, *, double: bool = False) -> Callable[..., Any]:
         """Return the captured graph. If its weights are frozen, copy the buffers, because the graph may write them."""
-        if not self._has_constants:
-            return self._eager.forward
+        if not self._has_constants():
+            return self.eager.forward
         if double:
-            return copy.deepcopy(self._eager).double().forward
-        buffers = {name: buffer.clone() for name, buffer in self._eager.named_buffers()}
-        return lambda *inputs: torch.func.functional_call(self._eager, buffers, inputs)
+            return copy.deepcopy(self.eager).double().forward
+        buffers = {name: buffer.clone() for name, buffer in self.eager.named_buffers()}
+        return lambda *inputs: torch.func.functional_call(self.eager, buffers, inputs)
 
 
 class _CompiledGraphFailedError(Exception):
