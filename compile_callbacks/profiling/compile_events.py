@@ -239,14 +239,14 @@ class CompileRecorder:
         _torch.events.unregister(self.listener, self.compile_ends)
 
     def compiled_since(self, before: tuple[int, int]) -> tuple[bool, bool]:
-        """Return whether torch has compiled since `marker`, with and without recordings of CUDA graphs."""
-        if self.marker == before:
+        """Return whether torch has compiled since `compiles`, with and without recordings of CUDA graphs."""
+        if self.compiles == before:
             return False, False
         self.collect()
         return self.compiles_seen != before[0], self._traces_seen != before[1]
 
     @property
-    def marker(self) -> tuple[int, int]:
+    def compiles(self) -> tuple[int, int]:
         """The number of compiles so far, with and without recordings of CUDA graphs."""
         return self.compiles_seen, self._traces_seen
 

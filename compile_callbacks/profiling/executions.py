@@ -1,18 +1,18 @@
-"""`Executions`: counts how often compiled code ran, and how often a target ran eagerly instead."""
+"""`Executions`: counts the executions of compiled graphs, and the calls of targets that ran eagerly."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 
+
+@dataclass(slots=True)
 class Executions:
-    """Counts the executions of a session. Each compiled graph adds 1 in each of its calls.
+    """What has run in a session so far.
 
     Attributes:
-        graphs: The executions of compiled graphs.
-        eager_calls: The calls of a compiled target, or of one of its graphs, that ran eagerly.
+        graphs: Number of executions of compiled graphs.
+        eager_calls: Number of calls of targets that ran eagerly, in a phase that this library compiles.
     """
 
-    __slots__ = ("eager_calls", "graphs")
-
-    def __init__(self) -> None:
-        self.graphs = 0
-        self.eager_calls = 0
+    graphs: int = 0
+    eager_calls: int = 0

@@ -49,6 +49,12 @@ class CalledTargets:
         self._recording = False
         self._clear()
 
+    def is_first(self, stage: str) -> bool:
+        """Return whether this is the first step of a stage."""
+        first = stage not in self.stages
+        self.stages.add(stage)
+        return first
+
     def _clear(self) -> None:
         self._names: dict[int, str] = {}
         self._modules: dict[int, nn.Module] = {}  # modules that may become targets

@@ -11,7 +11,7 @@ import torch._dynamo.symbolic_convert
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, InductorConfig
-from compile_callbacks.profiling.executions import Executions
+from compile_callbacks.profiling.compile_events import CompileRecorder
 from tests.support.models import FEATURES, Classifier, Wrapper, fit, mlp, seeded
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -22,13 +22,13 @@ STEPS = 12
 @pytest.fixture
 def executions(monkeypatch):
     """The counts of the run that a test makes."""
-    made, init = [], Executions.__init__
+    made, init = [], CompileRecorder.__init__
 
-    def keep(self):
-        init(self)
-        made.append(self)
+    def keep(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        made.append(self.executions)
 
-    monkeypatch.setattr(Executions, "__init__", keep)
+    monkeypatch.setattr(CompileRecorder, "__init__", keep)
     return lambda: (made[-1].graphs, made[-1].eager_calls)
 
 
