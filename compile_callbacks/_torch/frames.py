@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,12 +49,6 @@ def run_frame_eagerly() -> Any:
     return ConvertFrameReturn(frame_exec_strategy=_EAGER, apply_to_code=False)
 
 
-def keep_eager(codes: Iterable[types.CodeType]) -> None:
-    """Make torch run these frames and all frames beneath them eagerly from now on."""
-    for code in codes:
-        _eval_frame.set_code_exec_strategy(code, _EAGER)
-
-
 def skipped(result: Any) -> str | None:
     """Return the reason why torch compiles nothing of a frame, or ``None`` if it compiled the frame."""
     if result.guarded_code is not None or result.frame_exec_strategy.cur_action != _SKIP:
@@ -70,10 +64,10 @@ def is_users_exception(error: Exception) -> bool:
 def compile_function(
     function: Callable[..., Any],
     backend: Callable[..., Any],
+    around: Callable[[Frame], Any],
     *,
     fullgraph: bool,
     dynamic: bool | None,
-    around: Callable[[Frame], Any],
 ) -> Callable[..., Any]:
     """Call ``torch.compile``, isolated from other compiles of the same code (torch 2.13 and later).
 

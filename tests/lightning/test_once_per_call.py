@@ -174,7 +174,7 @@ def test_code_behind_a_graph_break_on_which_dynamo_fails_runs_alone_and_eagerly(
     assert_counted_once_a_call(module, 6)
     assert (callback.report.train.graphs >= 1, callback.report.train.fallbacks) == (True, 1)
     graphs, eager_calls = executions()
-    assert (graphs >= 6, eager_calls) == (True, 0)
+    assert (graphs >= 6, eager_calls) == (True, 6)  # a part of each call
     expected = fit(make=lambda: Classifier(Broken()), train=6, validation=None)
     torch.testing.assert_close(module.losses, expected.losses, rtol=1e-4, atol=1e-5)
 
