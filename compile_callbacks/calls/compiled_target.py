@@ -145,6 +145,8 @@ class CompiledTarget:
         """Act on what happened in a call that raised an exception of the user's. The next call issues its warnings."""
         if call.compiles_again:
             self.free_compiled()
+        if call.region_failure is not None:
+            self._give_up_regions(call.region_failure)
         if call.raising_frames and self._function.raising_calls == RAISING_CALLS:
             reason = f"its code raised {describe(error)} in {RAISING_CALLS + 1} calls that torch traced"
             self._recorder.record("fallback", self.key, reason=reason, code="CC301")

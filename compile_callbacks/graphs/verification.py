@@ -43,30 +43,18 @@ class Verification:
     own call, and compares its outputs. A graph with a collective is not compared, because processes compile at
     different times, and an additional collective would wait forever. Gradients of a graph that records CUDA graphs are
     not compared, because torch records CUDA graphs in the order of calls and frees their memory after a backward pass.
-
-    Attributes:
-        compiled: The compiled code.
-        eager: The captured graph.
-        options: The options of Inductor.
-        key: The target and its phase.
-        modules: Weak references to the modules of the target, because torch never frees compiled code.
-        recorder: Records the result.
-        fallback: Reacts to failures.
-        has_collective: Whether the graph communicates with other processes.
-        uses_cudagraphs: Whether the compiled code records CUDA graphs.
-        rejected: Whether the captured graph runs instead of the compiled code from now on.
     """
 
     compiled: Callable[..., Any]
     eager: torch.fx.GraphModule
     options: Mapping[str, Any]
     key: CompileKey
-    modules: Iterable[Callable[[], torch.nn.Module | None]]
+    modules: Iterable[Callable[[], torch.nn.Module | None]]  # weak references; torch never frees compiled code
     recorder: CompileRecorder
     fallback: EagerFallback
     has_collective: bool
     uses_cudagraphs: bool
-    rejected: bool = False
+    rejected: bool = False  # whether the captured graph runs from now on
     _outputs: Any = None  # of the user's own call, if this object made it
     _undo: Sequence[Callable[[], None]] = ()  # undoes the changes by the user's call
 
