@@ -102,7 +102,7 @@ class StepTimer:
         self._unread: deque[_Step] = deque()
         self._last_key: _Key | None = None
         self._steady_steps = 0
-        self._untimed: Counter[_Key] = Counter()
+        self._untimed: dict[Phase, Counter[tuple[_Key, str]]] = defaultdict(Counter)  # steps of each kind and stage
         self._stages: dict[_Key, str] = {}  # the stage of the last timed step
         self._random = random.Random(0)  # because every second or fourth step may differ from the others
 
@@ -125,7 +125,7 @@ class StepTimer:
         if self._steady_steps < STEADY_STEPS:
             self.untimed_left = 0
         if step.span is None and not step.compiling:
-            self._untimed[key] += 1
+            self._untimed[phase][key, self._stages.get(key, "")] += 1
             return
         if self._steady_steps >= STEADY_STEPS:  # the gaps are random, so that each step is equally likely to be timed
             self.untimed_left = int(math.log(1 - self._random.random()) / math.log(1 - 1 / TIMED_ONE_OF))
@@ -137,8 +137,6 @@ class StepTimer:
         is_eager_sample = step.kind != "eager" or step.variant.name == EAGER
         step.is_sample = is_warm and workload is not None and not is_new and is_eager_sample
         step.span = span if is_warm and workload is not None else None
-        if key in self._untimed:
-            self._add_untimed(key)
         if workload is not None:
             self._stages[key] = workload.stage
         sample_of = workload if step.is_sample else None
@@ -176,8 +174,8 @@ class StepTimer:
 
     def next_step(self, phase: Phase) -> int:
         """Return the number of the next step in the phase, from 1."""
-        self._count_passed()
-        return self._numbers[phase] + 1
+        passed = self.passed if self._last_key is not None and self._last_key[0] == phase else 0
+        return self._numbers[phase] + passed + 1
 
     def steps(self, phase: Phase, variant: str | None = None) -> Counter[StepKind]:
         """Return the number of steps of a variant by what ran in them, including steps without a sample."""
@@ -215,8 +213,9 @@ class StepTimer:
     def savings(self, phase: Phase, other_seconds: float = 0.0) -> Savings | None:
         """Return the time that compiled steps saved, or ``None`` if there are too few eager samples."""
         self._count_passed()
-        for key in list(self._untimed):
-            self._add_untimed(key)
+        for ((_, variant, kind), stage), steps in self._untimed.pop(phase, Counter()).items():
+            if kind != "eager":
+                self._saved[phase].add_untimed(steps, stage=stage, candidate=variant)
         of_stage: defaultdict[str, list[float]] = defaultdict(list)
         for workload, samples in self.baseline(phase).items():
             of_stage[workload.stage] += samples
@@ -250,15 +249,9 @@ class StepTimer:
         if self.passed and self._last_key is not None:
             self._numbers[self._last_key[0]] += self.passed
             self._steps[self._last_key] += self.passed
-            self._untimed[self._last_key] += self.passed
+            self._untimed[self._last_key[0]][self._last_key, self._stages.get(self._last_key, "")] += self.passed
             self._steady_steps += self.passed
             self.passed = 0
-
-    def _add_untimed(self, key: _Key) -> None:
-        """Count each untimed step with the average time of its kind."""
-        phase, variant, kind = key
-        if (steps := self._untimed.pop(key, 0)) and kind != "eager":
-            self._saved[phase].add_untimed(steps, stage=self._stages.get(key, ""), candidate=variant)
 
     def _read(self, *, wait: bool) -> None:
         while self._unread and (wait or self._unread[0].span.passed()):

@@ -58,12 +58,6 @@ class Measurements:
         if self._device.type == "cuda":
             self.memory.stop(traced=step.traced)
 
-    def counted_step(self, step: Step, phase: Phase) -> Step | None:
-        """Return a step that stands for the next untimed steps, or ``None`` if they need more than a count."""
-        if not self.timer.untimed_left or step.compiling or step.kind == "partly compiled":
-            return None
-        return Step(variant=step.variant, kind=step.kind, number=self.timer.next_step(phase) - 1)
-
     def _describe_conditions(self, step: Step, stage: Stage, *, tuned: bool) -> str:
         """Describe the conditions of a step, besides its batch, on which its time depends."""
         known: dict[str, object] = {"precision": self._precision}

@@ -101,7 +101,8 @@ class Session:
         """The running stage."""
         self._step: Step | None = None  # the running step, if it is measured
         self._policy: StepPolicy = self._policies.policy_of(self.stage)
-        self._counted: Step | None = None  # stands for the next steps, if the session only counts them
+        self._wanted = False  # whether the policy wants the running step to be timed
+        self._counted: Step | None = None  # stands for the next untimed steps, which the session only counts
         self._kept: dict[Phase, object] = {}  # the variants whose compiled code is kept
         self._before: CompileReport | None = None  # the report of the run that this run resumes
 
@@ -180,7 +181,7 @@ class Session:
         self._search.step_ends()
         self.stage, self._step, self._counted = stage, None, None
         self._policy = self._policies.policy_of(stage)
-        self._select()
+        self._switch.select(stage.phase, self._policy.next()[0], weights_frozen=stage.weights_frozen)
 
     def step_begins(self, *, first: bool = False) -> bool:
         """Begin a step, and select what it runs. Return whether it is timed.
@@ -200,7 +201,8 @@ class Session:
         if first:
             self._switch.invalidate_weights()
         self._policy = self._policies.policy_of(stage)
-        variant, wanted = self._select()
+        variant, self._wanted = self._policy.next()
+        self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
         self._search.step_begins(stage.phase, first=first, eager=variant.config is None)
         if self.gpu.on_gpu:
             self.gpu.step_begins(trains_compiled=variant.config is not None and stage.phase == "train")
@@ -216,7 +218,7 @@ class Session:
             eager_calls=ran.eager_calls,
         )
         recorder.step = timer.next_step(stage.phase)
-        self._measurements.step_begins(step, stage.phase, wanted=wanted)
+        self._measurements.step_begins(step, stage.phase, wanted=self._wanted)
         return step.span is not None
 
     def after_backward(self) -> None:
@@ -228,7 +230,7 @@ class Session:
     def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
         """End a step, and tell the policy what it took."""
         stage, step, recorder, search = self.stage, self._step, self._recorder, self._search
-        recorder.step, search.in_step = None, False
+        number, recorder.step, search.in_step = recorder.step, None, False
         if search.called:
             search.step_ends()
         if self.gpu.on_gpu:
@@ -255,19 +257,15 @@ class Session:
         self._policy.done(step)
         if tuned:
             self._free_unused()
-        else:
-            self._count_next_steps(step, stage)
-
-    def _count_next_steps(self, step: Step, stage: Stage) -> None:
-        """Let the session only count the next steps, if they run as this one and are not timed."""
-        recorder, ran = self._recorder, self._recorder.executions
-        variant, wanted = self._policies.policy_of(stage).next()
-        if wanted or variant is not step.variant or self.gpu.on_gpu:
-            return
-        if (counted := self._measurements.counted_step(step, stage.phase)) is not None:
-            counted.compiles_seen, counted.graphs = recorder.compiles_seen, ran.graphs
-            counted.eager_calls = ran.eager_calls
-            self._counted = counted
+        if not (self._wanted or self.gpu.on_gpu or step.compiling) and kind != "partly compiled":
+            self._counted = Step(
+                variant=step.variant,
+                compiles_seen=recorder.compiles_seen,
+                graphs=ran.graphs,
+                eager_calls=ran.eager_calls,
+                number=number or 0,
+                kind=kind,
+            )
 
     def stage_ends(self, phase: Phase) -> None:
         """End a stage: synchronize decisions with other ranks, and issue warnings."""
@@ -332,12 +330,6 @@ class Session:
             self._policies.resume(self._measurements.resume(data))
 
     # ------------------------------------------------------------------------------------------ parts of the above
-
-    def _select(self) -> tuple[Variant, bool]:
-        """Run the targets with the variant of the next step. Return the variant, and whether the step must be timed."""
-        variant, wanted = self._policy.next()
-        self._switch.select(self.stage.phase, variant, weights_frozen=self.stage.weights_frozen)
-        return variant, wanted
 
     def _free_unused(self) -> None:
         """Free the compiled code of variants that will not run again."""
