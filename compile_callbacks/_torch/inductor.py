@@ -59,15 +59,6 @@ def cpp_compiler() -> str:
     return get_cpp_compiler()
 
 
-def build_cpp(source: Path) -> Path:
-    """Build a shared library next to a C++ file, with the flags that Inductor uses for its kernels."""
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
-
-    builder = CppBuilder(source.stem, str(source), CppTorchOptions(warning_all=False), str(source.parent))
-    builder.build()
-    return Path(builder.get_target_file_path())
-
-
 def import_inductor() -> float:
     """Import Inductor's compiler, as a call of ``torch.compile(module)`` does, and return the seconds that this took.
 

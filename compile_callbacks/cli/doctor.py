@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import warnings
@@ -22,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -33,15 +30,19 @@ from compile_callbacks._utils.fingerprints import installed_version
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.report.console import print_texts
 
-_MIN_CAPABILITY = (7, 0)  # Triton generates code for Volta and later
 _MIN_FREE_GIB = 1.0  # a day of compiling fills hundreds of MiB
-_OTHER_CACHE = "export TORCHINDUCTOR_CACHE_DIR=FOLDER"
-_WITHOUT_CPP = "modules on a CPU run uncompiled; on any device, the template cpp_wrapper and AOTInductor do not work"
-_PROGRAM = '#include <omp.h>\nextern "C" int threads() { return omp_get_max_threads(); }\n'
-_DEBIAN_NAMES = {
-    "python-headers": f"python{sys.version_info.major}.{sys.version_info.minor}-dev",
-    "openmp": "libomp-dev",
+_CPP_COMPILER = "apt-get install g++ (macOS: xcode-select --install), and unset CXX or set it to a compiler that runs"
+_OTHER_CACHE = "export TORCHINDUCTOR_CACHE_DIR=FOLDER, which is writable, has free space and is not mounted noexec"
+
+_FIXES = {
+    r"Python\.h": f"apt-get install python{sys.version_info.major}.{sys.version_info.minor}-dev",
+    r"omp\.h|libomp|gomp|-lomp": "use g++; for clang, apt-get install libomp-dev (macOS: brew install libomp)",
+    r"C\+\+ compiler": _CPP_COMPILER,
+    r"C compiler": "apt-get install gcc, or set CC to a compiler that runs",  # Triton builds its launchers with it
+    r"failed to map segment": _OTHER_CACHE,  # of a library in a folder that is mounted noexec
+    r"": "fix the failures above; if nothing else failed, TORCH_LOGS='+inductor' prints more",
 }
+"""The fix for the first pattern that occurs in the cause of a failed compile."""
 
 
 @dataclass(frozen=True)
@@ -54,52 +55,79 @@ class Check:
     fix: str = ""
 
 
-def root_cause(error: BaseException) -> str:
-    """Return the root cause of an error in one line."""
-    return in_one_line(describe_failure(error))
+_PACKAGES = {
+    "torch": ("2.11", "this library does not run", "pip install 'torch>=2.11'"),
+    "torchvision": (
+        "0.26",
+        "`import lightning` and InductorCompile fail",
+        "pip uninstall torchvision, or both from one index: pip install --force-reinstall torch torchvision",
+    ),
+    "triton": ("0", "modules on a GPU run uncompiled", "pip install --force-reinstall torch"),
+    "lightning": ("2.5.6", "InductorCompile cannot be imported", "pip install --upgrade 'lightning>=2.5.6'"),
+    "tensorboard": ("0", "a TensorBoardLogger gets no report", "pip install tensorboard"),
+}
+"""The minimum version of each package, the features that fail without it, and the fix."""
+
+_OPTIONAL = {"torchvision": "the examples need it", "triton": "only GPUs need it"}
 
 
-def _install(package: str) -> str:
-    """Return the advice that installs ``"g++"``, ``"gcc"``, ``"python-headers"`` or ``"openmp"``."""
-    if platform.system() == "Darwin":
-        return "brew install libomp" if package == "openmp" else "xcode-select --install"
-    return f"install {package} (apt-get install {_DEBIAN_NAMES.get(package, package)})"
+def check_package(package: str) -> Check:
+    """Check that a package is installed, new enough for this library, and importable."""
+    minimum, impact, fix = _PACKAGES[package]
+    version = torch.__version__ if package == "torch" else installed_version(package)  # torch may be a source tree
+    if version is None and package in _OPTIONAL:
+        return Check("ok", f"not installed; {_OPTIONAL[package]}")
+    if version is None:
+        return Check("failed", "not installed", impact, fix)
+    if Version(version) < Version(minimum):
+        return Check("failed", f"{version}, but this library needs {minimum} or newer", impact, fix)
+    try:
+        importlib.import_module(package)  # fails if torchvision was built for another torch
+    except Exception as error:
+        return Check("failed", f"{version} cannot be imported: {in_one_line(describe_failure(error))}", impact, fix)
+    return Check("ok", version)
 
 
 def check_gpu() -> Check:
-    """Check that torch can use the GPUs of this machine, and that Triton supports them."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        available = torch.cuda.is_available()
-    if available:
-        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        kinds = Counter(f"{p.name} ({p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB)" for p in properties)
-        found = [f"{count} x {kind}" if count > 1 else kind for kind, count in kinds.items()]
-        if torch.version.hip or all((p.major, p.minor) >= _MIN_CAPABILITY for p in properties):
-            return Check("ok", ", ".join(found))
-        impact = "Triton needs compute capability {}.{} or higher: modules on an older GPU run uncompiled"
-        return Check("failed", ", ".join(found), impact.format(*_MIN_CAPABILITY), "leave the modes at 'eager' there")
-    if not (present := _nvidia_smi()):
-        return Check("ok", "none: modules run on the CPU")
-    reason = f": {in_one_line(str(caught[0].message))}" if caught else ""
-    fix = f"a driver for CUDA {torch.version.cuda}, or a torch for an older CUDA"
-    if not torch.version.cuda:
-        fix = "a torch that is built with CUDA: https://pytorch.org/get-started/locally"
-    found_text = f"{', '.join(present)}, which torch {torch.__version__} cannot use{reason}"
-    return Check("warning", found_text, "modules run on the CPU", fix)
-
-
-def _nvidia_smi() -> list[str]:
-    """Return the name of each NVIDIA GPU, or no name if ``nvidia-smi`` is not installed."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    """Check that torch can use the GPUs of this machine."""
+    if torch.cuda.is_available():
+        names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        return Check("ok", ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items()))
+    present = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # nvidia-smi is not installed, or finds no GPU
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-        return [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    return []
+        present = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    if not present.strip():
+        return Check("ok", "none: modules run on the CPU")
+    found = f"{', '.join(present.split(os.linesep)).strip(', ')}, which torch {torch.__version__} cannot use"
+    fix = f"a driver for CUDA {torch.version.cuda}, or another torch: https://pytorch.org/get-started/locally"
+    return Check("warning", found, "modules run on the CPU", fix)
+
+
+def check_cpp_compiler() -> Check:
+    """Check that Inductor's C++ compiler runs, and links the same C++ library as torch."""
+    try:
+        compiler = _torch.inductor.cpp_compiler()
+    except (RuntimeError, OSError, ValueError):
+        impact = "modules on a CPU run uncompiled; on any device, the template cpp_wrapper and AOTInductor do not work"
+        return Check("failed", f"none: {os.environ.get('CXX', 'g++')!r} does not run", impact, _CPP_COMPILER)
+
+    def output(option: str) -> str:
+        command = [*shlex.split(compiler), option]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    found = output("--version").partition("\n")[0] or compiler
+    # The compiler prints the bare name of a library that it does not find.
+    if os.sep not in output("-print-file-name=libstdc++.a") or os.sep in output("-print-file-name=libstdc++.so"):
+        return Check("ok", found)
+    impact = "it links a second C++ library next to torch's: AOTInductor's packages for a GPU crash with SIGSEGV"
+    # Setting LIBRARY_PATH is not a fix: in a test, the compiler still linked its static library.
+    fix = "apt-get install g++, then export CXX=/usr/bin/g++, or another compiler that has libstdc++.so"
+    return Check("warning", f"{found}; there is no libstdc++.so for it", impact, fix)
 
 
 def check_cache_folder() -> Check:
-    """Check that Inductor's cache folder is writable, has free space, and is not mounted noexec."""
+    """Check that Inductor's cache folder is writable and has free space."""
     try:
         folder = _torch.inductor.cache_folder()
         with tempfile.TemporaryFile(dir=folder):
@@ -107,73 +135,13 @@ def check_cache_folder() -> Check:
     except OSError as error:
         name = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or error.filename or "the default folder"
         found = f"{name} cannot be written to: {error.strerror or error}"
-        impact = "nothing compiles: modules run uncompiled"
-        return Check("failed", found, impact, f"{_OTHER_CACHE}, one that you may write to")
+        return Check("failed", found, "nothing compiles: modules run uncompiled", _OTHER_CACHE)
     free_gib = shutil.disk_usage(folder).free / 2**30
     found = f"{folder}, {free_gib:.1f} GiB free"
-    noexec = getattr(os, "ST_NOEXEC", 0)  # the system may have no such flag
-    if noexec and os.statvfs(folder).f_flag & noexec:
-        impact = "compiled code cannot be loaded: modules run uncompiled"
-        return Check("failed", f"{found}, which is mounted noexec", impact, f"{_OTHER_CACHE}, on another file system")
     if free_gib < _MIN_FREE_GIB:
         impact = "compiling fails once the folder is full: modules run uncompiled from then on"
-        return Check("warning", found, impact, f"empty the folder, or {_OTHER_CACHE}, on another file system")
+        return Check("warning", found, impact, f"empty the folder, or {_OTHER_CACHE}")
     return Check("ok", found)
-
-
-def check_cpp_compiler() -> Check:
-    """Check that Inductor's C++ compiler can build a library with OpenMP, and that Python can load the library."""
-    try:
-        compiler = _torch.inductor.cpp_compiler()
-    except (RuntimeError, OSError, ValueError):
-        found = f"none: {os.environ.get('CXX', 'g++')!r} does not run"
-        return Check("failed", found, _WITHOUT_CPP, _cpp_compiler_fix())
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "program.cpp")
-        source.write_text(_PROGRAM)
-        try:
-            threads = ctypes.CDLL(str(_torch.inductor.build_cpp(source))).threads()
-        except Exception as error:
-            found = f"{compiler} cannot build a library with OpenMP: {root_cause(error)}"
-            return Check("failed", found, _WITHOUT_CPP, f"{_install('openmp')} for clang; else {_cpp_compiler_fix()}")
-    command = [*shlex.split(compiler), "--version"]
-    version = subprocess.run(command, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
-    found = f"{version or compiler}; OpenMP has {threads} thread{'s' if threads != 1 else ''}"
-    static_only = _finds(compiler, "libstdc++.a") and not _finds(compiler, "libstdc++.so")
-    if platform.system() != "Linux" or not static_only:
-        return Check("ok", found)
-    impact = "it links a second C++ library next to torch's: AOTInductor's packages for a GPU crash with SIGSEGV"
-    # Setting LIBRARY_PATH is not a fix: in a test, the compiler still linked its static library.
-    fix = f"{_install('g++')}, then export CXX=/usr/bin/g++, or another compiler that has libstdc++.so"
-    return Check("warning", f"{found}; there is no libstdc++.so for it", impact, fix)
-
-
-def _cpp_compiler_fix() -> str:
-    """Return the fix for a C++ compiler that does not work. Inductor uses ``CXX``, or g++ if it is not set."""
-    cxx = os.environ.get("CXX")
-    if cxx is None:
-        return f"{_install('g++')}, or set CXX to a compiler that is elsewhere"
-    missing = "" if shutil.which("g++") else f" and {_install('g++')}"
-    return f"unset CXX (it is {cxx!r}){missing}, or set it to a compiler that runs"
-
-
-def _finds(compiler: str, library: str) -> bool:
-    """Return whether a compiler finds a library."""
-    command = [*shlex.split(compiler), f"-print-file-name={library}"]  # prints the bare name of a missing library
-    with contextlib.suppress(OSError):
-        return os.sep in subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return False
-
-
-def check_python_headers() -> Check:
-    """Check that Python.h exists, because Inductor's C++ kernels and Triton's launchers include it."""
-    paths = (sysconfig.get_path("include"), sysconfig.get_path("include", "posix_prefix"))
-    headers = [Path(path, "Python.h") for path in dict.fromkeys(paths) if path]
-    if header := next(filter(Path.is_file, headers), None):
-        return Check("ok", str(header))
-    found = f"no Python.h in {' or '.join(str(header.parent) for header in headers)}"
-    impact = "Inductor and Triton cannot build kernels: modules run uncompiled"
-    return Check("failed", found, impact, _install("python-headers"))
 
 
 def check_compile(device: str) -> Check:
@@ -190,7 +158,9 @@ def check_compile(device: str) -> Check:
     try:
         total = torch.compile(add)(x)
     except Exception as error:
-        return Check("failed", root_cause(error), impact, _compile_fix(root_cause(error)))
+        cause = describe_failure(error)
+        fix = next(fix for pattern, fix in _FIXES.items() if re.search(pattern, cause))
+        return Check("failed", in_one_line(cause), impact, fix)
     seconds = time.perf_counter() - started
     if torch.equal(total, x):
         variables = "TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE and TORCHDYNAMO_SUPPRESS_ERRORS"
@@ -201,27 +171,20 @@ def check_compile(device: str) -> Check:
     return Check("ok", f"an addition compiled in {seconds:.1f} s, with the right sum")
 
 
-def _compile_fix(cause: str) -> str:
-    if "C++ compiler" in cause:
-        return _cpp_compiler_fix()
-    if "C compiler" in cause:  # Triton builds its launchers with it
-        return f"{_install('gcc')}, or set CC to a compiler that is elsewhere"
-    return "fix the failures above; if nothing else failed, TORCH_LOGS='+inductor' prints more"
-
+_CHECKS: dict[str, Callable[[], Check | None]] = {
+    "python": lambda: Check("ok", platform.python_version()),
+    **{package: partial(check_package, package) for package in _PACKAGES},
+    "GPU": check_gpu,
+    "C++ compiler": check_cpp_compiler,
+    "cache folder": check_cache_folder,
+    "compile on CPU": partial(check_compile, "cpu"),
+    "compile on GPU": lambda: check_compile("cuda") if torch.cuda.is_available() else None,
+}
 
 _DESCRIPTION = """\
 Check everything that torch.compile needs, and compile an addition. If something is missing, print what will not work
 and how to fix it. The exit status is 1 if a check failed; a missing GPU is not a failure.
 """
-
-_MINIMUM = {"torch": "2.11", "torchvision": "0.26", "lightning": "2.5.6", "tensorboard": "0", "triton": "0"}
-_IMPACT = {
-    "torch": "this library does not run",
-    "torchvision": "`import lightning` and InductorCompile fail",
-    "lightning": "InductorCompile cannot be imported",
-    "tensorboard": "a TensorBoardLogger gets no report",
-    "triton": "modules on a GPU run uncompiled",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -259,57 +222,7 @@ def run_checks() -> dict[str, Check]:
             try:
                 result = check()
             except Exception as error:
-                result = Check("warning", f"the check failed: {root_cause(error)}")
+                result = Check("warning", f"the check failed: {in_one_line(describe_failure(error))}")
         if result is not None:
             checks[name] = result
     return checks
-
-
-def _check_package(package: str, fix: str = "") -> Check:
-    """Check that a package is installed, new enough for this library, and importable."""
-    version = torch.__version__ if package == "torch" else installed_version(package)  # torch may be a source tree
-    minimum = _MINIMUM[package]
-    wanted = package if minimum == "0" else f"'{package}>={minimum}'"
-    if version is None:
-        return Check("failed", "not installed", _IMPACT[package], fix or f"pip install {wanted}")
-    if Version(version) < Version(minimum):
-        found = f"{version}, but this library needs {minimum} or newer"
-        return Check("failed", found, _IMPACT[package], fix or f"pip install --upgrade {wanted}")
-    try:
-        importlib.import_module(package)
-    except Exception as error:
-        found = f"{version} cannot be imported: {root_cause(error)}"
-        fix = fix or f"fix the cause, or pip install --force-reinstall {wanted}"
-        return Check("failed", found, _IMPACT[package], fix)
-    return Check("ok", version)
-
-
-def _check_torchvision() -> Check:
-    """Check that Python can import torchvision with this torch. The import fails if it was built for another torch."""
-    if installed_version("torchvision") is None:
-        return Check("ok", "not installed; the examples need it")
-    both = "pip install --force-reinstall torch torchvision"
-    return _check_package("torchvision", f"pip uninstall torchvision, or both from one index: {both}")
-
-
-def _check_triton() -> Check:
-    """Check that Python can import Triton, which only GPUs need."""
-    if installed_version("triton") is None and not torch.cuda.is_available():
-        return Check("ok", "not installed; only GPUs need Triton")
-    return _check_package("triton", "pip install --force-reinstall torch, which installs the Triton that it requires")
-
-
-_CHECKS: dict[str, Callable[[], Check | None]] = {
-    "python": lambda: Check("ok", platform.python_version()),
-    "torch": partial(_check_package, "torch"),
-    "torchvision": _check_torchvision,
-    "triton": _check_triton,
-    "lightning": partial(_check_package, "lightning"),
-    "tensorboard": partial(_check_package, "tensorboard"),
-    "GPU": check_gpu,
-    "C++ compiler": check_cpp_compiler,
-    "Python headers": check_python_headers,
-    "cache folder": check_cache_folder,
-    "compile on CPU": partial(check_compile, "cpu"),
-    "compile on GPU": lambda: check_compile("cuda") if torch.cuda.is_available() else None,
-}

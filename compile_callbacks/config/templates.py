@@ -19,7 +19,7 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.messages import check_choice, check_type
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Template:
     """A named set of Inductor options.
 
@@ -29,7 +29,6 @@ class Template:
         mode: The mode of ``torch.compile`` that the template includes.
         options: Inductor options by name, which the template sets in addition to the mode.
         missing: A function that returns the requirement that a device lacks, or ``None`` if the device has all.
-        fallback: The mode that remains without ``options`` if the device lacks a requirement, in a few words.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Template:
     mode: str = "default"
     options: Mapping[str, Any] = field(default_factory=dict)
     missing: Callable[[torch.device], str | None] = lambda device: None
-    fallback: str = ""
 
     def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
         """Return each Inductor option that the template and its mode set.
@@ -52,7 +50,7 @@ class Template:
     def falls_back(self, device: torch.device) -> str | None:
         """Return a sentence with the reason and the fallback on a device, or ``None`` if the template needs none."""
         needs = self.missing(device)
-        return None if needs is None else f"template {self.name!r} needs {needs}; it falls back to {self.fallback}"
+        return None if needs is None else f"template {self.name!r} needs {needs}; it falls back to {self.mode}"
 
 
 def names() -> list[str]:
@@ -95,62 +93,54 @@ def _without_tma(device: torch.device) -> str | None:
     return None if has_triton_tma_device() else "a Triton that supports the Tensor Memory Accelerator"
 
 
-_TEMPLATES = {
-    template.name: template
-    for template in (
-        Template(
-            name="triton",
-            description="Matrix products and convolutions as Triton kernels, chosen by measuring; ATen if none fits",
-            mode="max-autotune-no-cudagraphs",
-            options={
-                "max_autotune_gemm_backends": "TRITON",
-                # Includes ATen, because Triton has kernels for 2D and 3D convolutions only, and others would fail.
-                "max_autotune_conv_backends": "TRITON,ATEN",
-                "autotune_fallback_to_aten": True,
-            },
-            missing=_without_triton,
-            fallback="max-autotune-no-cudagraphs with this device's backends",
-        ),
-        Template(
-            name="cpp_wrapper",
-            description="C++ code in place of Python between kernels: less CPU time per call, longer to compile",
-            options={"cpp_wrapper": True},
-        ),
-        Template(
-            name="cutlass",
-            description="Matrix products from CUTLASS and ATen, chosen by measuring",
-            mode="max-autotune-no-cudagraphs",
-            options={"max_autotune_gemm_backends": "CUTLASS,ATEN"},
-            missing=_without_cutlass,
-            fallback="max-autotune-no-cudagraphs, which chooses between Triton and ATen",
-        ),
-        Template(
-            name="aten",
-            description="Matrix products and convolutions from ATen only; Inductor generates fused operators",
-            options={"max_autotune_gemm_backends": "ATEN", "max_autotune_conv_backends": "ATEN"},
-        ),
-        Template(
-            name="cudagraphs",
-            description="CUDA graphs: a step is one launch, for CPU-bound models on a GPU",
-            mode="reduce-overhead",
-        ),
-        Template(
-            name="max_autotune",
-            description="Kernels chosen by measuring, and CUDA graphs: the fastest steps, the longest compile",
-            mode="max-autotune",
-        ),
-        Template(
-            name="freezing",
-            description="Weights frozen into the code while they are constant (test, predict); no effect in training",
-            options={"freezing": True},
-        ),
-        Template(
-            name="tma",
-            description="Matrix products as persistent Triton kernels that load through the Tensor Memory Accelerator",
-            mode="max-autotune-no-cudagraphs",
-            options={"triton.enable_persistent_tma_matmul": True, "triton.enable_template_tma_store": True},
-            missing=_without_tma,
-            fallback="max-autotune-no-cudagraphs with this device's backends",
-        ),
-    )
-}
+_ALL = (
+    Template(
+        "triton",
+        "Matrix products and convolutions as Triton kernels, chosen by measuring; ATen if none fits",
+        "max-autotune-no-cudagraphs",
+        {
+            "max_autotune_gemm_backends": "TRITON",
+            # Includes ATen, because Triton has kernels for 2D and 3D convolutions only, and others would fail.
+            "max_autotune_conv_backends": "TRITON,ATEN",
+            "autotune_fallback_to_aten": True,
+        },
+        _without_triton,
+    ),
+    Template(
+        "cpp_wrapper",
+        "C++ code in place of Python between kernels: less CPU time per call, longer to compile",
+        options={"cpp_wrapper": True},
+    ),
+    Template(
+        "cutlass",
+        "Matrix products from CUTLASS and ATen, chosen by measuring",
+        "max-autotune-no-cudagraphs",
+        {"max_autotune_gemm_backends": "CUTLASS,ATEN"},
+        _without_cutlass,
+    ),
+    Template(
+        "aten",
+        "Matrix products and convolutions from ATen only; Inductor generates fused operators",
+        options={"max_autotune_gemm_backends": "ATEN", "max_autotune_conv_backends": "ATEN"},
+    ),
+    Template("cudagraphs", "CUDA graphs: a step is one launch, for CPU-bound models on a GPU", "reduce-overhead"),
+    Template(
+        "max_autotune",
+        "Kernels chosen by measuring, and CUDA graphs: the fastest steps, the longest compile",
+        "max-autotune",
+    ),
+    Template(
+        "freezing",
+        "Weights frozen into the code while they are constant (test, predict); no effect in training",
+        options={"freezing": True},
+    ),
+    Template(
+        "tma",
+        "Matrix products as persistent Triton kernels that load through the Tensor Memory Accelerator",
+        "max-autotune-no-cudagraphs",
+        {"triton.enable_persistent_tma_matmul": True, "triton.enable_template_tma_store": True},
+        _without_tma,
+    ),
+)
+
+_TEMPLATES = {template.name: template for template in _ALL}

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import Signature
@@ -65,8 +64,8 @@ class ExportedModule:
         """Run the package.
 
         Raises:
-            TypeError: If there are too few or too many inputs, or an input has another dtype or type than the example.
-            ValueError: If an input has another shape, device or constant value than the example.
+            TypeError: If there are too few or too many inputs.
+            ValueError: If an input has another dtype, shape, device or constant value than the example.
         """
         bound = self.spec.bind(args, kwargs)
         tensors = self.spec.tensors(bound)
@@ -127,48 +126,31 @@ def read_package(path: Path) -> tuple[Format, dict[str, Any], CallSpec]:
             content: Format = "aoti" if any(_AOTI_FOLDER in name for name in names) else "export"
             if content == "export" and not any(name.endswith(_PROGRAM) for name in names):
                 raise _not_loaded(f"{path} is not a .pt2 package: it has neither compiled code nor a program")
-            metadata = _metadata(archive, names)
-    # RuntimeError: the file is encrypted, Python lacks its compression method, or its JSON is nested too deeply.
-    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, RuntimeError) as error:
-        if isinstance(error, ExportError):
-            raise
-        raise _not_loaded(f"{path} is damaged: {error}") from error
-    if metadata is None:
-        raise _not_loaded(
-            f"{path} was not written by compile_callbacks.export; load it with torch._inductor.aoti_load_package or "
-            "torch.export.load"
-        )
-    try:
+            text = _metadata_text(archive, names)
+        if text is None:
+            advice = "load it with torch._inductor.aoti_load_package or torch.export.load"
+            raise _not_loaded(f"{path} was not written by compile_callbacks.export; {advice}")
+        metadata = json.loads(text)
         return content, metadata, CallSpec.from_json(metadata["inputs"])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _not_loaded(
-            f"this version of compile_callbacks cannot read the description of the inputs in {path}; another version "
-            f"wrote it, or the file is damaged: {in_one_line(describe_failure(error))}"
-        ) from error
+    except ExportError:
+        raise
+    except Exception as error:  # a damaged file raises errors of many types
+        reason = in_one_line(describe_failure(error))
+        raise _not_loaded(f"{path} is damaged, or another version of compile_callbacks wrote it: {reason}") from error
 
 
 def _not_loaded(reason: str) -> ExportError:
     return ExportError(with_code("CC603", reason))
 
 
-def _metadata(archive: zipfile.ZipFile, names: list[str]) -> dict[str, Any] | None:
-    """Return the metadata that `export` wrote, or ``None`` if the package has none."""
-    extra = next((name for name in names if name.endswith(f"extra/{METADATA_KEY}")), None)
-    wrapper = next((name for name in names if name.endswith("wrapper_metadata.json")), None)
-    text: Any = None
-    if extra is not None:
-        text = archive.read(extra)
-    elif wrapper is not None:
-        of_torch = json.loads(archive.read(wrapper))
-        if not isinstance(of_torch, dict):
-            raise ValueError("its metadata is not a mapping")
-        text = of_torch.get(METADATA_KEY)
-    if text is None:
-        return None
-    data = json.loads(text) if isinstance(text, (str, bytes)) else None
-    if not isinstance(data, dict) or "inputs" not in data:
-        raise ValueError("its metadata does not describe the inputs")
-    return data
+def _metadata_text(archive: zipfile.ZipFile, names: list[str]) -> Any:
+    """Return the metadata that `export` wrote as JSON, or ``None`` if the package has none."""
+    for name in names:
+        if name.endswith(f"extra/{METADATA_KEY}"):
+            return archive.read(name)
+        if name.endswith("wrapper_metadata.json"):
+            return json.loads(archive.read(name)).get(METADATA_KEY)
+    return None
 
 
 def _is_available(device: str) -> bool:

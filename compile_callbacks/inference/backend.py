@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from compile_callbacks._torch.dynamo import is_dynamo_wrapper
+from compile_callbacks import _torch
 from compile_callbacks._utils.device import as_device
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks.calls.dispatcher import compiled_target_names
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
 from compile_callbacks.graphs.failures import NewShapes, OnError, TargetSettings, Verify
+from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.inference import saved_state
-from compile_callbacks.inference.compiled_module import CompiledInference, Placement, free_memory
 from compile_callbacks.inference.saved_state import Sample, SampleLike, as_samples
 from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.report import CompileReport
+from compile_callbacks.session.arguments import CompileArguments
+from compile_callbacks.session.grad_mode import GradModeSession
 from compile_callbacks.targets.fsdp import check_not_sharded
+from compile_callbacks.targets.target import Target
 
 State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
 
@@ -33,36 +41,37 @@ TRANSITIONS: Mapping[State, Mapping[str, State]] = {
 }
 """The calls that each state allows, and the state after each call. A call that fails does not change the state."""
 
+_is_training = operator.attrgetter("training")
+
 
 class InductorBackend:
     """Compile one module with one config for inference, and build, call, offload, save and deploy it.
 
     While a backend is active, its module is compiled in place, in evaluation mode, on the backend's device. If you call
-    the module itself with grad enabled, it runs eagerly. Each state allows these calls (``->``: the next state). Any
-    other call raises a ``RuntimeError``::
+    the module itself with grad enabled, it runs eagerly. If Python garbage-collects an active backend, its module runs
+    uncompiled and stays on the backend's device. A backend is not thread-safe.
 
-        init: build -> active
-        active: infer, deactivate -> inactive, to_dict
-        inactive: activate -> active, to_dict
-        checkpoint_loaded: activate -> active, deploy -> deployed, to_dict
-        deployed: infer
-
-    `from_dict` creates a backend in the state ``"checkpoint_loaded"``. A call that fails does not change the state. If
-    Python garbage-collects an active backend, its module runs uncompiled and stays on the backend's device. Call
-    `deactivate` to move the module back. A backend is not thread-safe.
+    Each state allows certain calls, and any other call raises a ``RuntimeError`` that names the allowed calls. A new
+    backend has the state ``"init"``. `build` and `activate` lead to ``"active"``, `deactivate` to ``"inactive"``,
+    `from_dict` to ``"checkpoint_loaded"``, and `deploy` to ``"deployed"``. A call that fails does not change the state.
 
     Args:
         mode: The settings: a mode of ``torch.compile``, a template's name, an `InductorConfig`, or a mapping of its
             fields. ``freezing`` freezes the weights into the code.
-        verify: The reaction if a graph differs from eager by more than rounding explains. The backend compares each
-            graph at its first execution. ``"warn"`` warns, ``"eager"`` warns and runs the module eagerly, and
-            ``"raise"`` raises a `CompileError`. ``"off"`` skips the comparison.
+        verify: The reaction if a graph differs from eager by more than rounding explains, at its first execution.
+            ``"warn"`` warns, ``"eager"`` warns and runs the module eagerly, and ``"raise"`` raises a `CompileError`.
+            ``"off"`` skips the comparison.
         on_error: The reaction if the compiler fails: ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises
             a `CompileError`, and `build` does not change the backend.
         new_shapes: The reaction to an input whose shape no sample has. ``"recompile"`` recompiles, up to torch's
             recompile limit. ``"eager"`` runs new shapes eagerly, and compiles a shape that recurs often. ``"raise"``
             raises a `CompileError`.
         name: The backend's name in messages. If ``None``, the name is ``"InductorBackend"``.
+
+    Attributes:
+        state: The state.
+        config: The settings as an `InductorConfig`.
+        device: The device of an active backend, or the device that `activate` will use. ``None`` before `build`.
 
     Raises:
         ValueError: If a choice is unknown, the mode compiles nothing, or the name is empty.
@@ -88,51 +97,32 @@ class InductorBackend:
         new_shapes: NewShapes = "recompile",
         name: str | None = None,
     ) -> None:
-        self._config = as_compiling_config(mode)
+        self.config = as_compiling_config(mode)
         self._settings = TargetSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
-        self._name = "InductorBackend" if name is None else name
         check_type("name", name, (str, type(None)), "a string or None")
-        if not self._name.strip() or not self._name.isprintable():
+        self.name = "InductorBackend" if name is None else name
+        if not self.name.strip() or not self.name.isprintable():
             raise ValueError(with_code("CC205", f"name={name!r} must be a line of text that is not empty"))
-        self._state: State = "init"
+        self.state: State = "init"
+        self.device: torch.device | None = None
         self._module: nn.Module | None = None
-        self._device: torch.device | None = None
+        self._parts: list[nn.Module] = []  # the module and its submodules
         self._samples: list[Sample] = []
-        self._samples_are_synthetic = False
-        self._compiled: CompiledInference | None = None
-        self._report = uncompiled_report({"train": None, "infer": self._config})
-
-    @property
-    def state(self) -> State:
-        """``"init"``, ``"active"``, ``"inactive"``, ``"checkpoint_loaded"`` or ``"deployed"``."""
-        return self._state
-
-    @property
-    def name(self) -> str:
-        """The backend's name in messages."""
-        return self._name
-
-    @property
-    def config(self) -> InductorConfig:
-        """The settings."""
-        return self._config
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device that an active backend uses, or that `activate` will use. ``None`` before `build`."""
-        return self._device
+        self._session: GradModeSession | None = None
+        self._undo = contextlib.ExitStack()
+        self._report = uncompiled_report({"train": None, "infer": self.config})
 
     @property
     def report(self) -> CompileReport:
         """The report since the backend last became active. Its figures are in ``report.infer``."""
-        if self._compiled is not None:
-            self._report = self._compiled.report()
+        if self._session is not None:
+            self._session.check("infer")
+            self._report = self._session.report()
         return self._report
 
     def __repr__(self) -> str:
         module = "no module" if self._module is None else type(self._module).__qualname__
-        device = "no device" if self._device is None else str(self._device)
-        return f"<{self._name}: {module}, {self._config.describe()}, {device}, {self._state}>"
+        return f"<{self.name}: {module}, {self.config.describe()}, {self.device or 'no device'}, {self.state}>"
 
     def __reduce__(self) -> NoReturn:
         text = "an InductorBackend cannot be copied or pickled; to_dict() and from_dict() save and load it"
@@ -162,19 +152,15 @@ class InductorBackend:
             The active backend itself.
 
         Raises:
-            RuntimeError: If the backend was built before.
             TypeError: If a value has the wrong type. The message names the sample.
             ValueError: If there is no sample, the device cannot be used, the module is already compiled, or its
                 weights are on several devices.
             CompileError: If the compiler fails and ``on_error="raise"``, or results differ and ``verify="raise"``.
         """
         after = self._after("build")
-        _check_module(module)
-        copies = as_samples(samples)
-        if device is None:
-            device = Placement(module).device or torch.device("cpu")
-        self._start(module, device, copies)
-        self._module, self._samples, self._state = module, copies, after
+        found, copies = _check_module(module), as_samples(samples)
+        self._start(module, copies, (found or "cpu") if device is None else device)
+        self._samples, self.state = copies, after
         return self
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,46 +174,43 @@ class InductorBackend:
             The module's result.
 
         Raises:
-            RuntimeError: If the backend is not active.
             CompileError: If no sample has the shapes and ``new_shapes="raise"``, if the compiler fails and
                 ``on_error="raise"``, or if results differ from eager and ``verify="raise"``.
         """
-        if self._compiled is None:
+        if self._session is None:
             self._after("infer")
-        return self._compiled(*args, **kwargs)  # type: ignore[misc]
+        return _call(self._parts, self.device, args, kwargs)
 
     def deactivate(self) -> None:
         """Free compiled code, frozen weights and CUDA graphs, and restore the module.
 
-        The module moves back to its former device, gets its former training flags, and runs uncompiled. Compiled code
-        of other modules remains. CUDA graphs of one device share a memory pool. If another module has CUDA graphs on
-        the device, torch frees the pool with the last CUDA graph.
+        The module moves back to its former device, gets its former training flags, and runs uncompiled. CUDA graphs of
+        one device share a memory pool, which torch frees with the last CUDA graph on the device.
 
         Raises:
-            RuntimeError: If the backend is not active, or is deployed.
             Exception: If the module cannot be moved. The backend is inactive and the module uncompiled nevertheless.
         """
         after = self._after("deactivate")
-        assert self._compiled is not None
-        self._report, compiled = self._compiled.report(), self._compiled
-        self._compiled, self._state = None, after
+        self._report = self.report
+        self._session, self._parts, self.state = None, [], after
+        self._finalizer.detach()
         try:
-            compiled.end()
+            self._undo.close()
         finally:
-            del compiled
-            free_memory()
+            gc.collect()  # because compiled code has reference cycles
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
 
     def activate(self) -> None:
         """Compile the module again, as `build` does. torch's cache on disk makes this fast.
 
         Raises:
-            RuntimeError: If the backend is neither inactive nor loaded.
             ValueError: If the device cannot be used, or the module is already compiled.
             CompileError: For the reasons that `build` lists.
         """
         after = self._after("activate")
-        self._start(*self._built)
-        self._state = after
+        self._start(self._module, self._samples, self.device)
+        self.state = after
 
     def deploy(self, device: str | torch.device | None = None) -> None:
         """Compile a loaded backend permanently, and delete its samples. A deployed backend only allows `infer`.
@@ -236,16 +219,13 @@ class InductorBackend:
             device: The device to run on. If ``None``, the saved device.
 
         Raises:
-            RuntimeError: If the backend does not come from `from_dict`, or was activated since then.
             TypeError: If the device has the wrong type.
             ValueError: For the reasons that `activate` lists.
             CompileError: For the reasons that `build` lists.
         """
         after = self._after("deploy")
-        module, saved = self._built
-        self._start(module, saved if device is None else device)
-        self._samples = []
-        self._state = after
+        self._start(self._module, self._samples, self.device if device is None else device)
+        self._samples, self.state = [], after
 
     def to_dict(self) -> dict[str, Any]:
         """Return the backend as data that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
@@ -256,29 +236,18 @@ class InductorBackend:
         saved. The data contain neither compiled code nor a class, so `from_dict` needs a module.
 
         Raises:
-            RuntimeError: If the backend is not built, or is deployed.
             ValueError: If passes, option values, weights or samples cannot be saved. The message names them.
         """
         self._after("to_dict")
-        module, device = self._built
-        weights = module.state_dict()
-        metadata: Mapping[str, Any] = getattr(weights, "_metadata", {})
+        assert self._module is not None
         return {
-            "format": saved_state.FORMAT,
-            "version": saved_state.VERSION,
-            "name": self._name,
-            "config": self._config.to_dict(),
+            "name": self.name,
+            "config": self.config.to_dict(),
             "verify": self._settings.verify,
             "on_error": self._settings.on_error,
             "new_shapes": self._settings.new_shapes,
-            "device": str(device),
-            "module": type(module).__qualname__,
-            "state_dict": saved_state.as_plain(dict(weights), "state_dict"),
-            # Modules use these versions to load older state_dicts; torch stores them in an attribute.
-            "state_dict_metadata": saved_state.as_plain(
-                {name: dict(of) for name, of in metadata.items()}, "state_dict_metadata"
-            ),
-            "samples": saved_state.without_values(self._samples),
+            "device": str(self.device),
+            **saved_state.saved(self._module, self._samples),
         }
 
     @classmethod
@@ -310,55 +279,103 @@ class InductorBackend:
                 values.
         """
         _check_module(module)
-        Placement(module)
-        saved = saved_state.check_saved(state)
+        saved_state.check_saved(state)
         backend = cls(
-            InductorConfig.from_dict(saved["config"], allow_passes=allow_passes),
-            verify=saved["verify"],
-            on_error=saved["on_error"],
-            new_shapes=saved["new_shapes"],
-            name=saved["name"],
+            InductorConfig.from_dict(state["config"], allow_passes=allow_passes),
+            verify=state["verify"],
+            on_error=state["on_error"],
+            new_shapes=state["new_shapes"],
+            name=state["name"],
         )
-        backend._device = saved_state.saved_device(saved)
-        backend._samples = as_samples(
-            saved_state.with_synthetic_values(saved["samples"]) if samples is None else samples
-        )
-        backend._samples_are_synthetic = samples is None
-        saved_state.load_weights(saved, module)
-        backend._module, backend._state = module, "checkpoint_loaded"
+        backend.device = torch.device(state["device"])
+        backend._samples = as_samples(saved_state.with_values(state["samples"]) if samples is None else samples)
+        saved_state.load_weights(state, module)
+        backend._module, backend.state = module, "checkpoint_loaded"
         return backend
 
     def _after(self, call: str) -> State:
         """Return the state after a call. Raise a ``RuntimeError`` if the current state does not allow the call."""
-        allowed = TRANSITIONS[self._state]
+        allowed = TRANSITIONS[self.state]
         if call not in allowed:
             choices = ", ".join(f"{choice}()" for choice in allowed)
-            text = f"{self._name}: {call}() is not allowed in the state {self._state!r}; allowed: {choices}"
+            text = f"{self.name}: {call}() is not allowed in the state {self.state!r}; allowed: {choices}"
             raise RuntimeError(with_code("CC606", text))
         return allowed[call]
 
-    @property
-    def _built(self) -> tuple[nn.Module, torch.device]:
-        """Return the module and the device, which exist in all states except ``"init"``."""
-        assert self._module is not None
-        assert self._device is not None
-        return self._module, self._device
+    def _start(self, module: Any, samples: Sequence[Sample], device: str | torch.device | None) -> None:
+        """Move and compile the module, and run each sample once. If this fails, restore the module."""
+        home, checked, parts = _check_module(module), as_device(device), list(module.modules())
+        arguments = CompileArguments(
+            configs={"train": None, "infer": self.config}, target_settings=self._settings, mode_argument="mode"
+        )
+        session = GradModeSession(module, [Target("forward", module)], arguments)
+        with contextlib.ExitStack() as undo:
+            undo.callback(_restore, parts, list(map(_is_training, parts)), home)
+            undo.callback(_end, session)
+            module.to(checked).eval()
+            session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
+            before = Snapshot(module)
+            try:
+                for sample in samples:
+                    args, kwargs = saved_state.on_device(sample, checked)
+                    session.allow_shapes(args, kwargs)
+                    _call(parts, checked, args, kwargs)
+            finally:
+                before.restore()
+            session.check("infer")
+            self._undo = undo.pop_all()
+        self._module, self._parts, self.device, self._session = module, parts, checked, session
+        self._finalizer = weakref.finalize(self, _end, session)
+        self._finalizer.atexit = False
 
-    def _start(self, module: nn.Module, device: str | torch.device, samples: Sequence[Sample] | None = None) -> None:
-        _check_module(module)
-        checked, samples = as_device(device), self._samples if samples is None else samples
-        try:
-            self._compiled = CompiledInference(module, samples, checked, self._config, self._settings)
-        except Exception as error:
-            if self._samples_are_synthetic:
-                error.add_note(f"{self._name}: the samples have synthetic values; see from_dict(samples=...)")
-            raise
-        self._device = checked
+
+def _call(parts: list[nn.Module], device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a compiled module, the first of ``parts``, with tensors that the compiled graphs accept."""
+    if True in map(_is_training, parts):  # faster than any(...), because each call checks this
+        parts[0].eval()
+    # In inference mode, Inductor would compile another graph, and code outside could not use the outputs.
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return _call(parts, device, args, kwargs)
+    with_grad = torch.is_grad_enabled()
+    _torch.autograd.set_grad_enabled(False)
+    try:
+        converted = [_accepted(value, device) for value in args]
+        if kwargs:
+            kwargs = {name: _accepted(value, device) for name, value in kwargs.items()}
+        return parts[0](*converted, **kwargs)
+    finally:
+        _torch.autograd.set_grad_enabled(with_grad)
 
 
-def _check_module(module: nn.Module) -> None:
+def _accepted(value: Any, device: torch.device | None) -> Any:
+    """Return a value with tensors that the compiled graphs accept."""
+    if not isinstance(value, torch.Tensor):
+        return tree_map_only(torch.Tensor, lambda tensor: _accepted(tensor, device), value)
+    if value.device != device:
+        value = value.to(device)
+    if value.is_inference():
+        value = value.clone()
+    return value.detach() if value.requires_grad else value
+
+
+def _end(session: GradModeSession) -> None:
+    session.end()
+    session.free_compiled()
+
+
+def _restore(parts: list[nn.Module], training: list[bool], device: torch.device | None) -> None:
+    """Move a module, the first of ``parts``, to a device, and set its training flags."""
+    if device is not None:
+        parts[0].to(device)
+    for part, flag in zip(parts, training, strict=True):
+        part.training = flag
+
+
+def _check_module(module: nn.Module) -> torch.device | None:
+    """Check that a backend can compile a module, and return the device of its weights, if it has weights."""
     check_type("module", module, nn.Module, "a torch.nn.Module")
-    if is_dynamo_wrapper(module):
+    if _torch.dynamo.is_dynamo_wrapper(module):
         raise ValueError(with_code("CC608", "module is the result of torch.compile; pass the original module"))
     check_not_sharded(module)
     if compiled := compiled_target_names(module):
@@ -367,3 +384,8 @@ def _check_module(module: nn.Module) -> None:
             "if an InductorBackend compiled it, or restore()"
         )
         raise ValueError(with_code("CC608", text))
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        text = f"module has weights on {', '.join(sorted(map(str, devices)))}; load and move them to one device first"
+        raise ValueError(with_code("CC608", text))
+    return next(iter(devices), None)

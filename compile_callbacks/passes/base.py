@@ -18,7 +18,7 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.import_ref import class_and_arguments, resolve
 from compile_callbacks._utils.messages import check_choice, check_type, part_of
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.passes.identity import DescribedCall, describe_call, identity_of_call
+from compile_callbacks.passes.identity import identity_of, sources_of
 
 HOOK_OPTIONS: Mapping[str, str] = {
     "pre_grad": "pre_grad_custom_pass",
@@ -111,17 +111,18 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     """
 
     hook: ClassVar[str] = DEFAULT_HOOK
-    _identity: DescribedCall | str | None
+    _sources: ClassVar[list[str] | None]
+    _identity: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GraphPass:
-        """Create the pass, and describe its arguments for `uuid`."""
+        """Create the pass, and compute its identity, because its arguments may change later."""
         self = super().__new__(cls)
-        # Describes the arguments here, because a later change of an argument must not change the identity.
-        self._identity = describe_call(args, kwargs)
+        self._identity = identity_of(cls, vars(cls).get("_sources"), [args, kwargs])
         return self  # type: ignore[no-any-return]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._sources = sources_of(cls)  # read while Python imports the file, because the user may edit it later
         check_choice(f"{cls.__name__}.hook", cls.hook, list(HOOK_OPTIONS))
         if "__call__" in vars(cls):
             cls.__call__ = _with_inference_flag(cls.__call__)  # type: ignore[method-assign]
@@ -148,24 +149,15 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     def uuid(self) -> str | None:
         """Return the identity of this pass for the key of torch's compile cache.
 
-        The identity covers
+        The identity covers the source file of the class and of its base classes outside torch, their plain attributes,
+        the constructor's arguments, the hook point and this library's version. It does not cover other files that the
+        code imports or reads.
 
-        - the code of the class, and of its base classes outside torch;
-        - the functions, classes and values that this code refers to by a global name;
-        - the constructor's arguments, the hook point and this library's version.
-
-        The method can describe numbers, strings, dtypes, devices, enums, small tensors, functions, classes,
-        passes, and lists and mappings of these. For any other value, it returns ``None``, and torch does not cache the
-        graph.
-
-        The first call computes the identity, and later calls return the same.
+        An argument can be a number, string, enum, dtype, device, operator, small tensor, pass, a function or class
+        with a source file, or a list, set or mapping of these. For any other argument, and for a class that is defined
+        in a function or in a notebook, this method returns ``None``, and torch does not cache the graph.
         """
-        if isinstance(self._identity, DescribedCall):
-            self._identity = identity_of_call(self, [str(type(self).hook)], self._identity)
         return self._identity
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_identity": self.uuid()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphPass:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,26 @@ def test_doctor_names_a_compiler_that_links_torchs_cpp_library(tmp_path, monkeyp
     assert "export CXX=/usr/bin/g++" in check.fix
 
 
+@pytest.mark.parametrize(
+    ("cause", "fix"),
+    [
+        ("fatal error: Python.h: No such file or directory", r"python3\.\d+-dev"),
+        ("fatal error: 'omp.h' file not found", "libomp-dev"),
+        ("Failed to find C compiler. Please specify via CC environment variable", "install gcc"),
+        ("x.so: failed to map segment from shared object", "TORCHINDUCTOR_CACHE_DIR"),
+        ("something else", r"TORCH_LOGS='\+inductor'"),
+    ],
+)
+def test_doctor_names_the_fix_of_a_failed_compile(monkeypatch, cause, fix):
+    def fails(x):
+        raise RuntimeError(cause)
+
+    monkeypatch.setattr(torch, "compile", lambda function: fails)
+    check = doctor.check_compile("cpu")
+    assert (check.status, check.found) == ("failed", f"RuntimeError: {cause}")
+    assert re.search(fix, check.fix)
+
+
 def test_doctor_survives_a_check_that_raises(monkeypatch, capsys):
     def raises():
         raise OSError("no such driver")
@@ -82,4 +103,4 @@ def test_doctor_survives_a_check_that_raises(monkeypatch, capsys):
 )
 def test_doctor_orders_prereleases_of_torch_before_the_release(monkeypatch, version, status):
     monkeypatch.setattr(torch, "__version__", version)
-    assert doctor._check_package("torch").status == status
+    assert doctor.check_package("torch").status == status

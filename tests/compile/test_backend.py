@@ -143,7 +143,8 @@ def test_a_build_that_fails_restores_the_module(settings, samples, device, error
     [
         (None, TypeError, "samples must be a tensor, a tuple .* not NoneType"),
         ([batch(), 3], TypeError, r"samples\[1\] must be a tensor.* not int; \(x,\) is"),
-        ({1: batch()}, TypeError, "samples has the keyword argument 1"),
+        ([], ValueError, "samples is empty"),
+        ({1: batch()}, TypeError, "keywords must be strings"),
     ],
 )
 def test_wrong_samples_are_refused_by_their_index(samples, error, text):

@@ -72,7 +72,7 @@ def test_settings_and_samples_are_loaded(saved, state):
     backend = InductorBackend.from_dict(module, state)
     assert (backend.name, backend.state, backend.device) == ("scores", "checkpoint_loaded", torch.device("cpu"))
     assert backend.config == InductorConfig(options={"epilogue_fusion": False}, dynamic=False)
-    assert state["state_dict_metadata"] == versions
+    assert state["state_dict"]._metadata == versions
     again = backend.to_dict()
     assert (again["verify"], again["on_error"], again["new_shapes"]) == ("raise", "raise", "eager")
     assert again.keys() == state.keys()

@@ -156,7 +156,7 @@ def test_a_loaded_package_takes_the_inputs_of_the_module_in_any_layout(exported)
         expected = exported.expected(x, scale=scale)
         torch.testing.assert_close(run(x, scale=scale), expected, **CLOSE)
         torch.testing.assert_close(run(scale=scale, images=x), expected, **CLOSE)
-    assert repr(run).endswith("inputs=(images: float32 (batch, 2, 6, 5), scale: float32 (batch, 1)))")
+    assert repr(run).endswith("inputs=(images: float32 (batch, 2, 6, 5) on cpu, scale: float32 (batch, 1) on cpu))")
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,11 @@ def test_a_loaded_package_takes_the_inputs_of_the_module_in_any_layout(exported)
     [
         ((images(2),), {}, TypeError, "missing a required .*argument: 'scale'"),
         ((images(2),), {"scale": torch.ones(2, 1), "power": 2}, TypeError, "'power'.*takes images: float32"),
-        ((images(2),), {"scale": torch.ones(2, 1).double()}, TypeError, "'scale' is of dtype float64"),
-        ((images(2)[:, :1],), {"scale": torch.ones(2, 1)}, ValueError, r"'images' has the shape \(2, 1, 6, 5\)"),
+        ((images(2),), {"scale": torch.ones(2, 1).double()}, ValueError, r"'scale' is float64 \(2, 1\)"),
+        ((images(2)[:, :1],), {"scale": torch.ones(2, 1)}, ValueError, r"'images' is float32 \(2, 1, 6, 5\)"),
         ((images(2),), {"scale": torch.ones(3, 1)}, ValueError, "batch sizes, 2 in 'images' and 3 in 'scale'"),
-        ((images(2).to("meta"),), {"scale": torch.ones(2, 1)}, ValueError, "'images' is on meta, not on cpu"),
+        ((images(2).to("meta"),), {"scale": torch.ones(2, 1)}, ValueError, r"'images' is .* on meta; .*\) on cpu"),
+        ((2,), {"scale": torch.ones(2, 1)}, ValueError, "'images' is 2; the package takes"),
     ],
 )
 def test_inputs_that_do_not_fit_a_package_are_refused(exported, args, kwargs, error, text):
@@ -219,7 +220,7 @@ def test_a_program_equals_eager_and_contains_no_example(tmp_path):
         outputs = run(x, 2)
         torch.testing.assert_close(outputs, net(x, 2), **CLOSE)
         assert not outputs["logits"].requires_grad
-    with pytest.raises(ValueError, match="'power' is 3, and was exported as 2"):
+    with pytest.raises(ValueError, match=r"'power' is 3; the package takes .*power=2"):
         run(images(2), 3)
     assert torch.export.load(run.path).example_inputs is None
 
@@ -246,7 +247,7 @@ def test_the_original_of_a_compiled_module_is_exported(tmp_path, how):
 def test_dynamic_batch_false_exports_one_batch_size(tmp_path):
     run = export_program(FixesBatch(), (torch.zeros(4, 1),), tmp_path, dynamic_batch=False)
     torch.testing.assert_close(run(torch.zeros(4, 1)), torch.arange(4.0).reshape(4, 1))
-    with pytest.raises(ValueError, match=r"'x' has the shape \(5, 1\); the package takes float32 \(4, 1\)"):
+    with pytest.raises(ValueError, match=r"'x' is float32 \(5, 1\) on cpu; the package takes x: float32 \(4, 1\)"):
         run(torch.zeros(5, 1))
 
 
