@@ -1,4 +1,4 @@
-"""Wraps Dynamo's conversion of frames: calls ``torch.compile`` and decides what a failure in one frame means."""
+"""Wraps Dynamo's conversion of frames: calls ``torch.compile``, and lets a caller handle the failure of a frame."""
 
 from __future__ import annotations
 

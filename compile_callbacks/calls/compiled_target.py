@@ -136,7 +136,7 @@ class CompiledTarget:
         return result
 
     def _keep(self, call: CallInProgress) -> None:
-        """Keep what a call means for later calls."""
+        """Keep the outcome of a call for later calls."""
         self._eager_from_now |= call.runs_eagerly
         self._warnings += call.warnings
         self._function.raising_calls += bool(call.raising_frames)

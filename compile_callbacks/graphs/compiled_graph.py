@@ -1,4 +1,4 @@
-"""`CompiledGraph` and `EagerGraph`: what Dynamo's code calls for one captured graph."""
+"""`CompiledGraph` and `EagerGraph`: the objects that Dynamo's code calls for a captured graph."""
 
 from __future__ import annotations
 
@@ -48,29 +48,21 @@ class EagerGraph:
 class CompiledGraph:
     """Calls one compiled graph.
 
-    The first call compares the graph with eager, and decides what later calls run. A later call adds only this frame.
+    The first call compares the graph with eager, and decides which code later calls run. A later call adds only this
+    frame.
 
     Like eager batch norm, a call does not raise the versions of running statistics. Eager batch norm saves them for the
     backward pass. If a compiled call raised their versions, the backward pass of an earlier eager call in the same step
     would fail: "modified by an inplace operation". This takes 0.2 µs for each buffer.
-
-    Attributes:
-        compiled: The compiled code.
-        verification: Compares the graph with eager in the first call, or ``None``.
-        statistics: The positions of the inputs that are running statistics.
-        differentiable: The target, if the backward pass may keep its graph.
-        executions: Counts the calls.
-        run: The compiled code after the first call, unless the captured graph runs.
-        eager: The captured graph, if it runs after the first call.
     """
 
     compiled: Callable[..., Any]
-    verification: Verification | None
-    statistics: Sequence[int]
-    differentiable: CompileKey | None
+    verification: Verification | None  # compares the graph with eager in the first call
+    statistics: Sequence[int]  # the positions of running statistics in the inputs
+    differentiable: CompileKey | None  # the target, if the backward pass may keep its graph
     executions: Executions
-    run: Callable[..., Any] | None = None
-    eager: EagerGraph | None = None
+    run: Callable[..., Any] | None = None  # the compiled code after the first call, if the comparison accepts it
+    eager: EagerGraph | None = None  # the captured graph, if the comparison rejects the compiled code
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""

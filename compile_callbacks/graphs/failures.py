@@ -55,7 +55,7 @@ class TargetSettings:
 
 
 class EagerFallback:
-    """Records the failures of one compiled target, and what runs eagerly therefore.
+    """Records the failures of one compiled target, and the eager runs that follow.
 
     Attributes:
         settings: The settings of the target.
