@@ -278,7 +278,7 @@ def _fits(value: object, annotation: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportReport:
+class ExportReport(_Data):
     """The report of an export. A figure that was not measured is ``None``.
 
     Attributes:
@@ -307,10 +307,6 @@ class ExportReport:
     verified: str | None = None
     max_abs_error: float | None = None
     error: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-ready data."""
-        return asdict(self)
 
     def scalars(self) -> dict[str, float]:
         """Return the figures by the names of the logged scalars."""
