@@ -25,6 +25,14 @@ def outside_activation_checkpoints() -> Iterator[None]:
         yield
 
 
+def in_backward() -> bool:
+    """Return whether the current thread runs a backward pass, in which activation checkpoints call modules again.
+
+    Workaround (until torch has a public function for this): the function calls a private function of torch.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
 def saves_through_hooks() -> bool:
     """Return whether hooks handle the tensors that are saved for backward, as in an activation checkpoint.
 

@@ -330,14 +330,9 @@ def is_dynamo_wrapper(module: object) -> bool:
     return isinstance(module, torch._dynamo.OptimizedModule)
 
 
-def is_compiled_call(code: types.CodeType) -> bool:
-    """Return whether a function that ``torch.compile`` returned runs this code when it is called."""
-    return code.co_name == "compile_wrapper" and code.co_filename == torch._dynamo.eval_frame.__file__
-
-
-def is_profiling() -> bool:
-    """Return whether torch's profiler is running, which may have set Python's profile function."""
-    return bool(torch._C._autograd._profiler_enabled())
+def is_compiled_or_disabled(function: object) -> bool:
+    """Return whether ``torch.compile`` or ``torch.compiler.disable`` returned a function, or a wrapper has its dict."""
+    return hasattr(function, "_torchdynamo_orig_callable")
 
 
 def unwrap_dynamo(module: torch.nn.Module) -> torch.nn.Module:

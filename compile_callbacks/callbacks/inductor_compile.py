@@ -120,7 +120,7 @@ class InductorCompile(Callback):
         self.keep_compiled = keep_compiled
         for message in self.arguments.without_effect(keep_compiled=keep_compiled):
             _warn("CC204", message)
-        self._calls = TrainerCalls()
+        self._calls = TrainerCalls(self.arguments, keep_compiled=keep_compiled)
         self._step_is_timed, self._global_step_before = False, 0
 
     def __repr__(self) -> str:
@@ -131,7 +131,8 @@ class InductorCompile(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A session belongs to its process. A strategy that spawns processes pickles the callback for each of them.
-        return {**vars(self), "_calls": TrainerCalls(self._calls.last)}
+        calls = TrainerCalls(self.arguments, keep_compiled=self.keep_compiled, last=self._calls.last)
+        return {**vars(self), "_calls": calls}
 
     @property
     def session(self) -> Session | None:
@@ -144,7 +145,7 @@ class InductorCompile(Callback):
 
         If only a copy of this callback ran, this is the report of the copy.
         """
-        return trainer_calls.current_report(self)
+        return trainer_calls.current_report(self._calls)
 
     # ------------------------------------------------------------------------------------------ a Trainer run
 
@@ -156,12 +157,12 @@ class InductorCompile(Callback):
                 "InductorCompile(targets=['encoder', 'head']). For other settings of a part, call its compile(mode=...)"
             )
             raise MisconfigurationException(with_code("CC203", message))
-        self._calls.begin(trainer, pl_module, self, fits=stage == "fit")
+        self._calls.begin(trainer, pl_module, fits=stage == "fit")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # No phase begins yet, because a model summary or log_graph may run the model before the first step.
-        self._calls.prepare(trainer, pl_module, self)
+        self._calls.prepare(trainer, pl_module)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -222,12 +223,12 @@ class InductorCompile(Callback):
             session.step_ends("train", batch, part)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
         if every and (batch_idx + 1) % every == 0:
-            trainer_calls.report_scalars(trainer, self, details=False)
+            trainer_calls.report_scalars(trainer, self._calls, details=False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_stage("train")
-        trainer_calls.report_scalars(trainer, self)
+        trainer_calls.report_scalars(trainer, self._calls)
 
     # ------------------------------------------------------------- infer phase: validation, test and predict alike
 
@@ -266,7 +267,7 @@ class InductorCompile(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_stage("infer")
         if not trainer.sanity_checking:
-            trainer_calls.report_scalars(trainer, self)
+            trainer_calls.report_scalars(trainer, self._calls)
         if trainer.state.fn == "fit":
             self._begin_stage(trainer, pl_module, "train")
 
@@ -275,7 +276,7 @@ class InductorCompile(Callback):
     # ------------------------------------------------------------------------------------------ parts of the hooks
 
     def _begin_stage(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
-        if (session := self._calls.prepare(trainer, pl_module, self)) is not None:
+        if (session := self._calls.prepare(trainer, pl_module)) is not None:
             session.stage_begins(stage_of(trainer, phase))
             if not trainer.sanity_checking:
                 session.plan(remaining_steps(trainer))
@@ -285,5 +286,5 @@ class InductorCompile(Callback):
             session.stage_ends(phase)
 
     def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
-        if (call := self._calls.end(trainer, keep_compiled=self.keep_compiled)) is not None:
-            trainer_calls.write_at_end(trainer, self, call, exception)
+        if (call := self._calls.end(trainer)) is not None:
+            trainer_calls.write_at_end(trainer, self._calls, call, exception)

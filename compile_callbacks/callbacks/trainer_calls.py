@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
@@ -27,13 +28,12 @@ from compile_callbacks.report import loggers
 from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.console import print_line, print_report
 from compile_callbacks.report.report import CompileReport
+from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason, unsupported_strategy_reason
-from compile_callbacks.targets.resolve import resolve_targets
+from compile_callbacks.targets.resolve import present_names, resolve_targets
+from compile_callbacks.targets.target import AnyTarget
 from compile_callbacks.targets.users_compile import match_orig_mod_keys, unwrap_compiled
-
-if TYPE_CHECKING:
-    from compile_callbacks.callbacks.inductor_compile import InductorCompile
 
 
 class LastReport:
@@ -60,7 +60,8 @@ class TrainerCalls:
     A nested call, such as ``trainer.validate(module)`` in a hook of a fit, runs eagerly and is not measured.
     """
 
-    def __init__(self, last: LastReport | None = None) -> None:
+    def __init__(self, arguments: CompileArguments, *, keep_compiled: bool, last: LastReport | None = None) -> None:
+        self.arguments, self.keep_compiled = arguments, keep_compiled
         self.session: Session | None = None  # the session of the current or last call
         self.active: Session | None = None  # the session if it is running, except in a nested call
         self.last = last or LastReport()
@@ -70,7 +71,7 @@ class TrainerCalls:
         self._nested: list[Trainer] = []  # the trainers of the nested calls, the outermost first
         self._outer_stage = Stage()  # the stage of the call around the nested calls
 
-    def begin(self, trainer: Trainer, pl_module: LightningModule, own: InductorCompile, *, fits: bool) -> None:
+    def begin(self, trainer: Trainer, pl_module: LightningModule, *, fits: bool) -> None:
         """Begin a call, or a nested call."""
         if refused := unsupported_strategy_reason(trainer.strategy):
             raise MisconfigurationException(with_code("CC801", refused))
@@ -82,7 +83,7 @@ class TrainerCalls:
                     self.active.stage_begins(dataclasses.replace(self.active.stage, eager=True))
                     self.active = None
                 return
-            self._close(self._call, keep_compiled=own.keep_compiled)
+            self._close(self._call)
         self._nested.clear()
         self._call = TrainerCall(
             trainer=trainer,
@@ -90,22 +91,22 @@ class TrainerCalls:
             key_matcher=match_orig_mod_keys(pl_module),
         )
         stack_chunks.install_on(trainer)
-        _unwrap_compiled(pl_module, own)
+        _unwrap_compiled(pl_module, self.arguments)
 
-    def prepare(self, trainer: Trainer, pl_module: LightningModule, own: InductorCompile) -> Session | None:
+    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> Session | None:
         """Return the session of the call, or ``None`` in a nested call.
 
         In the first hook of a call, begin the session and install the targets.
         """
         if self._is_nested(trainer):
             return None
-        session, arguments = self.session, own.arguments
+        session, arguments = self.session, self.arguments
         if session is None or session.module is not pl_module:
             if session is not None:
                 session.end()
                 session.free_compiled()
                 self.session = None
-            _unwrap_compiled(pl_module, own)  # again, because configure_model runs after setup
+            _unwrap_compiled(pl_module, self.arguments)  # again, because configure_model runs after setup
             if refused := unsupported_reason(pl_module, arguments.configs):
                 raise MisconfigurationException(with_code("CC802", refused))
             session = self.session = Session(
@@ -113,6 +114,7 @@ class TrainerCalls:
                 resolve_targets(pl_module, arguments.targets, LightningModule),
                 arguments,
                 finds_targets=arguments.finds_targets,
+                resolve=functools.partial(_resolve_again, pl_module, arguments),
                 print_line=functools.partial(print_line, trainer),
             )
         if not session.running:
@@ -127,7 +129,7 @@ class TrainerCalls:
         self.active = session
         return session
 
-    def end(self, trainer: Trainer, *, keep_compiled: bool) -> TrainerCall | None:
+    def end(self, trainer: Trainer) -> TrainerCall | None:
         """End a call, and return it. Return ``None`` for a nested call, or if an exception prevented `begin`."""
         if self._is_nested(trainer):
             self._nested.pop()
@@ -140,7 +142,7 @@ class TrainerCalls:
             return None
         self._call = self.active = None
         stack_chunks.remove_from(trainer)
-        self._close(call, keep_compiled=keep_compiled)
+        self._close(call)
         return call
 
     def _is_nested(self, trainer: Trainer) -> bool:
@@ -154,13 +156,13 @@ class TrainerCalls:
         """Return whether a call ended without our hook, because another callback raised in ``on_exception``."""
         return call.trainer.state.status != TrainerStatus.RUNNING or (call.trainer is trainer and fits)
 
-    def _close(self, call: TrainerCall, *, keep_compiled: bool) -> None:
+    def _close(self, call: TrainerCall) -> None:
         """Remove the hook and the compiled targets of a call."""
         call.key_matcher.remove()
         if self.session is None:
             return
         try:
-            self.session.end(keep_compiled=keep_compiled)
+            self.session.end(keep_compiled=self.keep_compiled)
         except Exception as error:
             if isinstance(error, Warning):  # the user's warning filters turn warnings into errors
                 raise
@@ -168,46 +170,52 @@ class TrainerCalls:
             warn_user("CC106", f"InductorCompile could not clean up after the run: {reason}")
 
 
-def _unwrap_compiled(pl_module: LightningModule, own: InductorCompile) -> None:
+def _unwrap_compiled(pl_module: LightningModule, arguments: CompileArguments) -> None:
     """Undo the user's ``torch.compile``, so that ``_orig_mod.`` is in no key and this callback's settings apply."""
-    if replaced := unwrap_compiled(pl_module, own.arguments.uncompiled):
+    if replaced := unwrap_compiled(pl_module, arguments.uncompiled):
         rank_zero_info(
             f"InductorCompile replaces your torch.compile of {', '.join(replaced)}: it compiles the original module "
             "with train_mode and infer_mode while a trainer runs. With the mode 'eager', a phase runs as compiled"
         )
 
 
+def _resolve_again(pl_module: LightningModule, arguments: CompileArguments) -> Sequence[AnyTarget]:
+    """Return the targets of a module that changed during a run."""
+    _unwrap_compiled(pl_module, arguments)
+    return resolve_targets(pl_module, present_names(pl_module, arguments.targets), LightningModule)
+
+
 # ------------------------------------------------------------------------------------------ the report
 
 
-def current_report(own: InductorCompile) -> CompileReport:
+def current_report(calls: TrainerCalls) -> CompileReport:
     """Return the report of a callback so far, or the report of its copy if only the copy ran."""
-    if own.session is not None:
-        return own.session.report()
-    return own._calls.last.report or uncompiled_report(own.arguments.configs)
+    if calls.session is not None:
+        return calls.session.report()
+    return calls.last.report or uncompiled_report(calls.arguments.configs)
 
 
-def report_scalars(trainer: Trainer, own: InductorCompile, *, details: bool = True) -> None:
+def report_scalars(trainer: Trainer, calls: TrainerCalls, *, details: bool = True) -> None:
     """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
-    session = own._calls.active
+    session = calls.active
     if session and trainer.loggers and trainer.is_global_zero:
         loggers.log_scalars(trainer.loggers, session.report(details=details).scalars(), trainer.global_step)
 
 
-def write_at_end(trainer: Trainer, own: InductorCompile, call: TrainerCall, exception: BaseException | None) -> None:
+def write_at_end(trainer: Trainer, calls: TrainerCalls, call: TrainerCall, exception: BaseException | None) -> None:
     """Write the report when a Trainer call ends, and issue the warnings about the whole run."""
-    report = own._calls.last.report = current_report(own)
+    report = calls.last.report = current_report(calls)
     loggers.log_scalars(trainer.loggers, report.scalars(), trainer.global_step)
-    graphs = own.arguments.recorded_graphs()
+    graphs = calls.arguments.recorded_graphs()
     loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs)
     path = loggers.write_report(call.report_folder, trainer, report, exception)
-    if own.session is None or not report.has_figures:
+    if calls.session is None or not report.has_figures:
         return
     if exception is None:
-        own.session.check_run()
-        if not trainer.is_global_zero or (trainer.state.fn != "fit" and own._calls.printed):
+        calls.session.check_run()
+        if not trainer.is_global_zero or (trainer.state.fn != "fit" and calls.printed):
             return
-        own._calls.printed = True
+        calls.printed = True
         print_report(report)
     if path is not None:
         print_line(trainer, f"report: {path}")

@@ -1,4 +1,4 @@
-"""`Dispatcher`: replaces the call of a target. A `PhaseSwitch` selects the function that it calls."""
+"""`Dispatcher`: replaces the call of a target. `Recorder`: reports the call of what may become a target."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _ABSENT = object()
 
 
-class Dispatcher:
-    """Replaces the call of a target: ``module._compiled_call_impl``, or the method of that name.
+class CallSlot:
+    """An object in the call slot of a module, ``module._compiled_call_impl``, or in place of one of its methods.
 
-    The dispatcher is an object and not a closure, so that copies and pickles of the module can drop it. A copied
-    closure would run with the weights of the original module.
+    It is an object and not a closure, so that copies and pickles of the module can drop it. A copied closure would run
+    with the weights of the original module.
 
     Attributes:
-        target: The target.
+        target: The module or the method.
         eager: The call of the target without this library.
-        selected: The function that a call of the target runs now. `PhaseSwitch` sets it.
-        compiled_by_user: The function that ``module.compile()`` had put into the slot.
-        session: The session, if `report_of` and `restore` must find it from the module.
+        selected: The function that a call of the target runs now.
     """
 
     def __init__(self, target: Target) -> None:
@@ -42,14 +40,12 @@ class Dispatcher:
             if hasattr(self.eager, name):
                 setattr(self, name, getattr(self.eager, name))
         self.selected: Callable[..., Any] = self.eager
-        self.compiled_by_user: Callable[..., Any] | None = None
-        self.session: Any = None
         self._attributes = vars(target.module)
         self._slot = target.method or _CALL_SLOT
         self._replaced: Any = _ABSENT
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the target with the function of the active phase."""
+        """Call the selected function."""
         # While torch traces another target, an export or a logger's graph, this target is a part of that graph.
         if torch.compiler.is_compiling() or _torch.dynamo.is_jit_tracing():
             return self.eager(*args, **kwargs)
@@ -59,22 +55,17 @@ class Dispatcher:
 
     def install(self) -> None:
         """Put this object into the slot."""
-        replaced = vars(self.target.module).get(self._slot, _ABSENT)
-        by_user = self._slot == _CALL_SLOT and replaced is not _ABSENT and not isinstance(replaced, Dispatcher)
-        self.compiled_by_user = replaced if by_user else None
-        self._replaced = replaced
+        self._replaced = self._attributes.get(self._slot, _ABSENT)
         object.__setattr__(self.target.module, self._slot, self)
 
     def remove(self) -> None:
         """Restore the former value of the slot, unless the user has replaced this object."""
-        self.selected = self.eager  # the user may still have this object, for example in a wrapper
-        module = self.target.module
-        if vars(module).get(self._slot) is not self:
+        if self._attributes.get(self._slot) is not self:
             return
         if self._replaced is _ABSENT:
-            del vars(module)[self._slot]
+            del self._attributes[self._slot]
         else:
-            object.__setattr__(module, self._slot, self._replaced)
+            object.__setattr__(self.target.module, self._slot, self._replaced)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickle contains the module's own method, so that a process can load it without this library.
@@ -83,6 +74,57 @@ class Dispatcher:
         if (own := self.target.own_function) is not None:
             return operator.getitem, ([own], 0)
         return getattr, (self.target.module, self.target.method)
+
+
+class Dispatcher(CallSlot):
+    """Replaces the call of a target. `PhaseSwitch` sets the ``selected`` function.
+
+    Attributes:
+        compiled_by_user: The function that ``module.compile()`` had put into the slot.
+        session: The session, if `report_of` and `restore` must find it from the module.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.compiled_by_user: Callable[..., Any] | None = None
+        self.session: Any = None
+
+    def install(self) -> None:
+        """Put this object into the slot."""
+        super().install()
+        by_user = self._slot == _CALL_SLOT and self._replaced is not _ABSENT
+        self.compiled_by_user = self._replaced if by_user and not isinstance(self._replaced, CallSlot) else None
+
+    def remove(self) -> None:
+        """Restore the former value of the slot, unless the user has replaced this object."""
+        self.selected = self.eager  # the user may still have this object, for example in a wrapper
+        super().remove()
+
+
+class Recorder(CallSlot):
+    """Stands above the slot of a module or a method, and passes each call to a `TargetSearch`.
+
+    Attributes:
+        covered: Whether the module or method is a target or consists of targets; ``None`` if not known yet.
+    """
+
+    def __init__(self, target: Target, called: Callable[..., Any]) -> None:
+        super().__init__(target)
+        self.covered: bool | None = None
+        self.selected = functools.partial(called, self)
+
+    @property
+    def installed(self) -> bool:
+        """Whether this object is in the slot."""
+        return self._attributes.get(self._slot) is self
+
+    @property
+    def below(self) -> Callable[..., Any]:
+        """The function that a call runs without this recorder."""
+        found = self._attributes.get(self._slot)
+        if not isinstance(found, Dispatcher):  # otherwise, the target was added while this recorder was removed
+            found = None if self._replaced is _ABSENT else self._replaced
+        return found or self.eager
 
 
 def compiled_target_names(module: nn.Module) -> list[str]:

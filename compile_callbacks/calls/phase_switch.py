@@ -72,13 +72,21 @@ class PhaseSwitch:
         return [replace(target, regions=()) if target.name in whole else target for target in self._dispatchers]
 
     def add(self, targets: Sequence[AnyTarget]) -> None:
-        """Add targets. They run eagerly until the next `select`."""
-        self._selected = None
+        """Add targets. They run with the selected config, or eagerly until the first `select`."""
         for target in targets:
             self._dispatchers[target] = [Dispatcher(member) for member in target.members]
-            if self._installed:
-                for dispatcher in self._dispatchers[target]:
-                    dispatcher.install()
+            for dispatcher in self._dispatchers[target] if self._installed else ():
+                dispatcher.install()
+            if self._selected is not None:
+                self._select_for(target, *self._selected)
+
+    def discard(self, targets: Collection[AnyTarget]) -> None:
+        """Remove targets, restore their modules, and free their compiled code."""
+        for target in targets:
+            for dispatcher in self._dispatchers.pop(target):
+                dispatcher.remove()
+        for key in [key for key in self._compiled_targets if key[0] in targets]:
+            self._compiled_targets.pop(key).free_compiled()
 
     def set_session(self, session: Any) -> None:
         """Let `report_of` and `restore` find the session from the module. A registry would keep the module alive."""
@@ -114,10 +122,13 @@ class PhaseSwitch:
         selected = phase, variant, weights_frozen
         if self._selected == selected:  # skip most steps, because a change takes 10 µs for each target
             return
-        for target, dispatchers in self._dispatchers.items():
-            for dispatcher in dispatchers:
-                dispatcher.selected = self._call_of(target, dispatcher, phase, variant, weights_frozen=weights_frozen)
+        for target in self._dispatchers:
+            self._select_for(target, phase, variant, weights_frozen)
         self._selected = selected
+
+    def _select_for(self, target: AnyTarget, phase: Phase, variant: Variant, weights_frozen: bool) -> None:
+        for dispatcher in self._dispatchers[target]:
+            dispatcher.selected = self._call_of(target, dispatcher, phase, variant, weights_frozen=weights_frozen)
 
     def select_by_grad_mode(self, variants: Mapping[Phase, Variant], *, weights_frozen: bool = False) -> None:
         """Let the grad mode of each call select the phase: train if grad is enabled, else infer."""

@@ -14,7 +14,8 @@ from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.saved_time import net_series
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, speedup_interval, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
-from compile_callbacks.report.report import CompileReport, PhaseDiagnostics, PhaseReport, Verdict
+from compile_callbacks.report.data import PhaseDiagnostics, PhaseReport, Verdict
+from compile_callbacks.report.report import CompileReport
 
 _RESULTS = ("differs", "equal", "outputs only", "not compared")
 
@@ -109,7 +110,7 @@ def build_phase_report(
                 for key, run in recorder.pass_runs
                 if key.phase == phase and (candidate is None or key.candidate == candidate)
             ),
-            steps={kind: count for kind, count in steps.items()},
+            steps=dict(steps.items()),
             trials=tuple(dict(trial) for trial in trials),
             series=series,
             net_series=net_series(series, savings.net_seconds, outside) if savings and series else {},

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from compile_callbacks.report.data import PhaseReport, RunReport
 from compile_callbacks.report.summary import next_step, notes, verdict_lines
 from compile_callbacks.report.table import main_table, zeros_line
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from rich.table import Table
 
-    from compile_callbacks.report.report import CompileReport, PhaseReport
 
 _UNLIMITED = 10_000  # characters in a line
 _PLAIN_TEXT_WIDTH = 120
@@ -92,7 +92,7 @@ def grouped_table(
     return make_table(head, rows, width=width)
 
 
-def report_parts(report: CompileReport) -> tuple[list[str], Table, list[str]]:
+def report_parts(report: RunReport) -> tuple[list[str], Table, list[str]]:
     """Return the parts of a printed report: the verdicts, the table, and the lines below the table."""
     phases, todo = report.compiled_phases, next_step(report)
     reports = [report.phase(phase) for phase in phases]
@@ -100,13 +100,13 @@ def report_parts(report: CompileReport) -> tuple[list[str], Table, list[str]]:
     return verdict_lines(report), grouped_table(("", *phases), reports), list(filter(None, below))
 
 
-def to_plain_text(report: CompileReport) -> str:
+def to_plain_text(report: RunReport) -> str:
     """Render a report as plain text."""
     verdicts, table, below = report_parts(report)
     return "\n".join([*verdicts, *([""] if verdicts else []), to_text(table), *below])
 
 
-def print_report(report: CompileReport) -> None:
+def print_report(report: RunReport) -> None:
     """Print a report."""
     verdicts, table, below = report_parts(report)
     sys.stdout.write("\ntorch.compile report\n")

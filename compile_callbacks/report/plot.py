@@ -15,15 +15,15 @@ except ImportError as error:
     raise ImportError("CompileReport.plot needs matplotlib: pip install matplotlib") from error
 
 from compile_callbacks._utils.phases import PHASES
+from compile_callbacks.report.data import PhaseReport, RunReport
 from compile_callbacks.report.summary import describe_verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from compile_callbacks.report.report import CompileReport, PhaseReport
 
 _EAGER, _COMPILED, _COMPILING, _SAVED, _LOST = "#8c8c8c", "#2b6cb0", "#dd6b20", "#2f855a", "#c53030"
-_ORDER = ("eager", "compiled", "compiling")
+_ORDER = ("eager", "partly compiled", "compiled", "compiling")
 _CANDIDATES = ("#b794f4", "#81c784", "#e6b800", "#f48fb1", "#4dd0e1", "#a1887f")
 
 
@@ -36,7 +36,7 @@ class _NotebookFigure(Figure):
         return picture.getvalue()
 
 
-def plot_report(report: CompileReport) -> Figure:
+def plot_report(report: RunReport) -> Figure:
     """Draw a report with a row for each phase: net seconds saved on the left, step times on the right."""
     phases = [phase for phase in PHASES if report.phase(phase).diagnostics.series]
     if not phases:
@@ -104,7 +104,7 @@ def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
         steps = part["steps"]
         eager, ours = part["kind"] == "eager", part["candidate"] in (None, report.mode)
         color = _EAGER if eager else _COMPILED if ours else next(candidates)
-        label = _shortened("eager" if eager else part["candidate"] or "compiled") + ("" if ours else ", tried")
+        label = _shortened("eager" if eager else part["candidate"] or part["kind"]) + ("" if ours else ", tried")
         known = report.eager_step_ms if eager else report.compiled_step_ms
         median = known if ours and known is not None else statistics.median(part["ms"])
         axes.scatter(steps, part["ms"], s=18 if len(steps) <= 60 else 6, color=color, alpha=0.55, lw=0, zorder=2)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES
-
-if TYPE_CHECKING:
-    from compile_callbacks.report.report import CompileReport, PhaseReport
+from compile_callbacks.report.data import PhaseReport, RunReport
 
 MAX_VARIATION = 0.25
 """The largest ± of a step time, as a share of its median, for which the verdict line does not ask for another run. ± is
@@ -31,7 +29,7 @@ _TRIALS = {
 }
 
 
-def verdict_lines(report: CompileReport) -> list[str]:
+def verdict_lines(report: RunReport) -> list[str]:
     """Return one line for each phase that ran, which tells whether the phase repaid its compile time."""
     return [f"{phase:<7} {text}" for phase in PHASES if (text := describe_verdict(phase, report.phase(phase)))]
 
@@ -90,7 +88,7 @@ def _describe_verdict(phase: Phase, report: PhaseReport) -> str:
     return ""
 
 
-def notes(report: CompileReport) -> list[str]:
+def notes(report: RunReport) -> list[str]:
     """Return the lines below the table: results of the candidates of a `Tune`, and figures from an earlier run."""
     lines = []
     for phase in PHASES:
@@ -107,7 +105,7 @@ def notes(report: CompileReport) -> list[str]:
     return lines
 
 
-def next_step(report: CompileReport) -> str | None:
+def next_step(report: RunReport) -> str | None:
     """Return the advice about the most important problem, or ``None`` if there is no problem."""
     phases = [(phase, report.phase(phase)) for phase in PHASES]
     found = (step for steps in zip(*(_next_steps(*pair) for pair in phases), strict=True) for step in steps if step)

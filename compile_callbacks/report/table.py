@@ -6,13 +6,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.report.data import PhaseDiagnostics, PhaseReport, RunReport
 from compile_callbacks.report.summary import next_step, notes, verdict_lines
-
-if TYPE_CHECKING:
-    from compile_callbacks.report.report import CompileReport, PhaseDiagnostics, PhaseReport
 
 _NOTHING = "-"
 _MAX_NAMES = 4
@@ -62,7 +60,7 @@ class Section(NamedTuple):
     rows: list[tuple[str, ...]]
 
 
-def sections(report: CompileReport) -> list[Section]:
+def sections(report: RunReport) -> list[Section]:
     """Return tables of the reasons for the counts, of graph passes and of candidates. Omit empty tables."""
     reasons: dict[str, Counter[tuple[str, ...]]] = {kind: Counter() for kind in _TITLES}
     for phase in PHASES:
@@ -190,7 +188,7 @@ _CORRECTNESS: tuple[_Row, ...] = (
 )
 
 
-def to_markdown(report: CompileReport, environment: Mapping[str, str]) -> str:
+def to_markdown(report: RunReport, environment: Mapping[str, str]) -> str:
     """Render a report as Markdown: the verdict, the next step, the reasons for the counts, and the figures."""
     phases, todo = report.compiled_phases, next_step(report)
     reports = [report.phase(phase) for phase in phases]

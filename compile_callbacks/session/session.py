@@ -21,6 +21,7 @@ from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fingerprint
 from compile_callbacks.calls.new_shapes import ShapeRecords
 from compile_callbacks.calls.phase_switch import PhaseSwitch
+from compile_callbacks.calls.target_search import TargetSearch
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.profiling.progress import CompileProgress
@@ -33,10 +34,9 @@ from compile_callbacks.session.measurements import Measurements
 from compile_callbacks.session.policies import Policies, StepPolicy
 from compile_callbacks.session.stage_warnings import SessionWarnings
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
-from compile_callbacks.targets.called import CalledTargets
 from compile_callbacks.targets.fsdp import is_sharded
 from compile_callbacks.targets.repeated import REPEATED, group_repeated, group_targets
-from compile_callbacks.targets.target import AnyTarget, Target
+from compile_callbacks.targets.target import AnyTarget
 from compile_callbacks.tuning.ranks import Ranks
 
 STATE_VERSION = 1
@@ -56,12 +56,12 @@ class Session:
         arguments: CompileArguments,
         *,
         finds_targets: bool = False,
+        resolve: Callable[[], Sequence[AnyTarget]] | None = None,
         print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module = module
         self._arguments = arguments
         self._finds_targets = finds_targets and arguments.compiles
-        self._called = CalledTargets(module)
         self._ranks = Ranks()
         warn = WarnOnce()
         folder = arguments.cache_dir if arguments.compiles else None
@@ -81,6 +81,15 @@ class Session:
             settings=arguments.target_settings,
             warn=warn,
             shapes=self._shapes,
+        )
+        group = group_repeated if arguments.targets == REPEATED else group_targets
+        self._search = TargetSearch(
+            module,
+            self._switch,
+            warn,
+            group=group if self._finds_targets else None,
+            resolve=resolve,
+            uncompiled=arguments.uncompiled,
         )
         self._warnings = SessionWarnings(
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
@@ -143,7 +152,7 @@ class Session:
         cache = self._cache if self._cache is not None and self._cache.active else None
         chosen = {phase: self._policies.chosen(phase) for phase in PHASES}
         parts = (
-            self._called.stop,
+            self._search.remove,
             self.gpu.end,
             self._ranks.leave,
             self._recorder.stop,
@@ -171,6 +180,7 @@ class Session:
     def stage_begins(self, stage: Stage) -> None:
         """Begin or continue a stage. A running step is not measured."""
         self._measurements.timer.discard_step()
+        self._search.step_ends()
         self.stage, self._counted = stage, None
         self._policy = self._policies.policy_of(stage)
         self._select()
@@ -187,7 +197,7 @@ class Session:
         if may_count and self._measurements.timer.start_untimed():
             assert counted is not None
             counted.number += 1
-            self._step, recorder.step = counted, counted.number
+            self._step, recorder.step, self._search.in_step = counted, counted.number, True
             return False
         stage, self._counted = self.stage, None
         if first:
@@ -197,8 +207,7 @@ class Session:
         self._step = step = Step(
             variant=variant, first=first, compiles=recorder.compiles, before=replace(recorder.executions)
         )
-        if self._finds_targets and variant.config is None and self._called.is_first(stage.name):
-            self._called.start()
+        self._search.step_begins(stage.phase, first=first, eager=variant.config is None)
         self.gpu.step_begins(trains_compiled=variant.config is not None and stage.phase == "train")
         if not stage.eager:
             recorder.step = self._measurements.timer.next_step(stage.phase)
@@ -213,15 +222,16 @@ class Session:
 
     def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
         """End a step, and tell the policy what it took."""
-        stage, step, recorder = self.stage, self._step, self._recorder
+        stage, step, recorder, search = self.stage, self._step, self._recorder, self._search
+        search.in_step = False
+        if search.called:
+            search.step_ends()
         kind = kind_of(step.before, recorder.executions)
         if step is self._counted and recorder.compiles_seen == step.compiles[0] and kind == step.kind:
             self._measurements.timer.passed += 1
             step.before.graphs, recorder.step = recorder.executions.graphs, None
             return
         self._counted, step.kind = None, kind
-        if called := self._called.stop():
-            self._switch.add(self._new_targets(called))
         step.compiling, step.traced = recorder.compiled_since(step.compiles)
         if step.traced and recorder.step is not None and gc.isenabled():
             # A compile leaves many objects. An automatic collection in a later step would take longer than most steps.
@@ -317,12 +327,6 @@ class Session:
                 self.after_backward()
                 self._kept[phase] = variants
                 self._switch.keep(phase, variants.names, on_trial=variants.on_trial)
-
-    def _new_targets(self, called: Sequence[Target]) -> Sequence[AnyTarget]:
-        """Return targets for called modules and methods that are not targets yet. Repeated blocks share a graph."""
-        known = {(id(member.module), member.method) for target in self._switch.targets for member in target.members}
-        group = group_repeated if self._arguments.targets == REPEATED else group_targets
-        return group(self.module, [one for one in called if (id(one.module), one.method) not in known])
 
     def _reported_targets(self, phase: Phase) -> Sequence[AnyTarget]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""

@@ -22,7 +22,9 @@ Repeated = Literal["repeated"]
 REPEATED: Repeated = "repeated"
 """The value of ``targets`` for repeated blocks. In a list, it is an ordinary name."""
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+BLOCK_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""The modules whose members may be repeated blocks."""
+
 _SHOWN = 3  # the maximum number of places in a name
 
 
@@ -168,7 +170,7 @@ def _blocks(parent: nn.Module, prefix: str, alone: set[Any]) -> Iterator[tuple[s
         if child is None:
             continue
         path = f"{prefix}{name}"
-        if isinstance(parent, _CONTAINERS) and is_block(child) and structure_of(child) not in alone:
+        if isinstance(parent, BLOCK_CONTAINERS) and is_block(child) and structure_of(child) not in alone:
             yield path, child
         else:
             yield from _blocks(child, f"{path}.", alone)

@@ -15,13 +15,12 @@ from compile_callbacks.targets.repeated import (
     REPEATED,
     Repeated,
     check_is_repeated,
+    find_repetitions,
     group_repeated,
     group_targets,
     is_block,
 )
-from compile_callbacks.targets.target import AnyTarget, Target, call_targets, only_if_named
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # steps call their members, because they have no forward
+from compile_callbacks.targets.target import CONTAINERS, AnyTarget, Target, call_targets, only_if_named
 
 
 def check_target_names(targets: object) -> tuple[str, ...] | Repeated | None:
@@ -69,6 +68,20 @@ def resolve_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.
     return group_repeated(root, found)
 
 
+def present_names(root: nn.Module, names: Sequence[str] | None) -> Sequence[str] | None:
+    """Return a checked ``targets`` argument without what a changed module no longer has."""
+    if names == REPEATED:
+        return names if find_repetitions(root) else None
+    return None if names is None else [name for name in names if _is_present(root, name)]
+
+
+def _is_present(root: nn.Module, name: str) -> bool:
+    try:
+        return bool(_matching(root, name))
+    except ValueError:
+        return False
+
+
 def named_targets(root: nn.Module, names: Sequence[str] | None) -> list[Target]:
     """Return the targets with these names, or no targets for ``None`` and ``"repeated"``. See `resolve_targets`."""
     return [target for name in (names if names != REPEATED else None) or () for target in _matching(root, name)]
@@ -78,7 +91,7 @@ def _children(parent: nn.Module, prefix: str) -> Iterator[Target]:
     for name, child in parent.named_children():
         if next(child.parameters(), None) is None:
             continue
-        if isinstance(child, _CONTAINERS):
+        if isinstance(child, CONTAINERS):
             yield from _children(child, f"{prefix}{name}.")
         elif not only_if_named(child) and type(child).forward is not nn.Module.forward:
             yield from call_targets(prefix + name, child)

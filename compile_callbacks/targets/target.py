@@ -14,6 +14,9 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks.targets.fsdp import fsdp1_wrapped, innermost_fsdp_units, is_sharded, strip_fsdp1_names
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""The modules whose members the steps call instead, because they have no ``forward``."""
+
 
 @dataclass(frozen=True, eq=False)
 class Target:

@@ -13,7 +13,7 @@ import torch
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
 from compile_callbacks.profiling.saved_time import net_series
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
-from compile_callbacks.report.report import PhaseDiagnostics
+from compile_callbacks.report.data import PhaseDiagnostics
 from compile_callbacks.report.summary import describe_verdict
 from tests.support.models import FEATURES, Classifier, fit, loader, trainer
 from tests.support.step_times import TimedSteps, Times

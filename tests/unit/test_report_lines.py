@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from compile_callbacks import CompileReport, PhaseReport
-from compile_callbacks.report.report import PhaseDiagnostics
+from compile_callbacks.report.data import PhaseDiagnostics
 from compile_callbacks.report.summary import describe_verdict, next_step
 from compile_callbacks.report.table import main_table
 
