@@ -43,7 +43,7 @@ class CompileReport(RunReport):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportReport(_Data):
+class ExportReport:
     """The report of an export. A figure that was not measured is ``None``.
 
     Attributes:
@@ -72,6 +72,10 @@ class ExportReport(_Data):
     verified: str | None = None
     max_abs_error: float | None = None
     error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-ready data."""
+        return asdict(self)
 
     def scalars(self) -> dict[str, float]:
         """Return the figures by the names of the logged scalars."""
