@@ -63,24 +63,6 @@ def wrap_backward(node: Any, wrap: Callable[[Callable[..., Any]], Callable[..., 
     node._forward_cls.backward = staticmethod(wrap(node._forward_cls.backward))
 
 
-def with_eager_versions(compiled: Callable[..., Any], statistics: Collection[int]) -> Callable[..., Any]:
-    """Wrap a compiled graph so that it does not raise the versions of running statistics, as eager batch norm.
-
-    Eager batch norm saves its running statistics for the backward pass. If a compiled call raised their versions, the
-    backward pass of an earlier eager call in the same step would fail: "modified by an inplace operation". The wrapper
-    takes 0.2 µs for each buffer.
-    """
-    if not statistics:
-        return compiled
-    positions = sorted(statistics)
-
-    def call(*inputs: Any) -> Any:
-        with preserve_versions(tuple([inputs[i] for i in positions])):
-            return compiled(*inputs)
-
-    return call
-
-
 def save_copies(forward_graph: torch.fx.GraphModule, buffers: Collection[int]) -> None:
     """Change a training graph so that it saves copies of its buffers, and of the inputs that it overwrites.
 

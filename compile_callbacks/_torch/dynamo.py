@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,18 +24,6 @@ SHARES_RECOMPILE_LIMIT = "isolate_recompiles" not in inspect.signature(torch.com
 separate limits."""
 
 
-def raised_while_compiling(error: BaseException) -> bool:
-    """Return whether Dynamo raised an error while it compiled a frame, and not while the frame ran.
-
-    Workaround (until Dynamo wraps all of its errors): torch 2.11 does not wrap an ``AssertionError`` of a compile, so
-    this function searches the traceback for Dynamo's frames. Wrapped errors have no such frames.
-    """
-    if isinstance(error, (_exc.TorchDynamoException, _exc.FailOnRecompileLimitHit)):
-        return True
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame, _ in frames)
-
-
 def function_with_own_cache(function: types.FunctionType, name: str) -> types.FunctionType:
     """Copy a function with its code object, because Dynamo stores compiled graphs and counts recompiles by code object.
 
@@ -44,18 +31,6 @@ def function_with_own_cache(function: types.FunctionType, name: str) -> types.Fu
     """
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
-
-
-def compile_function(
-    function: Callable[..., Any], backend: Callable[..., Any], *, fullgraph: bool, dynamic: bool | None
-) -> Callable[..., Any]:
-    """Call ``torch.compile``, isolated from other compiles of the same code (torch 2.13 and later)."""
-    isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
-    with keep_argument_validation():
-        compiled: Callable[..., Any] = torch.compile(
-            function, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **isolate
-        )
-    return compiled
 
 
 @contextlib.contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch._C import _functorch
@@ -61,16 +60,6 @@ def without_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
-
-
-def restoring(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the call of a captured graph with `restored_after_error`, which takes 4 µs."""
-
-    def call(*inputs: Any) -> Any:
-        with restored_after_error():
-            return function(*inputs)
-
-    return call
 
 
 def _autocast_modes() -> list[tuple[str, bool, torch.dtype]]:

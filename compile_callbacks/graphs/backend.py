@@ -5,16 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.errors import CompileError
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.graphs.cudagraphs import with_cloned_outputs, with_warmup_repair
+from compile_callbacks.graphs.compiled_graph import CompiledGraph, EagerGraph
+from compile_callbacks.graphs.cudagraphs import CudaGraph
 from compile_callbacks.graphs.failures import EagerFallback
-from compile_callbacks.graphs.repeated_backward import with_repeated_backward
 from compile_callbacks.graphs.verification import Verification
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
@@ -51,16 +52,16 @@ class GraphBackend:
         self.graphs = 0  # the number of compiled graphs
         self.weights = 0  # the number of weights that are inputs of the compiled graphs; each graph counts its own
         self.shares_regions = False  # whether several regions of a graph shared their code
-        self.must_compile_again = False  # whether a compile and the eager run of its graph both ran out of memory
         # torch never frees a backend, so a backend must not keep the module alive.
         self._first = weakref.ref(target.members[0])
+        self._modules = [weakref.ref(member.module) for member in target.members]
         self._shared = len(target.members) > 1 or bool(target.regions)
         self._key = key
         self._config = config
         self._passes = (*passes, *config.passes)
         self._recorder = recorder
+        self._executions = recorder.executions
         self._fallback = fallback
-        self._verification = Verification(key, target.members, recorder=recorder, fallback=fallback)
         self._template_checked = False
         self._generated: list[ModuleType] = []
 
@@ -69,17 +70,17 @@ class GraphBackend:
         if self._recorder.stopping():
             reason = "the run was asked to stop before the compile began"
             self._recorder.record("fallback", self._key, reason=reason)
-            return _torch.modes.restoring(_torch.graphs.eager_graph(graph_module).forward)
+            return EagerGraph(_torch.graphs.eager_graph(graph_module), self._executions, self._fallback)
         if _torch.autograd.is_captured_wrongly(graph_module):
-            self._fallback.leave_eager("CC307", _WRONG_FUNCTION)
+            self._leave_eager("CC307", _WRONG_FUNCTION)
         if self._key.phase == "train" and _torch.dynamo.ends_at_gradient(graph_module):
-            self._fallback.leave_eager("CC303", _OWN_GRADIENT)
+            self._leave_eager("CC303", _OWN_GRADIENT)
         device = _device_of(example_inputs)
         options = {**self._config.resolved_options(device), "freezing": self._key.frozen}
         uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
         self._check_template(device)
         eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph
-        has_collective = _torch.graphs.has_collective(graph_module)
+        compares_less = _torch.graphs.has_collective(graph_module), uses_cudagraphs
         if self._fallback.has_regions and torch.is_grad_enabled() and self._has_joint_passes(options):
             raise RuntimeError("torch would run graph passes at the hook points of joint graphs twice on each region")
         self.shares_regions |= _torch.regions.shares_code(graph_module)
@@ -87,56 +88,35 @@ class GraphBackend:
         if isinstance(compiled, Exception):
             return self._run_eagerly(eager, compiled)
         self.graphs += 1
+        self._fallback.call.graphs += 1
         self.weights += sum(isinstance(value, torch.nn.Parameter) for value in example_inputs)
         self._recorder.count_graph()  # after the compile, because Dynamo may restart its analysis and call this again
-        statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
-        compiled = _torch.autograd.with_eager_versions(compiled, statistics)
-        compiled = self._counted(compiled)
-        compiled = self._verification.wrap(
-            compiled, eager, options, has_collective=has_collective, uses_cudagraphs=uses_cudagraphs
-        )
-        if torch.is_grad_enabled() and not self._member.sharded:
-            compiled = with_repeated_backward(compiled, self._key)
         if uses_cudagraphs:
-            compiled = with_cloned_outputs(with_warmup_repair(compiled, device, self._key, self._fallback))
-        return compiled
-
-    def _counted(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        executions = self._recorder.executions
-
-        def call(*inputs: Any) -> Any:
-            executions.graphs += 1
-            return compiled(*inputs)
-
-        return call
+            compiled = CudaGraph(compiled, device, self._key, self._fallback)
+        verification = Verification(
+            compiled, eager, options, self._key, self._modules, self._recorder, self._fallback, *compares_less
+        )
+        return CompiledGraph(
+            compiled,
+            None if self._fallback.settings.verify == "off" else verification,
+            [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()],
+            self._key if torch.is_grad_enabled() and not self._member.sharded else None,
+            self._executions,
+        )
 
     def _run_eagerly(self, eager: torch.fx.GraphModule, error: Exception) -> Callable[..., Any]:
-        """Return a function that runs a graph eagerly, and record that the compiler failed.
-
-        If the compiler ran out of memory, record this only after the eager run. If the eager run is out of memory too,
-        it raises the user's own error, and the user may skip the batch. The next call then compiles again.
-        """
+        """Return a function that runs a graph eagerly, and record that the compiler failed."""
         shortage = next((e for e in _torch.dynamo.causes(error) if isinstance(e, torch.OutOfMemoryError)), None)
         if shortage is None:
             self._fallback.compiler_failed(error)
-            return _torch.modes.restoring(eager.forward)
-        pending: Exception | None = type(shortage)(str(shortage))  # a copy, because the traceback keeps tensors alive
+        else:
+            shortage = type(shortage)(str(shortage))  # a copy, because the traceback keeps tensors alive
+        return EagerGraph(eager, self._executions, self._fallback, shortage)
 
-        run = _torch.modes.restoring(eager.forward)
-
-        def call(*inputs: Any) -> Any:
-            nonlocal pending
-            try:
-                outputs = run(*inputs)
-            except torch.OutOfMemoryError:
-                self.must_compile_again = pending is not None
-                raise
-            if pending is not None:
-                self._fallback.compiler_failed(pending)
-                pending = None
-            return outputs
-
-        return call
+    def _leave_eager(self, code: str, reason: str) -> NoReturn:
+        """Run the target eagerly, and not the graph that Dynamo has just captured."""
+        self._fallback.run_eagerly(code, reason)
+        raise CompileError(reason)
 
     @property
     def _member(self) -> Target:
@@ -163,7 +143,7 @@ class GraphBackend:
         if reason is not None:
             self._recorder.record("template", self._key, reason=reason)
             phase = self._key.phase
-            self._fallback.warn_after_call("CC204", f"{phase}_mode: {reason}", about=phase)
+            self._fallback.warn("CC204", f"{phase}_mode: {reason}", about=phase)
 
     # ------------------------------------------------------------------------------------------ passes
 
@@ -220,7 +200,7 @@ class GraphBackend:
             f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without the pass (all failures: "
             f"callback.report.{phase}.diagnostics.events; on_error='raise' raises instead)"
         )
-        self._fallback.warn_after_call("CC701", message, about=(target, phase, pass_name(failure.failed)))
+        self._fallback.warn("CC701", message, about=(target, phase, pass_name(failure.failed)))
 
     def _compile_with_inductor(
         self, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
@@ -240,7 +220,6 @@ class GraphBackend:
 
     def free(self) -> None:
         """Free the compiled code, with its frozen weights."""
-        self.must_compile_again = False
         _torch.dynamo.forget_compiled(self.compile)
         _torch.inductor.forget_generated(self._generated)
         self._generated.clear()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn, get_args
+from typing import Literal, get_args
 
-from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
+from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
 from compile_callbacks.passes.manager import find_pass_error
-from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
+from compile_callbacks.profiling.compile_events import CallInProgress, CompileKey, CompileRecorder
 
 OnError = Literal["eager", "raise"]
 """The reaction if the compiler fails: run eagerly, or raise an error."""
@@ -54,60 +54,45 @@ class TargetSettings:
         return replace(self, on_error="eager", verify="off" if self.verify == "off" else "eager", on_trial=True)
 
 
-class TargetIsEagerError(Exception):
-    """The target runs eagerly, and the captured graph must not run."""
-
-
 class EagerFallback:
-    """The failures of one compiled target."""
+    """Records the failures of one compiled target, and what runs eagerly therefore.
+
+    Attributes:
+        settings: The settings of the target.
+        has_regions: Whether the graphs contain regions. If torch cannot compile them, the whole target is compiled.
+    """
 
     def __init__(
-        self,
-        key: CompileKey,
-        recorder: CompileRecorder,
-        settings: TargetSettings,
-        warn: WarnOnce,
-        *,
-        has_regions: bool = False,
+        self, key: CompileKey, recorder: CompileRecorder, settings: TargetSettings, *, has_regions: bool = False
     ) -> None:
-        self.runs_eagerly = False
-        self.has_regions = has_regions
-        self.region_failure: str | None = None  # the reason why the whole target is compiled from now on
         self.settings = settings
+        self.has_regions = has_regions
         self._key = key
         self._recorder = recorder
-        self._warn = warn
-        self.pending: list[tuple[str, str, Hashable]] = []  # the warnings to issue at the end of the call
 
-    def compiler_failed(self, error: BaseException, *, what: str = "the compiler failed") -> None:
-        """Record that a part of the target runs eagerly, and warn after the call."""
+    @property
+    def call(self) -> CallInProgress:
+        """The running call of the target, in which something happened."""
+        call = self._recorder.calling.current or CallInProgress(self._key)
+        call.eventful = True
+        return call
+
+    def compiler_failed(self, error: BaseException, *, what: str = "the compiler failed", part: str = "") -> None:
+        """Record that the target, or a part of it, runs eagerly."""
         reason, (target, phase) = describe(error), self._key[:2]
         self._recorder.record("fallback", self._key, reason=reason)
         message = (
-            f"target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
+            f"{part}target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
             f"(in full: callback.report.{phase}.diagnostics.events; on_error='raise' raises instead){self._hint}"
         )
-        self.warn_after_call("CC301", message)
+        self.warn("CC301", message)
 
     def run_eagerly(self, code: str, reason: str) -> None:
-        """Run the target eagerly from now on, for a reason other than a failure. Record this and warn immediately."""
-        self.runs_eagerly = True
-        self._recorder.record("fallback", self._key, reason=reason, code=code)
-        if not self.settings.on_trial:
-            target, phase = self._key[:2]
-            self.warn(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")
-
-    def leave_eager(self, code: str, reason: str) -> NoReturn:
-        """Run the target eagerly, beginning with the call in which Dynamo has just captured a graph.
-
-        Raises:
-            TargetIsEagerError: Always. The call of the target ends with this error instead of running the graph.
-        """
-        self.runs_eagerly = True
+        """Run the target eagerly from the next call on, for a reason other than a failure."""
+        self.call.runs_eagerly = True
         self._recorder.record("fallback", self._key, reason=reason, code=code)
         target, phase = self._key[:2]
-        self.warn_after_call(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")
-        raise TargetIsEagerError(reason)
+        self.warn(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")
 
     def as_compile_error(self, error: BaseException) -> CompileError:
         """Return the error that ``on_error="raise"`` raises instead of the compiler's error."""
@@ -120,19 +105,9 @@ class EagerFallback:
         folder = self.settings.cache_dir
         return f". If files in cache_dir={str(folder)!r} are damaged, delete the folder" if folder else ""
 
-    def warn(self, code: str, message: str) -> None:
-        """Warn once for this target and phase."""
-        self._warn.warn(code, message, about=self._key[:2])
-
-    def warn_after_call(self, code: str, message: str, *, about: Hashable = None) -> None:
-        """Warn after the call, because Dynamo would treat a warning that raises as a failure of the backend."""
-        self.pending.append((code, message, about or self._key[:2]))
-
-    def issue_warnings(self) -> None:
-        """Issue the pending warnings. The warnings of a candidate wait until the `Tune` has chosen the candidate."""
-        while self.pending and not self.settings.on_trial:
-            code, message, about = self.pending.pop(0)
-            self._warn.warn(code, message, about=about)
+    def warn(self, code: str, message: str, *, about: Hashable = None) -> None:
+        """Warn when the call ends, because Dynamo would treat a warning that raises as a failure of the backend."""
+        self.call.warnings += ((code, message, about or self._key[:2]),)
 
 
 def describe(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,26 +12,18 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks.profiling.compile_events import CompileKey
 
 
-def with_repeated_backward(compiled: Callable[..., Any], key: CompileKey) -> Callable[..., Any]:
-    """Wrap a compiled training graph so that its backward pass can run more than once (``retain_graph=True``).
+def allow_repeated_backward(inputs: Sequence[Any], outputs: Sequence[Any], key: CompileKey) -> None:
+    """Let the backward pass of a compiled training graph run more than once (``retain_graph=True``).
+
+    All calls of the graph share the function of the backward pass, so one call's inputs and outputs are enough.
 
     torch cannot differentiate the backward pass of a compiled graph (``create_graph=True``). Its error gets a note with
     the name of the target.
     """
-    is_wrapped = False
-
-    def call(*inputs: Any) -> Any:
-        nonlocal is_wrapped
-        outputs = compiled(*inputs)
-        if not is_wrapped and torch.is_grad_enabled():
-            is_wrapped = True  # all calls share the function of the backward pass
-            earlier = {value.grad_fn for value in inputs if isinstance(value, torch.Tensor)} - {None}
-            nodes = (_compiled_node(output, earlier) for output in outputs)
-            if (node := next(filter(None, nodes), None)) is not None:
-                _torch.autograd.wrap_backward(node, lambda backward: _repeatable(backward, key))
-        return outputs
-
-    return call
+    earlier = {value.grad_fn for value in inputs if isinstance(value, torch.Tensor)} - {None}
+    nodes = (_compiled_node(output, earlier) for output in outputs)
+    if (node := next(filter(None, nodes), None)) is not None:
+        _torch.autograd.wrap_backward(node, lambda backward: _repeatable(backward, key))
 
 
 def _repeatable(compiled: Callable[..., Any], key: CompileKey) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""`Verification`: compares each compiled graph with the captured graph at its first call, for a `GraphBackend`.
+"""`Verification`: compares a compiled graph with the captured graph at its first call, for a `CompiledGraph`.
 
 This never calls the user's code. The captured graph runs on aliases of the call's inputs, and on clones of the inputs
 that it writes.
@@ -11,8 +11,8 @@ import copy
 import itertools
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,92 +31,76 @@ from compile_callbacks.graphs.accuracy import (
 from compile_callbacks.graphs.failures import EagerFallback, describe
 from compile_callbacks.graphs.snapshot import RandomState
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
-from compile_callbacks.targets.target import Target
 
 _DROPOUT, _RANDOM_NUMBERS = "dropout", "random numbers"
 
 
+@dataclass(eq=False)
 class Verification:
-    """Compares the graphs of one target with eager, and handles differences."""
+    """Compares one compiled graph with the captured graph at its first call, and decides which of them runs.
 
-    def __init__(
-        self, key: CompileKey, members: Iterable[Target], *, recorder: CompileRecorder, fallback: EagerFallback
-    ) -> None:
-        self._key = key
-        # Weak references, because torch never frees compiled code, which would keep the modules alive.
-        self._modules = [weakref.ref(member.module) for member in members]
-        self._recorder = recorder
-        self._fallback = fallback
+    To compare gradients, this object runs the compiled graph on aliases of the inputs. Otherwise, it makes the user's
+    own call, and compares its outputs. A graph with a collective is not compared, because processes compile at
+    different times, and an additional collective would wait forever. Gradients of a graph that records CUDA graphs are
+    not compared, because torch records CUDA graphs in the order of calls and frees their memory after a backward pass.
+    """
 
-    def wrap(
-        self,
-        compiled: Callable[..., Any],
-        eager: torch.fx.GraphModule,
-        options: Mapping[str, Any],
-        *,
-        has_collective: bool,
-        uses_cudagraphs: bool,
-    ) -> Callable[..., Any]:
-        """Wrap a compiled graph so that its first call compares it with the captured graph.
+    compiled: Callable[..., Any]
+    eager: torch.fx.GraphModule
+    options: Mapping[str, Any]
+    key: CompileKey
+    modules: Iterable[Callable[[], torch.nn.Module | None]]  # weak references; torch never frees compiled code
+    recorder: CompileRecorder
+    fallback: EagerFallback
+    has_collective: bool
+    uses_cudagraphs: bool
+    rejected: bool = False  # whether the captured graph runs from now on
+    _outputs: Any = None  # of the user's own call, if this object made it
+    _undo: Sequence[Callable[[], None]] = ()  # undoes the changes by the user's call
 
-        A graph with a collective is not compared, because processes compile at different times, and an additional
-        collective would wait forever. Gradients of a graph that records CUDA graphs are not compared, because torch
-        records CUDA graphs in the order of calls and frees their memory after a backward pass.
-        """
-        if self._fallback.settings.verify == "off":
-            return compiled
-        first: _FirstCall | None = _FirstCall(compiled, eager, options, uses_cudagraphs)
-        run = compiled
-
-        def call(*inputs: Any) -> Any:
-            nonlocal first, run
-            if first is None:
-                return run(*inputs)
-            pending, first = first, None  # frees the captured graph after the call
-            if has_collective:
-                self._accepts(Comparison("not compared", "collective"), options)
-                return run(*inputs)
-            run, outputs = self._call_first(pending, inputs)
-            return outputs
-
-        return call
-
-    def _call_first(self, first: _FirstCall, inputs: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
-        """Return the function for later calls, and the outputs of this call."""
+    def call(self, inputs: Sequence[Any]) -> Any:
+        """Make the first call. If it rejects the compiled graph, the outputs are those of the captured graph."""
+        if self.has_collective:
+            self._accepts(Comparison("not compared", "collective"))
+            return self.compiled(*inputs)
         try:
-            comparison = first.compare(inputs, self._names(inputs))
-            accepted = self._accepts(comparison, first.options, self._write_repro(comparison, first, inputs))
+            comparison = self._compare(inputs, self._names(inputs))
+            self.rejected = not self._accepts(comparison, self._write_repro(comparison, inputs))
         except torch.OutOfMemoryError as error:  # from the user's own call
-            self._accepts(_not_compared(error), first.options)
+            self._accepts(_not_compared(error))
             raise
         except _CompiledGraphFailedError as failure:
-            if self._fallback.has_regions:
-                self._fallback.region_failure = f"the compiled code raised {describe(failure.error)}"
-                first.undo()
-                return first.run_eagerly, first.run_eagerly(*inputs)
-            if self._fallback.settings.on_error == "raise":
-                raise self._fallback.as_compile_error(failure.error) from failure.error
-            self._fallback.runs_eagerly = True
-            self._fallback.compiler_failed(failure.error, what="its compiled code raised an error that eager does not")
-            accepted = False
-        if accepted:
-            return first.compiled, first.compiled(*inputs) if first.outputs is None else first.outputs
-        first.undo()
-        return first.run_eagerly, first.run_eagerly(*inputs)
+            self._report_failure(failure.error)
+            self.rejected = True
+        if not self.rejected:
+            return self.compiled(*inputs) if self._outputs is None else self._outputs
+        for step in self._undo:
+            step()
+        with _torch.modes.restored_after_error():
+            return self.eager.forward(*inputs)
 
-    def _accepts(self, comparison: Comparison, options: Mapping[str, Any], repro: str = "") -> bool:
+    def _report_failure(self, error: Exception) -> None:
+        if self.fallback.has_regions:
+            self.fallback.call.region_failure = f"the compiled code raised {describe(error)}"
+            return
+        if self.fallback.settings.on_error == "raise":
+            raise self.fallback.as_compile_error(error) from error
+        self.fallback.call.runs_eagerly = True
+        self.fallback.compiler_failed(error, what="its compiled code raised an error that eager does not")
+
+    def _accepts(self, comparison: Comparison, repro: str = "") -> bool:
         """Report a comparison, and decide whether the compiled graph is used."""
-        if comparison.verdict == "differs" and self._fallback.has_regions:
-            self._fallback.region_failure = f"the result differs from eager: {comparison.reason}"
+        if comparison.verdict == "differs" and self.fallback.has_regions:
+            self.fallback.call.region_failure = f"the result differs from eager: {comparison.reason}"
             return False
-        settings, (target, phase) = self._fallback.settings, self._key[:2]
+        settings, (target, phase) = self.fallback.settings, self.key[:2]
         fix = None
         if comparison.verdict == "not compared" and comparison.reason in (_DROPOUT, _RANDOM_NUMBERS):
-            mode = self._recorder.mode_argument(phase)
+            mode = self.recorder.mode_argument(phase)
             fix = f'{mode}={{"options": {{"fallback_random": True}}}} makes it comparable, but slower'
         verdict, reason = comparison.verdict, comparison.reason
-        self._recorder.record(
-            "verify", self._key, fix=fix, verdict=verdict, reason=reason, max_abs_error=comparison.max_abs_error
+        self.recorder.record(
+            "verify", self.key, fix=fix, verdict=verdict, reason=reason, max_abs_error=comparison.max_abs_error
         )
         if settings.verify == "raise" and comparison.failed:
             message = f"target {target!r} could not be compared with eager in the {phase} phase: {reason}"
@@ -124,37 +108,37 @@ class Verification:
         if verdict != "differs":
             return True
         if settings.on_trial:
-            self._fallback.runs_eagerly = True
+            self.fallback.call.runs_eagerly = True
             return False
         message = f"target {target!r} differs from eager in the {phase} phase: {reason}"
-        if "numerics" in _torch.inductor.option_names() and options.get("numerics", "default") == "default":
+        if "numerics" in _torch.inductor.option_names() and self.options.get("numerics", "default") == "default":
             message += "; options={'numerics': 'strict'} is closer to eager, but slower"
         message += repro
         if settings.verify == "raise":
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
         if settings.verify == "eager" or comparison.is_wrong:
-            self._recorder.record("fallback", self._key, reason=reason)
-            self._fallback.runs_eagerly = settings.verify == "eager"
+            self.recorder.record("fallback", self.key, reason=reason)
+            self.fallback.call.runs_eagerly |= settings.verify == "eager"
             message += (
                 "; it runs eagerly from here on (verify='eager')"
                 if settings.verify == "eager"
                 else "; the graph runs eagerly from here on, because rounding errors are never this large"
             )
-            self._fallback.warn_after_call("CC302", message)
+            self.fallback.warn("CC302", message)
             return False
-        self._fallback.warn_after_call("CC302", message)
+        self.fallback.warn("CC302", message)
         return True
 
-    def _write_repro(self, comparison: Comparison, first: _FirstCall, inputs: Sequence[Any]) -> str:
+    def _write_repro(self, comparison: Comparison, inputs: Sequence[Any]) -> str:
         """Write a script that reproduces a difference to ``trace_dir``, if set. Return a part of the message."""
-        folder = self._fallback.settings.trace_dir
+        folder = self.fallback.settings.trace_dir
         if folder is None or comparison.verdict != "differs":
             return ""
-        target, phase = self._key[:2]
+        target, phase = self.key[:2]
         name = re.sub(r"\W", "_", f"{target}_{phase}")
         why = f"Target {target!r} differs from eager in the {phase} phase: {in_one_line(comparison.reason or '')}"
         try:
-            script = _torch.events.write_repro(folder, name, first.eager, inputs, first.options, why)
+            script = _torch.events.write_repro(folder, name, self.eager, inputs, self.options, why)
         except Exception as error:
             return f"; no script reproduces the difference: {in_one_line(describe_failure(error))}"
         return f"; {script} reproduces the difference"
@@ -162,44 +146,12 @@ class Verification:
     def _names(self, inputs: Sequence[Any]) -> list[str]:
         """Return the names of a graph's inputs: the names of parameters and buffers, or positions."""
         names: dict[int, str] = {}
-        for module in filter(None, (reference() for reference in self._modules)):
+        for module in filter(None, (reference() for reference in self.modules)):
             names |= {id(buffer): f"buffer {name!r}" for name, buffer in module.named_buffers()}
             names |= {id(parameter): f"parameter {name!r}" for name, parameter in module.named_parameters()}
         return [names.get(id(value), f"input {position}") for position, value in enumerate(inputs)]
 
-
-class _CompiledGraphFailedError(Exception):
-    """A compiled graph raised ``error``, but its eager run did not raise."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class _FirstCall:
-    """The first call of a compiled graph.
-
-    To compare gradients, this object runs the compiled graph on aliases of the inputs. Otherwise, it makes the user's
-    own call, and compares its ``outputs``.
-    """
-
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        eager: torch.fx.GraphModule,
-        options: Mapping[str, Any],
-        uses_cudagraphs: bool,
-    ) -> None:
-        self.compiled = compiled
-        self.eager = eager
-        self.run_eagerly = _torch.modes.restoring(eager.forward)
-        self.options = options
-        self.outputs: Any = None
-        self._uses_cudagraphs = uses_cudagraphs
-        self._has_constants = next(itertools.chain(eager.parameters(), eager.buffers()), None) is not None
-        self._undo: list[Callable[[], None]] = []
-
-    def compare(self, inputs: Sequence[Any], names: Sequence[str]) -> Comparison:
+    def _compare(self, inputs: Sequence[Any], names: Sequence[str]) -> Comparison:
         """Compare the eager run with the compiled run."""
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -208,7 +160,7 @@ class _FirstCall:
             with _unnoticed(random_state):
                 aliases = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
                 facts = _torch.graphs.examine_graph(self.eager, aliases)
-                in_users_call = self._uses_cudagraphs or facts.has_subclasses or self._has_constants
+                in_users_call = self.uses_cudagraphs or facts.has_subclasses or self._has_constants()
                 with_gradients = trains and not in_users_call
                 runs = _Runs(inputs, names, facts.written, with_gradients=with_gradients)
                 expected = runs.run(self._eager_function())
@@ -224,8 +176,8 @@ class _FirstCall:
                     actual = runs.run(self.compiled, expected)
             else:
                 self._undo = [random_state.restore, runs.restore]
-                self.outputs = self.compiled(*inputs)
-                actual = runs.results(self.outputs, inputs)
+                self._outputs = self.compiled(*inputs)
+                actual = runs.results(self._outputs, inputs)
         except torch.OutOfMemoryError as error:
             if not with_gradients:
                 raise  # from the user's own call
@@ -250,19 +202,25 @@ class _FirstCall:
             return Comparison("outputs only", max_abs_error=found.max_abs_error)
         return found
 
-    def undo(self) -> None:
-        """Undo the changes of inputs and random generators by the user's call, if this object made it."""
-        for step in self._undo:
-            step()
+    def _has_constants(self) -> bool:
+        return next(itertools.chain(self.eager.parameters(), self.eager.buffers()), None) is not None
 
     def _eager_function(self, *, double: bool = False) -> Callable[..., Any]:
         """Return the captured graph. If its weights are frozen, copy the buffers, because the graph may write them."""
-        if not self._has_constants:
+        if not self._has_constants():
             return self.eager.forward
         if double:
             return copy.deepcopy(self.eager).double().forward
         buffers = {name: buffer.clone() for name, buffer in self.eager.named_buffers()}
         return lambda *inputs: torch.func.functional_call(self.eager, buffers, inputs)
+
+
+class _CompiledGraphFailedError(Exception):
+    """A compiled graph raised ``error``, but its eager run did not raise."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class _Runs:

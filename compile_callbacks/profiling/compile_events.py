@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import Phase
@@ -102,27 +102,50 @@ class CompileEvent:
         return {name: value for name, value in asdict(self).items() if value not in (None, 0)}
 
 
-class TargetCall(Protocol):
-    """A call of a compiled target.
+class CallInProgress:
+    """A running call of a compiled target, and what happened in it. The target reads this when the call ends.
+
+    torch stands between the target and the backend, so the backend and the graphs find the call through the recorder.
 
     Attributes:
+        key: The target and its phase.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
         nested_calls_eager: Whether other targets run eagerly within this call.
+        eventful: Whether any attribute below differs from its default.
+        traced: Whether Dynamo traced a frame.
+        graphs: The number of new graphs.
+        failure: The exception of a compiler that failed on a frame.
+        nothing_ran: Whether the failure came before any of the target's code ran.
+        failed_frames: The code of later frames on which the compiler failed, and which ran eagerly.
+        raising_frames: The code of frames in which Dynamo saw an exception of the user's code.
+        region_failure: The reason why torch cannot compile the regions of the target.
+        compiles_again: Whether the compile and the eager run of its graph both ran out of memory.
+        runs_eagerly: Whether the target runs eagerly from now on.
+        frozen_draws: The functions in which torch drew random numbers only while it traced them.
+        warnings: The warnings to issue: code, message, and what each is about.
     """
 
-    nested_calls_eager: bool
+    eventful = traced = nothing_ran = compiles_again = runs_eagerly = False
+    graphs = 0
+    failure: BaseException | None = None
+    region_failure: str | None = None
+    failed_frames: tuple[Any, ...] = ()
+    raising_frames: tuple[Any, ...] = ()
+    frozen_draws: tuple[str, ...] = ()
+    warnings: tuple[tuple[str, str, Hashable], ...] = ()
 
-    @property
-    def key(self) -> CompileKey:
-        """The target and its phase."""
-
-    def on_trace(self) -> None:
-        """Called when Dynamo begins to trace within the call."""
+    def __init__(self, key: CompileKey, args: Any = (), kwargs: Any = None, nested_calls_eager: bool = False) -> None:
+        self.key = key
+        self.args = args
+        self.kwargs = kwargs
+        self.nested_calls_eager = nested_calls_eager
 
 
 class _Calling(threading.local):
     """The innermost call of a target in this thread, because torch announces a compile in the thread that compiles."""
 
-    current: TargetCall | None = None
+    current: CallInProgress | None = None
 
 
 class CompileRecorder:
@@ -282,8 +305,6 @@ class CompileRecorder:
                 self._maybe_cached[args.compile_id] = explained
             else:
                 self.record("recompile", key, **explained._asdict())
-        if self._part == "graph" and self.calling.current is not None:
-            self.calling.current.on_trace()
         self._progress.compile_begins(key)
 
     def compile_ends(self, args: Any) -> None:

@@ -192,8 +192,8 @@ def test_modes_are_restored_after_an_error(levels):
         raise KeyError("between two operators")
 
     def check(_):
-        with pytest.raises(KeyError):
-            modes.restoring(enter)()
+        with pytest.raises(KeyError), modes.restored_after_error():
+            enter()
         assert torch._C._functorch.get_dynamic_layer_stack_depth() == levels
         assert torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")

@@ -9,11 +9,9 @@ import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, CUDAWarmupNode, ExecutionState
 
-from compile_callbacks import CompileWarning
-from compile_callbacks._utils.errors import WarnOnce
-from compile_callbacks.graphs.cudagraphs import with_warmup_repair
+from compile_callbacks.graphs.cudagraphs import CudaGraph
 from compile_callbacks.graphs.failures import EagerFallback, TargetSettings
-from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
+from compile_callbacks.profiling.compile_events import CallInProgress, CompileKey, CompileRecorder
 
 pytestmark = pytest.mark.all_versions
 
@@ -39,34 +37,38 @@ def manager(monkeypatch):
 
 
 @pytest.fixture
-def fallback():
-    return EagerFallback(KEY, CompileRecorder(), TargetSettings(), WarnOnce())
+def call():
+    """A running call of the target, whose warnings are issued when it ends."""
+    return CallInProgress(KEY)
 
 
-def wrap(compiled, fallback):
-    return with_warmup_repair(compiled, torch.device("cuda", 0), KEY, fallback)
+def graph_of(compiled, call):
+    recorder = CompileRecorder()
+    recorder.calling.current = call
+    return CudaGraph(compiled, torch.device("cuda", 0), KEY, EagerFallback(KEY, recorder, TargetSettings()))
 
 
-def test_the_call_after_a_first_run_that_raised_works_and_reports_it(manager, fallback):
+def test_the_call_after_a_first_run_that_raised_works_and_reports_it(manager, call):
     def compiled(x):
         if manager.in_warmup:  # as torch does first; on torch 2.11 it raised an AssertionError
             manager.try_end_curr_warmup("function")
-        return x + 1
+        return [x + 1]
 
-    call = wrap(compiled, fallback)
-    assert call(1) == 2
+    graph = graph_of(compiled, call)
+    assert graph(1) == [2]
     assert manager.current_node is None
     assert manager.path_state == ExecutionState.NONE
     assert manager.warmed_up_functions == {"another"}
-    with pytest.warns(CompileWarning, match=r"target 'net' \(train phase\): the first run of a CUDA graph raised"):
-        fallback.issue_warnings()
-    assert call(2) == 3
-    fallback.issue_warnings()  # a warning would be an error
+    ((code, message, about),) = call.warnings
+    assert (code, about) == ("CC305", ("net", "train"))
+    assert message.startswith("target 'net' (train phase): the first run of a CUDA graph raised")
+    assert graph(2) == [3]
+    assert len(call.warnings) == 1
 
 
 @pytest.mark.parametrize("tree", [None, SimpleNamespace(current_node=None)], ids=["no tree", "no run"])
-def test_nothing_is_repaired_if_memory_was_short_before_the_first_run(monkeypatch, fallback, tree):
+def test_nothing_is_repaired_if_memory_was_short_before_the_first_run(monkeypatch, call, tree):
     """To make the tree of CUDA graphs, torch allocates on a new stream, which takes 2 MiB."""
     monkeypatch.setattr(cudagraph_trees, "get_manager", lambda index, create_if_none_exists: tree)
-    assert wrap(lambda x: x, fallback)(1) == 1
-    fallback.issue_warnings()  # a warning would be an error
+    assert graph_of(lambda x: [x], call)(1) == [1]
+    assert not call.warnings

@@ -1,0 +1,109 @@
+"""Wraps Dynamo's conversion of frames: calls ``torch.compile`` and decides what a failure in one frame means."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._dynamo import eval_frame as _eval_frame
+from torch._dynamo import exc as _exc
+from torch._dynamo.types import ConvertFrameReturn
+
+from compile_callbacks._torch.dynamo import SHARES_RECOMPILE_LIMIT, keep_argument_validation
+
+_SKIP: Any = _eval_frame._FrameAction.SKIP
+_EAGER: Any = _eval_frame._FrameExecStrategy(_SKIP, _SKIP)  # the frame, and the frames beneath it
+_NEVER_SUPPRESSED = tuple(
+    getattr(_exc, name)
+    for name in ("UncapturedHigherOrderOpError", "CompileOnOneRankUnsupported", "ResumePrologueTracingError")
+    if hasattr(_exc, name)  # torch 2.15 added the second
+)
+
+
+class Frame:
+    """A frame that Dynamo converts: the function of `compile_function`, or later a frame behind a graph break.
+
+    Attributes:
+        code: The code of the frame.
+    """
+
+    def __init__(self, code: types.CodeType, convert: Callable[[], Any], *, breaks_are_errors: Callable[[], bool]):
+        self.code = code
+        self._convert = convert
+        self._breaks_are_errors = breaks_are_errors
+
+    def convert(self) -> Any:
+        """Trace and compile the frame, before any of its code runs. Return the result for torch."""
+        return self._convert()
+
+    def is_graph_break(self, error: Exception) -> bool:
+        """Return whether torch runs the frame eagerly after this error, and compiles the frames beneath it."""
+        breaks = isinstance(error, (_exc.Unsupported, _exc.UserError)) and not isinstance(error, _NEVER_SUPPRESSED)
+        return breaks and not self._breaks_are_errors()
+
+
+def run_frame_eagerly() -> Any:
+    """Return the result with which torch runs a frame and all frames beneath it eagerly, this time."""
+    return ConvertFrameReturn(frame_exec_strategy=_EAGER, apply_to_code=False)
+
+
+def skipped(result: Any) -> str | None:
+    """Return the reason why torch compiles nothing of a frame, or ``None`` if it compiled the frame."""
+    if result.guarded_code is not None or result.frame_exec_strategy.cur_action != _SKIP:
+        return None
+    return getattr(result, "skip_reason", None) or "torch skips it"
+
+
+def is_users_exception(error: Exception) -> bool:
+    """Return whether Dynamo gave up a frame because the user's code raises an exception that leaves the frame."""
+    return isinstance(error.__cause__, _exc.ObservedException)
+
+
+def compile_function(
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    around: Callable[[Frame], Any],
+    *,
+    fullgraph: bool,
+    dynamic: bool | None,
+) -> Callable[..., Any]:
+    """Call ``torch.compile``, isolated from other compiles of the same code (torch 2.13 and later).
+
+    ``around`` is called for each frame that torch is about to convert, and returns the result of the conversion. With
+    torch's own setting, ``suppress_errors``, torch raises nevertheless if a graph break is an error, logs each failure,
+    and compiles the frames beneath a failed frame one by one.
+
+    Workaround (until ``torch.compile`` takes a function that handles the failures of a frame).
+    """
+    isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
+    with keep_argument_validation():
+        context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, dynamic=dynamic, **isolate)
+        convert = context.callback._torchdynamo_orig_backend
+        if fullgraph:
+            context.callback._torchdynamo_orig_backend = _Conversion(convert, around, fullgraph=True)
+        else:
+            convert._inner_convert = _Conversion(convert._inner_convert, around, fullgraph=False)
+        compiled: Callable[..., Any] = context(function)
+    return compiled
+
+
+class _Conversion:
+    """Calls ``around`` for each frame, in the place of Dynamo's ``ConvertFrameAssert``."""
+
+    def __init__(self, convert: Any, around: Callable[[Frame], Any], *, fullgraph: bool) -> None:
+        self._convert = convert
+        self._around = around
+        self._fullgraph = fullgraph
+        self._box = convert._box  # torch reads these attributes
+        self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
+
+    def __call__(self, frame: Any, *arguments: Any, skip: int = 0) -> Any:
+        def convert() -> Any:
+            return self._convert(frame, *arguments, skip=skip + 4)
+
+        def breaks_are_errors() -> bool:
+            return self._fullgraph or bool(self._box.error_on_graph_break)
+
+        return self._around(Frame(frame.f_code, convert, breaks_are_errors=breaks_are_errors))

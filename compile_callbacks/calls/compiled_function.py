@@ -1,0 +1,197 @@
+"""`CompiledFunction`: the function of ``torch.compile`` for a `CompiledTarget`, and how it treats Dynamo's frames."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_callbacks import _torch
+from compile_callbacks._utils.errors import CompileError
+from compile_callbacks.calls.new_shapes import ObservedShapes
+from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.graphs.backend import GraphBackend
+from compile_callbacks.graphs.failures import EagerFallback
+from compile_callbacks.profiling.compile_events import CallInProgress, CompileKey, CompileRecorder
+from compile_callbacks.targets.repeated import RegionMarks
+from compile_callbacks.targets.target import AnyTarget
+
+RAISING_CALLS = 3
+"""The maximum number of calls after which torch traces code again that raised an exception of the user's."""
+
+_DIFFERENTIATED = (
+    "the eager steps differentiate its gradients (create_graph=True), and torch cannot differentiate the backward pass "
+    "of a compiled graph"
+)
+
+
+class CompiledFunction:
+    """The function of ``torch.compile`` for a target. It takes the module as its first argument.
+
+    Repeated blocks form one target: torch's guards decide which blocks need separate graphs. Regions are repeated
+    blocks within a target's graph, which torch compiles once.
+
+    Attributes:
+        call: The function, or ``None`` before `get` makes it.
+        hooks_seen: The value of `_torch.dynamo.hooks_registered` when this object last looked for hooks.
+        regions: The marks of the regions, if the target has regions.
+        eager_frames: The code of frames behind graph breaks on which the compiler failed. They run eagerly. torch could
+            skip them, too, but not only for this target.
+        raising_calls: The number of calls in which torch traced code that raised an exception of the user's.
+    """
+
+    def __init__(
+        self,
+        target: AnyTarget,
+        key: CompileKey,
+        config: InductorConfig,
+        backend: GraphBackend,
+        fallback: EagerFallback,
+        observed: ObservedShapes,
+        recorder: CompileRecorder,
+    ) -> None:
+        self.call: Callable[..., Any] | None = None
+        self.hooks_seen: int | None = -1  # has not looked for hooks yet
+        self.regions = RegionMarks(target.regions) if target.regions else None
+        self.eager_frames: set[types.CodeType] = set()
+        self.raising_calls = 0
+        self._members = target.members
+        self._key = key
+        self._config = config
+        self._backend = backend
+        self._fallback = fallback
+        self._observed = observed
+        self._recorder = recorder
+        self._code: types.CodeType | None = None
+        self._guards_hooks = False
+        self._raises_limit = False
+
+    def get(self) -> Callable[..., Any]:
+        """Return the function, after a look for hooks. The function compiles when it is called.
+
+        By default, torch does not notice the first hooks. Only modules with hooks get guards on hooks, because such
+        guards make the checks of each call a sixth slower.
+        """
+        if self.hooks_seen != _torch.dynamo.hooks_registered():
+            self.hooks_seen = _torch.dynamo.hooks_registered()
+            if not self._guards_hooks and any(member.has_hooks for member in self._members):
+                self._guards_hooks, self.call = True, None
+        return self.call or self._compile()
+
+    def free(self) -> None:
+        """Free the compiled code with its frozen weights."""
+        self.call = None
+        self.eager_frames.clear()
+        self._backend.free()
+
+    def _compile(self) -> Callable[..., Any]:
+        name = re.sub(r"\W", "_", f"{self._key.target}_{self._key.phase}")
+        function = _torch.dynamo.function_with_own_cache(_calling(self._members[0].function), name)
+        self._code = function.__code__
+        call = _torch.frames.compile_function(
+            function,
+            self._backend.compile,
+            self._convert,
+            fullgraph=self._config.fullgraph,
+            dynamic=self._config.dynamic,
+        )
+        if self.regions is not None:
+            call = self.regions.around(call)
+        if self._guards_hooks:
+            call = _torch.dynamo.with_dynamo_settings(call, skip_nnmodule_hook_guards=lambda _: False)
+        ddp_is_configured = self._key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
+        if torch.distributed.is_available() and not ddp_is_configured:
+            # Compile whole graphs, which were faster than DDP's buckets (docs/how_to/several_gpus.md).
+            call = _torch.distributed.outside_ddp(call)
+        self.call, self._raises_limit = call, False
+        self.raise_recompile_limit()
+        return self.call
+
+    def raise_recompile_limit(self) -> None:
+        """Raise torch's recompile limit if it is too low. Check this first, because setting it takes 10 µs per call."""
+        if self.call is not None and not self._raises_limit and self._limit_factor > 1:
+            self._raises_limit = True
+            self.call = _torch.dynamo.with_dynamo_settings(
+                self.call, recompile_limit=lambda limit: self._limit_factor * limit
+            )
+
+    @property
+    def _limit_factor(self) -> int:
+        # Before torch 2.13, the graphs of both phases share the user's code object after a graph break.
+        phases = 2 if _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._key in self._recorder.with_graph_breaks else 1
+        # torch compiles blocks that differ separately.
+        many = len(self._members) > 1 and self._backend.graphs >= _torch.dynamo.recompile_limit()
+        return phases * (len(self._members) if many else 1)
+
+    # ------------------------------------------------------------------------------------------ a frame
+
+    def _convert(self, frame: _torch.frames.Frame) -> Any:
+        """Let Dynamo trace a frame before its code runs, and decide what happens if it fails.
+
+        If it fails on the target's own frame, none of the user's code has run, and the target is called eagerly. A
+        later frame runs eagerly alone, so that nothing runs twice.
+        """
+        if frame.code in self.eager_frames:
+            self._recorder.executions.eager_calls += 1
+            return _torch.frames.run_frame_eagerly()
+        call, is_own = self._fallback.call, frame.code is self._code
+        try:
+            if is_own and self._observed.gradients_differentiated and not self._backend.graphs:
+                self._leave_eager()
+            with self._tracing(call):
+                result = frame.convert()
+            if is_own and self._config.fullgraph and (reason := _torch.frames.skipped(result)):
+                raise CompileError(f"fullgraph=True, but torch compiles nothing of the target: {reason}")
+            return result
+        except Exception as error:
+            if _torch.frames.is_users_exception(error):
+                # torch would skip the frame for good, also for inputs for which it has a graph.
+                first = frame.code not in call.raising_frames
+                call.raising_frames += (frame.code,)
+                if first and self.raising_calls < RAISING_CALLS:
+                    return _torch.frames.run_frame_eagerly()
+            if frame.is_graph_break(error):
+                raise
+            call.failure, call.nothing_ran = error, is_own
+            if is_own:
+                raise
+            call.failed_frames += (frame.code,)
+            self._recorder.executions.eager_calls += 1
+            return _torch.frames.run_frame_eagerly()
+
+    def _leave_eager(self) -> None:
+        if self._fallback.settings.on_error == "eager":
+            self._fallback.run_eagerly("CC303", _DIFFERENTIATED)
+            raise CompileError(_DIFFERENTIATED)
+
+    @contextlib.contextmanager
+    def _tracing(self, call: CallInProgress) -> Iterator[None]:
+        """Mark the input dimensions that vary, and set Dynamo's settings for our compiles."""
+        if not call.traced:
+            call.traced = True
+            self._observed.record(call.args, call.kwargs)
+        with contextlib.ExitStack() as settings:
+            if self._config.dynamic is None:
+                settings.enter_context(self._observed.marked(call.args, call.kwargs))
+            settings.enter_context(_torch.dynamo.without_weak_references())
+            settings.enter_context(_torch.dynamo.without_odd_gradients())
+            settings.enter_context(_torch.regions.strict_comparison())
+            if self.regions is not None:
+                settings.enter_context(_torch.regions.with_constant_floats())
+            draws = settings.enter_context(_torch.dynamo.frames_with_frozen_draws())
+            yield
+        call.frozen_draws += tuple(draws)
+
+
+def _calling(function: Callable[..., Any]) -> Any:
+    # This function is in our file, because Dynamo skips frames of torch.nn, such as _call_impl (2.11 and 2.13). The
+    # module is an argument, so that its weights are inputs of the graph and equal modules share the graph.
+    def compiled_target(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    return compiled_target

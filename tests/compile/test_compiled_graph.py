@@ -1,0 +1,56 @@
+"""What stands between torch's code and a compiled graph."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import compile_callbacks
+from tests.support.models import FEATURES, mlp
+
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
+
+OURS = str(Path(compile_callbacks.__file__).parent)
+
+
+def frames_around_the_compiled_code(call):
+    """Return the longest chain of our functions between torch's code for a target and the compiled function."""
+    longest: list[str] = []
+
+    def look(frame, event, _):
+        nonlocal longest
+        if event != "call" or frame.f_code.co_filename.startswith(OURS) or frame.f_code.co_name == "get_manager":
+            return
+        chain = []
+        while (frame := frame.f_back) is not None and frame.f_code.co_filename.startswith(OURS):
+            chain.append(frame.f_code.co_qualname)
+        # Dynamo's code for the target has the name of our function, which is beneath the dispatcher.
+        if chain and chain[-1].startswith(("CompiledGraph", "CudaGraph")) and len(chain) > len(longest):
+            longest = chain
+
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return longest
+
+
+@pytest.mark.parametrize("verify", ["off", "warn"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("make", [mlp, lambda: nn.Linear(FEATURES, 3)], ids=["with batch norm", "linear"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_later_call_adds_one_frame_and_another_one_for_cuda_graphs(compiled, make, grad, verify, device):
+    mode = "reduce-overhead" if device == "cuda" else "default"
+    module = compiled(make().to(device), train_mode=mode, infer_mode=mode, verify=verify)
+    x = torch.randn(4, FEATURES, device=device)
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            module(x)
+        assert frames_around_the_compiled_code(lambda: module(x)) == (
+            ["CudaGraph.__call__", "CompiledGraph.__call__"] if device == "cuda" else ["CompiledGraph.__call__"]
+        )
