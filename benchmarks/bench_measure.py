@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 from compile_callbacks._utils.errors import CompileWarning
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.calls.phase_switch import ActiveConfig, PhaseSwitch
+from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import EAGER, InductorConfig
+from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
@@ -81,7 +82,7 @@ class Candidate:
             self.recorder.listen()
             self.switch.install()
             # Freezing is safe, because infer steps do not change the weights.
-            self.switch.select(self.phase, ActiveConfig(self.config), weights_frozen=self.config.freezes)
+            self.switch.select(self.phase, Variant(self.config), weights_frozen=self.config.freezes)
         torch.manual_seed(0)
         self.step()
         if self._on_gpu:

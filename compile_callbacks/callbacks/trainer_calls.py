@@ -6,6 +6,7 @@ the report to the loggers, a file and the terminal.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from compile_callbacks._utils import stack_chunks
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.callbacks.trainer_progress import is_stopping
+from compile_callbacks.profiling.steps import Stage
 from compile_callbacks.report import loggers
 from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.console import print_line, print_report
@@ -57,17 +59,18 @@ class TrainerCall:
 class TrainerCalls:
     """The running Trainer call of one callback, and the session of the current or last call.
 
-    A nested call, such as ``trainer.validate(module)`` in a hook of a fit, runs eagerly. The session pauses meanwhile.
+    A nested call, such as ``trainer.validate(module)`` in a hook of a fit, runs eagerly and is not measured.
     """
 
     def __init__(self, last: LastReport | None = None) -> None:
         self.session: Session | None = None  # the session of the current or last call
-        self.active: Session | None = None  # the session if it is running and not paused
+        self.active: Session | None = None  # the session if it is running, except in a nested call
         self.last = last or LastReport()
         self.earlier_state: object = None  # the state from a checkpoint that the next session resumes
         self.printed = False  # whether the report was printed
         self._call: TrainerCall | None = None
         self._nested: list[Trainer] = []  # the trainers of the nested calls, the outermost first
+        self._outer_stage = Stage()  # the stage of the call around the nested calls
 
     def begin(self, trainer: Trainer, pl_module: LightningModule, own: InductorCompile, *, fits: bool) -> None:
         """Begin a call, or a nested call."""
@@ -77,7 +80,8 @@ class TrainerCalls:
             if not self._is_over(self._call, trainer, fits=fits):
                 self._nested.append(trainer)
                 if self.active is not None:
-                    self.active.pause()
+                    self._outer_stage = self.active.stage
+                    self.active.stage_begins(dataclasses.replace(self.active.stage, eager=True))
                     self.active = None
                 return
             self._close(self._call, keep_compiled=own.keep_compiled)
@@ -132,7 +136,7 @@ class TrainerCalls:
             self._nested.pop()
             if not self._nested and self.session is not None and self.session.running:
                 self.active = self.session
-                self.active.unpause()
+                self.active.stage_begins(self._outer_stage)
             return None
         call = self._call
         if call is None or call.trainer is not trainer:

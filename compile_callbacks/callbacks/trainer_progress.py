@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.session.measurements import Stage
+from compile_callbacks.profiling.steps import Stage
 
 
 def stage_of(trainer: Trainer, phase: Phase) -> Stage:
@@ -18,7 +18,7 @@ def stage_of(trainer: Trainer, phase: Phase) -> Stage:
     return Stage(
         phase=phase,
         name="validate" if trainer.sanity_checking else str(trainer.state.stage.value),  # type: ignore[union-attr]
-        sanity=trainer.sanity_checking,
+        eager=trainer.sanity_checking,
         weights_frozen=trainer.state.fn != "fit",
     )
 

@@ -111,6 +111,7 @@ class CompiledTarget:
         may_run_eagerly = outer is not None or fallback.runs_eagerly or self._uncompilable or not self.ran
         may_run_eagerly = may_run_eagerly or (self.gave_up_regions and self._regions is not None)
         if (may_run_eagerly or hooks_changed) and self._runs_eagerly(outer, args, kwargs):
+            self._recorder.executions.eager_calls += 1
             return member.eager(*args, **kwargs)
         compiled = self._compiled
         if compiled is None or self._frozen or hooks_changed:
@@ -119,6 +120,7 @@ class CompiledTarget:
             self._recorder.listen_after_reset()
         stance = self._stance(member, args, kwargs) if self._limits_shapes else None
         failure, graphs = None, self._backend.graphs
+        executed = self._recorder.executions.graphs
         if self._state_changes is not None:
             self._state_changes.call_begins(member.module)
         calling.current = call = CallInProgress(self, member, args, kwargs, stance is not None)
@@ -141,6 +143,7 @@ class CompiledTarget:
             if call.snapshot is not None:
                 call.snapshot.restore()
             result = self._call_after_failure(member, failure, args, kwargs)
+        self._recorder.executions.eager_calls += self._recorder.executions.graphs == executed
         traced, has_new_graph = call.snapshot is not None, self._backend.graphs > graphs
         if traced or has_new_graph or self._traces_without_graph or fallback.region_failure is not None:
             self._after_trace(member, args, kwargs, traced=traced, has_new_graph=has_new_graph)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,31 +16,17 @@ from compile_callbacks.calls.dispatcher import Dispatcher
 from compile_callbacks.calls.frozen_weights import unwatchable_reason
 from compile_callbacks.calls.new_shapes import ShapeRecords
 from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.targets.target import AnyTarget
-
-
-class ActiveConfig(NamedTuple):
-    """The config that a phase runs with. `Session` stores one for each phase.
-
-    Attributes:
-        config: The config. With ``None``, targets run eagerly, or as the user compiled them in an uncompiled phase.
-        candidate: The name of the config, if a `Tune` tries several. The trial ends with `PhaseSwitch.end_trial`.
-    """
-
-    config: InductorConfig | None = None
-    candidate: str | None = None
-
-
-EAGERLY = ActiveConfig()
 
 
 class PhaseSwitch:
     """Makes the dispatchers of a session call the compiled code of the active phase.
 
     There is no wrapper module: the ``state_dict``, ``isinstance``, hooks and optimizers use the original modules. For
-    each target, phase and candidate, the switch creates a `CompiledTarget` when they are first selected. torch compiles
+    each target, phase and variant, the switch creates a `CompiledTarget` when they are first selected. torch compiles
     at the first call of the `CompiledTarget`. If the config freezes, the switch creates another `CompiledTarget` with
     frozen weights for stages with constant weights.
     """
@@ -65,7 +51,7 @@ class PhaseSwitch:
         self._dispatchers: dict[AnyTarget, list[Dispatcher]] = {}
         self._compiled_targets: dict[tuple[AnyTarget, Phase, str | None, bool], CompiledTarget] = {}
         self._installed = False
-        self._selected: tuple[Phase, ActiveConfig, bool, bool] | None = None
+        self._selected: tuple[Phase, Variant, bool] | None = None
         self.add(targets)
 
     # ------------------------------------------------------------------------------------------ targets
@@ -86,7 +72,7 @@ class PhaseSwitch:
         return [replace(target, regions=()) if target.name in whole else target for target in self._dispatchers]
 
     def add(self, targets: Sequence[AnyTarget]) -> None:
-        """Add targets. They run with the selected config, or eagerly until the first `select`."""
+        """Add targets. They run the selected variant, or eagerly until the first `select`."""
         for target in targets:
             self._dispatchers[target] = [Dispatcher(member) for member in target.members]
             for dispatcher in self._dispatchers[target] if self._installed else ():
@@ -127,38 +113,31 @@ class PhaseSwitch:
 
     # ------------------------------------------------------------------------------------------ phases
 
-    def select(
-        self, phase: Phase, active: ActiveConfig, *, weights_frozen: bool = False, observes: bool = False
-    ) -> None:
-        """Run the targets with the config of a phase from now on.
+    def select(self, phase: Phase, variant: Variant, *, weights_frozen: bool = False) -> None:
+        """Run the targets with a variant from now on.
 
         With ``weights_frozen``, the weights are constant, so that the code may contain them. If the phase will be
-        compiled, eager calls ``observe`` the shapes of their inputs.
+        compiled, eager calls record the shapes of their inputs.
         """
-        selected = phase, active, weights_frozen, observes
+        selected = phase, variant, weights_frozen
         if self._selected == selected:  # skip most steps, because a change takes 10 µs for each target
             return
         for target in self._dispatchers:
             self._select_for(target, *selected)
         self._selected = selected
 
-    def _select_for(
-        self, target: AnyTarget, phase: Phase, active: ActiveConfig, weights_frozen: bool, observes: bool
-    ) -> None:
+    def _select_for(self, target: AnyTarget, phase: Phase, variant: Variant, weights_frozen: bool) -> None:
         for dispatcher in self._dispatchers[target]:
-            call = self._call_of(target, dispatcher, phase, active, weights_frozen=weights_frozen)
-            if observes and call is dispatcher.eager:
-                call = self._shapes.of(target.name, phase).recording(call, dispatcher.target.module)
-            dispatcher.selected = call
+            dispatcher.selected = self._call_of(target, dispatcher, phase, variant, weights_frozen=weights_frozen)
 
-    def select_by_grad_mode(self, active: Mapping[Phase, ActiveConfig], *, weights_frozen: bool = False) -> None:
+    def select_by_grad_mode(self, variants: Mapping[Phase, Variant], *, weights_frozen: bool = False) -> None:
         """Let the grad mode of each call select the phase: train if grad is enabled, else infer."""
         self._selected = None
         for target, dispatchers in self._dispatchers.items():
             for dispatcher in dispatchers:
                 dispatcher.selected = _by_grad_mode(
-                    self._call_of(target, dispatcher, "train", active["train"]),
-                    self._call_of(target, dispatcher, "infer", active["infer"], weights_frozen=weights_frozen),
+                    self._call_of(target, dispatcher, "train", variants["train"]),
+                    self._call_of(target, dispatcher, "infer", variants["infer"], weights_frozen=weights_frozen),
                 )
 
     def _call_of(
@@ -166,20 +145,20 @@ class PhaseSwitch:
         target: AnyTarget,
         dispatcher: Dispatcher,
         phase: Phase,
-        active: ActiveConfig,
+        variant: Variant,
         *,
         weights_frozen: bool = False,
     ) -> Callable[..., Any]:
         """Return the function that a target runs in a phase."""
-        if dispatcher.compiled_by_user is not None and phase in self._uncompiled:
-            return dispatcher.compiled_by_user
-        config = active.config
+        if phase in self._uncompiled:
+            return dispatcher.compiled_by_user or dispatcher.eager
+        config = variant.config
         if config is None:
-            return dispatcher.eager
+            return self._shapes.of(target.name, phase).recording(dispatcher.eager, dispatcher.target.module)
         frozen = weights_frozen and phase == "infer" and config.freezes and self._can_freeze(target)
-        key = target, phase, active.candidate, frozen
+        key = target, phase, variant.name, frozen
         if key not in self._compiled_targets:
-            self._compiled_targets[key] = self._new_compiled_target(target, phase, config, active.candidate, frozen)
+            self._compiled_targets[key] = self._new_compiled_target(target, phase, config, variant.name, frozen)
         return functools.partial(self._compiled_targets[key].call, dispatcher.target)
 
     def _new_compiled_target(
@@ -217,16 +196,13 @@ class PhaseSwitch:
         """Return the names of the targets that compiled steps of a phase called."""
         return {one.key.target for one in self.compiled_targets(phase) if one.called}
 
-    def end_trial(self, phase: Phase, candidate: str) -> None:
-        """End the trial of the chosen candidate."""
-        for key, compiled_target in self._compiled_targets.items():
-            if key[1:3] == (phase, candidate):
-                compiled_target.end_trial(self._settings)
-
-    def free_candidates(self, phase: Phase, *candidates: str) -> None:
-        """Free the compiled code of candidates that will not run again."""
-        for key in [key for key in self._compiled_targets if key[1] == phase and key[2] in candidates]:
-            self._compiled_targets.pop(key).free_compiled()
+    def keep(self, phase: Phase, variants: Collection[str | None], *, on_trial: bool) -> None:
+        """Free the compiled code of a phase, except for these variants. Their trial ends unless they are on trial."""
+        for key in [key for key in self._compiled_targets if key[1] == phase]:
+            if key[2] not in variants:
+                self._compiled_targets.pop(key).free_compiled()
+            elif not on_trial:
+                self._compiled_targets[key].end_trial(self._settings)
 
     def free_compiled(self) -> None:
         """Free the memory of all compiled code. The next call of a target compiles it again."""

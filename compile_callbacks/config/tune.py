@@ -33,8 +33,8 @@ class Tune:
         candidates: Modes, templates, `InductorConfig` objects or mappings of their fields, the cheapest to compile
             first. Equal candidates count once. ``"auto"`` chooses candidates for the device and the phase, and skips
             candidates that cannot amortize their compile time in the rest of the run.
-        steps: The number of timed steps for each candidate if the comparison is close, at least 5. A clear comparison
-            ends earlier.
+        steps: The number of timed steps in a block, at least 5. Eager and each candidate run one block. Then eager and
+            the fastest candidate run one more block each, which decides.
         budget_seconds: The maximum time for the steps that try candidates, including compile time. After that, the
             callback chooses the best candidate so far. It does not interrupt a running compile. If ``None``, the time
             is not limited.
@@ -52,7 +52,7 @@ class Tune:
 
     candidates: str | Sequence[OneMode]
     _: KW_ONLY
-    steps: int = 20
+    steps: int = 10
     budget_seconds: float | None = None
     min_speedup: float = 1.01
 

@@ -91,6 +91,7 @@ class GraphBackend:
         self._recorder.count_graph()  # after the compile, because Dynamo may restart its analysis and call this again
         statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
         compiled = _torch.autograd.with_eager_versions(compiled, statistics)
+        compiled = self._counted(compiled)
         compiled = self._verification.wrap(
             compiled, eager, options, has_collective=has_collective, uses_cudagraphs=uses_cudagraphs
         )
@@ -99,6 +100,15 @@ class GraphBackend:
         if uses_cudagraphs:
             compiled = with_cloned_outputs(with_warmup_repair(compiled, device, self._key, self._fallback))
         return compiled
+
+    def _counted(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        executions = self._recorder.executions
+
+        def call(*inputs: Any) -> Any:
+            executions.graphs += 1
+            return compiled(*inputs)
+
+        return call
 
     def _run_eagerly(self, eager: torch.fx.GraphModule, error: Exception) -> Callable[..., Any]:
         """Return a function that runs a graph eagerly, and record that the compiler failed.

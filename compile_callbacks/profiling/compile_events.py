@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.profiling.executions import Executions
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, explain_recompile
 
@@ -139,6 +140,7 @@ class CompileRecorder:
         mode_argument: str = "{phase}_mode",
     ) -> None:
         self.calling = _Calling()
+        self.executions = Executions()
         self.events: list[CompileEvent] = []
         self.step: int | None = None
         """The number of the running step, which the recorder stores in events."""
@@ -214,14 +216,14 @@ class CompileRecorder:
         _torch.events.unregister(self.listener, self.compile_ends)
 
     def compiled_since(self, before: tuple[int, int]) -> tuple[bool, bool]:
-        """Return whether torch has compiled since `marker`, with and without recordings of CUDA graphs."""
-        if self.marker == before:
+        """Return whether torch has compiled since `compiles`, with and without recordings of CUDA graphs."""
+        if self.compiles == before:
             return False, False
         self.collect()
         return self.compiles_seen != before[0], self._traces_seen != before[1]
 
     @property
-    def marker(self) -> tuple[int, int]:
+    def compiles(self) -> tuple[int, int]:
         """The number of compiles so far, with and without recordings of CUDA graphs."""
         return self.compiles_seen, self._traces_seen
 

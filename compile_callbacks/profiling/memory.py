@@ -13,7 +13,7 @@ _MEASURED_STEPS = 5
 """Number of measured steps of each variant, including the recording of a CUDA graph. The number is small, because
 reading the allocator's statistics in each step would take too long."""
 
-_Variant = tuple[Phase, bool, str | None]  # the phase, whether the step ran compiled, and the candidate of a Tune
+_Key = tuple[Phase, str | None]  # the phase, and the name of the variant
 
 
 class Peak(NamedTuple):
@@ -33,30 +33,30 @@ class PeakMemory:
     """
 
     def __init__(self) -> None:
-        self._peaks: dict[_Variant, tuple[bool, int]] = {}  # whether a step raised the process's peak, and the peak
-        self._measured: Counter[_Variant] = Counter()
-        self._running: tuple[_Variant, int] | None = None
+        self._peaks: dict[_Key, tuple[bool, int]] = {}  # whether a step raised the process's peak, and the peak
+        self._measured: Counter[_Key] = Counter()
+        self._running: tuple[_Key, int] | None = None
 
-    def start(self, phase: Phase, *, compiled: bool, candidate: str | None = None) -> None:
+    def start(self, phase: Phase, variant: str | None) -> None:
         """Start a step on a GPU."""
-        variant = phase, compiled, candidate
-        measured = self._measured[variant] < _MEASURED_STEPS
-        self._running = (variant, torch.cuda.max_memory_allocated()) if measured else None
+        key = phase, variant
+        measured = self._measured[key] < _MEASURED_STEPS
+        self._running = (key, torch.cuda.max_memory_allocated()) if measured else None
 
     def stop(self, *, traced: bool) -> None:
         """End the step."""
         running, self._running = self._running, None
         if running is None or traced:
             return
-        variant, before = running
+        key, before = running
         after = torch.cuda.max_memory_allocated()
         if after < before:  # because the user's code reset the peak in this step
             return
-        self._measured[variant] += 1
-        self._peaks[variant] = max(self._peaks.get(variant, (False, 0)), (after > before, after))
+        self._measured[key] += 1
+        self._peaks[key] = max(self._peaks.get(key, (False, 0)), (after > before, after))
 
-    def peak(self, phase: Phase, *, compiled: bool, candidate: str | None = None) -> Peak:
+    def peak(self, phase: Phase, variant: str | None = None) -> Peak:
         """Return the highest peak of the measured steps."""
-        raised, peak_bytes = self._peaks.get((phase, compiled, candidate), (False, 0))
+        raised, peak_bytes = self._peaks.get((phase, variant), (False, 0))
         mib = peak_bytes / 2**20 or None
         return Peak(mib=mib) if raised else Peak(at_most_mib=mib)

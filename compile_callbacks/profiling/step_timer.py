@@ -12,14 +12,16 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.profiling.saved_time import SavedTime, Savings, StepSeries
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES
+from compile_callbacks.profiling.steps import StepKind
 from compile_callbacks.profiling.workload import Workload
 
 WARMUP_STEPS = 2
@@ -40,10 +42,7 @@ TIMED_ONE_OF = 32
 
 _MAX_UNREAD = 64  # the number of unread CUDA events after which the timer reads the events that the GPU has passed
 
-StepKind = Literal["eager", "compiled", "compiling"]
-"""The kind of a step. ``"compiling"``: torch compiled during the step, for this candidate or another."""
-
-_Variant = tuple[Phase, bool, str | None]  # the phase, whether the step ran compiled, and the candidate of a Tune
+_Key = tuple[Phase, str | None, StepKind]  # the phase, the name of the variant, and what ran
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,14 @@ class StepTimes:
         compiled_ms: Compiled samples, in milliseconds.
         restored: Whether the eager samples are from an earlier run.
         workload: The workload, or ``None`` if there are no samples.
+        kind: Whether ``compiled_ms`` are times of compiled or of partly compiled steps.
     """
 
     eager_ms: tuple[float, ...] = ()
     compiled_ms: tuple[float, ...] = ()
     restored: bool = False
     workload: Workload | None = None
+    kind: StepKind = "compiled"
 
 
 class _Step(NamedTuple):
@@ -68,8 +69,8 @@ class _Step(NamedTuple):
 
     span: Span
     number: int
-    variant: _Variant
-    kind: StepKind
+    key: _Key
+    compiling: bool
     stage: str
     sample_of: Workload | None
 
@@ -84,29 +85,28 @@ class StepTimer:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.last_step: Span | None = None
-        """The time of the last step, or ``None`` if torch compiled during the step, or if it was a warm-up step."""
         self.untimed_left = 0
         """The number of the next steps that need no timing."""
         self.passed = 0
         """The number of steps since the last call of `stop`. They were neither timed nor counted yet."""
         self._clock = clock
         self._numbers: Counter[Phase] = Counter()
-        self._steps: Counter[_Variant] = Counter()
-        self._samples: dict[_Variant, dict[Workload, deque[float]]] = defaultdict(dict)
-        self._seen_shapes: dict[_Variant, set[int]] = defaultdict(set)
-        self._undisturbed: Counter[_Variant] = Counter()  # steps since the last compile
+        self._steps: Counter[_Key] = Counter()
+        self._samples: dict[_Key, dict[Workload, deque[float]]] = defaultdict(dict)
+        self._seen_shapes: dict[_Key, set[int]] = defaultdict(set)
+        self._since_compile: Counter[tuple[Phase, str | None]] = Counter()  # steps of each variant
+        self._last_variant: dict[Phase, str | None] = {}
         self._restored: dict[Phase, dict[Workload, tuple[float, ...]]] = {}
-        self._series: dict[Phase, dict[tuple[StepKind, str | None], StepSeries]] = defaultdict(dict)
+        self._series: dict[Phase, dict[tuple[str, str | None], StepSeries]] = defaultdict(dict)
         self._saved: dict[Phase, SavedTime] = defaultdict(SavedTime)
         self._unread: deque[_Step] = deque()
         self._running = False
         self._span: Span | None = None  # the span of the running step, if it is timed
         self._started = 0.0  # the time at which the running step began, if it is not timed
-        self._last_variant: _Variant | None = None
+        self._last_key: _Key | None = None
         self._steady_steps = 0
-        self._untimed: Counter[_Variant] = Counter()
-        self._stages: dict[_Variant, str] = {}  # the stage of the last timed step
+        self._untimed: Counter[_Key] = Counter()
+        self._stages: dict[_Key, str] = {}  # the stage of the last timed step
         self._random = random.Random(0)  # because every second or fourth step may differ from the others
 
     # ------------------------------------------------------------------------------------------ a step
@@ -131,65 +131,63 @@ class StepTimer:
         self._started = self._clock()  # needed if torch compiles during the step
         return True
 
-    def restart_warmup(self, phase: Phase, *, compiled: bool, candidate: str | None = None) -> None:
-        """Make the next step of a variant a warm-up step, because another variant ran before it."""
-        variant = phase, compiled, candidate
-        self._undisturbed[variant] = min(self._undisturbed[variant], WARMUP_STEPS - 1)
-
     def stop(
-        self, phase: Phase, *, compiled: bool, workload: Workload | None, disturbed: bool, candidate: str | None = None
-    ) -> bool:
-        """End the step."""
-        self.last_step = None
+        self, phase: Phase, variant: str | None, kind: StepKind, *, workload: Workload | None, compiling: bool
+    ) -> tuple[bool, Span | None]:
+        """End the step of a variant.
+
+        Return whether its time is a sample, and its time unless torch compiled or warmed up during the step.
+        """
         if not self._running:
-            return False
+            return False, None
         self._running = False
         self._count_passed()
-        variant = phase, compiled, candidate
+        key = phase, variant, kind
         self._numbers[phase] += 1
-        self._steps[variant] += 1
-        self._steady_steps = 0 if disturbed or variant != self._last_variant else self._steady_steps + 1
-        self._last_variant = variant
+        self._steps[key] += 1
+        self._steady_steps = 0 if compiling or key != self._last_key else self._steady_steps + 1
+        self._last_key = key
+        is_warm = self._is_warm(phase, variant, compiling=compiling)
         if self._steady_steps < STEADY_STEPS:
             self.untimed_left = 0
-        if self._span is None and not disturbed:
-            self._untimed[variant] += 1
-            return False
+        if self._span is None and not compiling:
+            self._untimed[key] += 1
+            return False, None
         if self._steady_steps >= STEADY_STEPS:  # the gaps are random, so that each step is equally likely to be timed
             self.untimed_left = int(math.log(1 - self._random.random()) / math.log(1 - 1 / TIMED_ONE_OF))
         span = self._span or Span(None, self._clock, self._started)
         span.stop()
-        sample = self._is_sample(variant, workload, disturbed=disturbed)
-        if disturbed:
-            self._undisturbed[variant] = 0
-        elif workload is not None and self._undisturbed[variant] > WARMUP_STEPS:
-            self.last_step = span
-        self._add_untimed(variant)
+        # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
+        is_new = not compiling and workload is not None and self._is_new(key, workload)
+        # A step that ran eagerly although its variant compiles is a sample of neither.
+        is_sample = is_warm and workload is not None and not is_new and (kind != "eager" or variant == EAGER)
+        self._add_untimed(key)
         if workload is not None:
-            self._stages[variant] = workload.stage
-        kind: StepKind = "compiling" if disturbed else "compiled" if compiled else "eager"
-        stage = self._stages.get(variant, "")
-        self._unread.append(_Step(span, self._numbers[phase], variant, kind, stage, workload if sample else None))
+            self._stages[key] = workload.stage
+        stage = self._stages.get(key, "")
+        self._unread.append(_Step(span, self._numbers[phase], key, compiling, stage, workload if is_sample else None))
         if len(self._unread) > _MAX_UNREAD:
             self._read(wait=False)
-        return sample
+        return is_sample, span if is_warm and workload is not None else None
+
+    def _is_warm(self, phase: Phase, variant: str | None, *, compiling: bool) -> bool:
+        """Count a step of a variant, and return whether it is no longer a warm-up step."""
+        if variant != self._last_variant.get(phase, variant):  # another variant ran before
+            self._since_compile[phase, variant] = min(self._since_compile[phase, variant], WARMUP_STEPS - 1)
+        self._last_variant[phase] = variant
+        if compiling:
+            self._since_compile[phase, variant] = 0
+            return False
+        self._since_compile[phase, variant] += 1
+        return self._since_compile[phase, variant] > WARMUP_STEPS
 
     def discard_step(self) -> None:
         """Discard the running step."""
         self._running = False
 
-    def _is_sample(self, variant: _Variant, workload: Workload | None, *, disturbed: bool) -> bool:
-        if disturbed:
-            return False
-        self._undisturbed[variant] += 1
-        # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
-        return (
-            workload is not None and not self._is_new(variant, workload) and self._undisturbed[variant] > WARMUP_STEPS
-        )
-
-    def _is_new(self, variant: _Variant, workload: Workload) -> bool:
-        """Return whether no earlier step of the variant had these shapes."""
-        seen, shapes = self._seen_shapes[variant], hash(workload.shapes)
+    def _is_new(self, key: _Key, workload: Workload) -> bool:
+        """Return whether no earlier step of the same kind had these shapes."""
+        seen, shapes = self._seen_shapes[key], hash(workload.shapes)
         if not workload.shapes or shapes in seen:
             return False
         if len(seen) < _MAX_SHAPES:
@@ -207,41 +205,44 @@ class StepTimer:
         self._count_passed()
         return self._numbers[phase] + 1
 
-    def compiled_steps(self, phase: Phase, candidate: str | None = None) -> int:
-        """Return the number of compiled steps, including steps without a sample."""
+    def steps(self, phase: Phase, variant: str | None = None) -> Counter[StepKind]:
+        """Return the number of steps of a variant by what ran in them, including steps without a sample."""
         self._count_passed()
-        return self._steps[phase, True, candidate]
+        return Counter({key[2]: count for key, count in self._steps.items() if key[:2] == (phase, variant)})
 
     def samples(
-        self, phase: Phase, *, compiled: bool, candidate: str | None = None
+        self, phase: Phase, variant: str | None = None, kind: StepKind = "compiled"
     ) -> dict[Workload, tuple[float, ...]]:
         """Return the samples in milliseconds by workload, the latest workload last."""
         self._read(wait=False)
-        return {workload: tuple(ms) for workload, ms in self._samples[phase, compiled, candidate].items()}
+        return {workload: tuple(ms) for workload, ms in self._samples[phase, variant, kind].items()}
 
-    def times(self, phase: Phase, candidate: str | None = None) -> StepTimes:
+    def times(self, phase: Phase, variant: str | None = None) -> StepTimes:
         """Return the eager and compiled step times of the workload that has the most compiled samples.
 
-        If several workloads have the same number, the latest is returned. If no eager step of this run had this
-        workload, the eager samples are from an earlier run, or empty.
+        If most steps were partly compiled, the times are those of partly compiled steps. If several workloads have the
+        same number, the latest is returned. If no eager step of this run had this workload, the eager samples are from
+        an earlier run, or empty.
         """
-        eager, compiled = self.samples(phase, compiled=False), self.samples(phase, compiled=True, candidate=candidate)
+        steps = self.steps(phase, variant)
+        kind: StepKind = "partly compiled" if steps["partly compiled"] > steps["compiled"] else "compiled"
+        eager, compiled = self.samples(phase, EAGER, "eager"), self.samples(phase, variant, kind)
         earlier = self._restored.get(phase, {})
         if workload := _most_frequent(compiled):
             restored = workload not in eager and workload in earlier
             eager_ms = (earlier if restored else eager).get(workload, ())
-            return StepTimes(eager_ms, compiled[workload], restored=restored, workload=workload)
+            return StepTimes(eager_ms, compiled[workload], restored=restored, workload=workload, kind=kind)
         if workload := _most_frequent(eager):
-            return StepTimes(eager[workload], (), workload=workload)
+            return StepTimes(eager[workload], (), workload=workload, kind=kind)
         if workload := _most_frequent(earlier):
-            return StepTimes(earlier[workload], (), restored=True, workload=workload)
-        return StepTimes()
+            return StepTimes(earlier[workload], (), restored=True, workload=workload, kind=kind)
+        return StepTimes(kind=kind)
 
     def savings(self, phase: Phase, other_seconds: float = 0.0) -> Savings | None:
         """Return the time that compiled steps saved, or ``None`` if there are too few eager samples."""
         self._count_passed()
-        for variant in list(self._untimed):
-            self._add_untimed(variant)
+        for key in list(self._untimed):
+            self._add_untimed(key)
         of_stage: defaultdict[str, list[float]] = defaultdict(list)
         for workload, samples in self.baseline(phase).items():
             of_stage[workload.stage] += samples
@@ -251,8 +252,9 @@ class StepTimer:
     def series(self, phase: Phase) -> tuple[dict[str, Any], ...]:
         """Return the step times of a phase, as one mapping for each kind of step and candidate.
 
-        A mapping contains ``kind`` (see `StepKind`), ``candidate`` (if the phase has a `Tune`), ``steps`` (numbers of
-        steps in the phase, from 1) and ``ms``. In a long run, the lists contain randomly chosen timed steps.
+        A mapping contains ``kind`` (a `StepKind`, or ``"compiling"`` if torch compiled during the steps), ``candidate``
+        (if the phase has a `Tune`), ``steps`` (numbers of steps in the phase, from 1) and ``ms``. In a long run, the
+        lists contain randomly chosen timed steps.
         """
         self._read(wait=False)
         found = []
@@ -263,7 +265,7 @@ class StepTimer:
 
     def baseline(self, phase: Phase) -> dict[Workload, tuple[float, ...]]:
         """Return the eager samples of a phase by workload, including those of an earlier run."""
-        return {**self._restored.get(phase, {}), **self.samples(phase, compiled=False)}
+        return {**self._restored.get(phase, {}), **self.samples(phase, EAGER, "eager")}
 
     def restore(self, phase: Phase, baseline: Mapping[Workload, Sequence[float]]) -> None:
         """Add the eager samples that `baseline` returned in an earlier run."""
@@ -271,38 +273,39 @@ class StepTimer:
 
     def _count_passed(self) -> None:
         """Count the steps of `passed`, which are of the same kind as the last step."""
-        if self.passed and self._last_variant is not None:
-            self._numbers[self._last_variant[0]] += self.passed
-            self._steps[self._last_variant] += self.passed
-            self._untimed[self._last_variant] += self.passed
+        if self.passed and self._last_key is not None:
+            self._numbers[self._last_key[0]] += self.passed
+            self._steps[self._last_key] += self.passed
+            self._untimed[self._last_key] += self.passed
             self._steady_steps += self.passed
             self.passed = 0
 
-    def _add_untimed(self, variant: _Variant) -> None:
-        """Count each untimed step of a variant with the variant's average time."""
-        phase, compiled, candidate = variant
-        if (steps := self._untimed.pop(variant, 0)) and compiled:
-            self._saved[phase].add_untimed(steps, stage=self._stages.get(variant, ""), candidate=candidate)
+    def _add_untimed(self, key: _Key) -> None:
+        """Count each untimed step with the average time of its kind."""
+        phase, variant, kind = key
+        if (steps := self._untimed.pop(key, 0)) and kind != "eager":
+            self._saved[phase].add_untimed(steps, stage=self._stages.get(key, ""), candidate=variant)
 
     def _read(self, *, wait: bool) -> None:
         while self._unread and (wait or self._unread[0].span.passed()):
             self._keep(self._unread.popleft())
 
     def _keep(self, step: _Step) -> None:
-        phase, _, candidate = step.variant
+        phase, variant, kind = step.key
         ms = step.span.milliseconds()
-        series = self._series[phase].setdefault((step.kind, candidate), StepSeries())
+        candidate = None if variant == EAGER else variant
+        shown = "compiling" if step.compiling else kind
+        series = self._series[phase].setdefault((shown, candidate), StepSeries())
         series.add(step.number, ms)
-        if step.kind != "eager":
-            compiling = step.kind == "compiling"
-            self._saved[phase].add(ms, stage=step.stage, candidate=candidate, compiling=compiling)
+        if step.compiling or kind != "eager":
+            self._saved[phase].add(ms, stage=step.stage, candidate=candidate, compiling=step.compiling)
         if step.sample_of is not None:
-            of_variant = self._samples[step.variant]
-            of_workload = of_variant.pop(step.sample_of, None) or deque(maxlen=MAX_SAMPLES)
+            by_workload = self._samples[step.key]
+            of_workload = by_workload.pop(step.sample_of, None) or deque(maxlen=MAX_SAMPLES)
             of_workload.append(ms)
-            of_variant[step.sample_of] = of_workload  # inserted again, so that the latest workload is the last
-            if len(of_variant) > _MAX_WORKLOADS:
-                del of_variant[next(iter(of_variant))]
+            by_workload[step.sample_of] = of_workload  # inserted again, so that the latest workload is the last
+            if len(by_workload) > _MAX_WORKLOADS:
+                del by_workload[next(iter(by_workload))]
 
 
 def _most_frequent(samples: Mapping[Workload, tuple[float, ...]]) -> Workload | None:

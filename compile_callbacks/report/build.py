@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
@@ -16,7 +15,6 @@ from compile_callbacks.profiling.saved_time import net_series
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, speedup_interval, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
 from compile_callbacks.report.report import CompileReport, PhaseDiagnostics, PhaseReport, Verdict
-from compile_callbacks.tuning.trial import Trial
 
 _RESULTS = ("differs", "equal", "outputs only", "not compared")
 
@@ -36,11 +34,11 @@ def build_phase_report(
     timer: StepTimer,
     memory: PeakMemory,
     *,
-    trials: Sequence[Trial] = (),
+    trials: Sequence[Mapping[str, Any]] = (),
     details: bool = True,
 ) -> PhaseReport:
     """Build the report of a phase."""
-    chosen = next((trial.candidate for trial in trials if trial.verdict == "chosen"), None)
+    chosen = next((trial["candidate"] for trial in trials if trial["verdict"] == "chosen"), None)
     config = None if chosen == EAGER else settings
     candidate = chosen if isinstance(settings, Tune) else None
 
@@ -53,9 +51,7 @@ def build_phase_report(
     graphs: Counter[str] = Counter()
     for event in of("compile"):
         graphs[event.target] += event.graphs
-    times = timer.times(phase, candidate)
-    if not graphs.total():
-        times = replace(times, compiled_ms=())  # because these steps ran eagerly
+    times, steps = timer.times(phase, candidate), timer.steps(phase, candidate)
     eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
     outside = sum(event.seconds or 0 for event in compiles if event.step is None)
     if next((event.phase for event in recorder.events if event.kind == "compile"), None) == phase:
@@ -66,20 +62,22 @@ def build_phase_report(
     speedup = eager_ms / compiled_ms if verdict in ("faster", "slower") and eager_ms and compiled_ms else None
     if verdict == "faster" and savings is not None and savings.net_seconds <= 0:
         verdict = "compile time not repaid"
-    if verdict is None and details and settings is not None and timer.compiled_steps(phase, candidate):
-        verdict = "too few samples" if graphs.total() else "not compiled"
+    if details and config is not None and steps["eager"] > steps["compiled"] + steps["partly compiled"]:
+        verdict, speedup = "not compiled", None
+    elif verdict is None and details and config is not None and steps.total():
+        verdict = "too few samples"
     saved: dict[str, float] = {}
     for event in of("compile"):
         if event.saved_mib is not None:
             saved[event.target] = max(saved.get(event.target, 0.0), event.saved_mib)
     counts = [len(side) for side in (times.eager_ms, times.compiled_ms) if side]
-    eager_peak = memory.peak(phase, compiled=False)
-    peak = memory.peak(phase, compiled=True, candidate=candidate)
+    eager_peak, peak = memory.peak(phase, EAGER), memory.peak(phase, candidate)
     errors = [event.max_abs_error for event in of("verify") if event.max_abs_error is not None]
     return PhaseReport(
         mode=chosen or (config.describe() if config else EAGER),
         targets=tuple(target.label(graphs[target.name]) for target in targets) if config else (),
         verdict=verdict,
+        partly_compiled=times.kind == "partly compiled",
         compile_seconds=seconds,
         graphs=graphs.total(),
         graph_breaks=len(of("graph_break")),
@@ -111,7 +109,8 @@ def build_phase_report(
                 for key, run in recorder.pass_runs
                 if key.phase == phase and (candidate is None or key.candidate == candidate)
             ),
-            trials=tuple(trial.to_dict() for trial in trials),
+            steps={kind: count for kind, count in steps.items()},
+            trials=tuple(dict(trial) for trial in trials),
             series=series,
             net_series=net_series(series, savings.net_seconds, outside) if savings and series else {},
             restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),

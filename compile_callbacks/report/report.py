@@ -60,6 +60,8 @@ class PhaseDiagnostics(_Data):
         skipped_passes: Number of graphs that were compiled without a custom graph pass because the pass failed.
         passes: One mapping for each graph and custom graph pass, in order: ``target``, ``name``, ``hook``, and the
             fields of `PassRun`, or ``from_cache`` if the graph was loaded from torch's cache.
+        steps: Number of steps with the settings of the phase by what ran in them: ``"compiled"``, ``"partly compiled"``
+            (compiled graphs, and also a target that ran eagerly) and ``"eager"``.
         trials: One mapping for each candidate of a `Tune`, eager first: ``candidate``, ``verdict``, ``median_ms`` and
             ``p95_ms`` (median and 95th percentile of the step times), ``samples``, ``compile_seconds``, ``reason``.
         series: Step times in order, as one mapping for each ``kind`` of step (``"eager"``, ``"compiled"`` or
@@ -85,6 +87,7 @@ class PhaseDiagnostics(_Data):
     max_abs_error: float | None = None
     skipped_passes: int = 0
     passes: tuple[dict[str, Any], ...] = ()
+    steps: dict[str, int] = field(default_factory=dict)
     trials: tuple[dict[str, Any], ...] = ()
     series: tuple[dict[str, Any], ...] = ()
     net_series: dict[str, Any] = field(default_factory=dict)
@@ -109,8 +112,9 @@ class PhaseReport(_Data):
             - ``"slower"``: compiled steps are slower by more than noise.
             - ``"no difference"``: noise explains the difference.
             - ``"too few samples"``: too few steps were timed.
-            - ``"not compiled"``: steps ran, but no graph was compiled.
+            - ``"not compiled"``: no compiled graph ran in most of the steps.
             - ``None``: the settings leave the phase eager, or only its eager steps have run.
+        partly_compiled: Whether the verdict is about steps in which a target also ran eagerly.
         compile_seconds: Seconds spent on compiling so far: forward, backward and CUDA graph recording. With a `Tune`,
             the sum over all candidates.
         graphs: Number of compiled graphs.
@@ -137,6 +141,7 @@ class PhaseReport(_Data):
     mode: str = EAGER
     targets: tuple[str, ...] = ()
     verdict: Verdict | None = None
+    partly_compiled: bool = False
     compile_seconds: float | None = None
     graphs: int = 0
     graph_breaks: int = 0
@@ -267,8 +272,9 @@ def _fits(value: object, annotation: str) -> bool:
         return isinstance(value, PhaseDiagnostics)
     if annotation == "Verdict | None":
         return value in Verdict.__args__  # type: ignore[attr-defined]
-    types: dict[str, Any] = {"str": str, "int": int, "float": int | float}
-    return isinstance(value, types[annotation.removesuffix(" | None")]) and not isinstance(value, bool)
+    types: dict[str, Any] = {"str": str, "int": int, "float": int | float, "bool": bool}
+    fits = isinstance(value, types[annotation.removesuffix(" | None")])
+    return fits and (annotation == "bool" or not isinstance(value, bool))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,15 @@ def verdict_lines(report: CompileReport) -> list[str]:
 
 def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     """Return the verdict of a phase in a sentence, or an empty string if the phase has no verdict."""
+    verdict = _describe_verdict(phase, report)
+    if not (verdict and report.partly_compiled) or report.verdict == "not compiled":
+        return verdict
+    failed = _last_event(report, "fallback")
+    why = f" ({failed['target']} runs eagerly, {_code(failed)})" if failed else ""
+    return f"partly compiled{why}: {verdict}"
+
+
+def _describe_verdict(phase: Phase, report: PhaseReport) -> str:
     eager_ms, compiled_ms, net = report.eager_step_ms, report.compiled_step_ms, report.net_seconds_saved
     times = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms"
     compiling = _duration(report.compile_seconds or 0)

@@ -146,7 +146,8 @@ class GradModeSession(Session):
         self.begin()
         if found_from_module:
             self._switch.set_session(self)
-        self._switch.select_by_grad_mode(self._active, weights_frozen=weights_frozen)
+        variants = {phase: self._policies.chosen(phase) for phase in PHASES}
+        self._switch.select_by_grad_mode(variants, weights_frozen=weights_frozen)
 
     def allow_shapes(self, args: Any, kwargs: Any) -> None:
         """Allow inference calls with these shapes to compile, with any ``new_shapes``."""

@@ -8,8 +8,9 @@ from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
-from compile_callbacks.calls.phase_switch import ActiveConfig, PhaseSwitch
+from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey, CompileRecorder, EventKind
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
@@ -70,16 +71,16 @@ class SessionWarnings:
             reason = f"{config.describe()!r} asks for CUDA graphs, which have no effect on a {device.type.upper()}"
             self._warn_of_no_effect("cudagraph_skip", phase, message, reason)
 
-    def check_stage(self, phase: Phase, active: ActiveConfig) -> None:
+    def check_stage(self, phase: Phase, variant: Variant) -> None:
         """Warn about targets that ran uncompiled in a stage, and about slow steps.
 
-        While a `Tune` tries candidates, the active config outside steps is eager, so there is nothing to warn about.
+        Before a `Tune` has chosen a candidate, the variant is eager, so there is nothing to warn about.
         """
         self._recorder.collect()
         for key, reason in self._recorder.recompile_limits.items():
-            if key.phase == phase and key.candidate == active.candidate:
+            if key.phase == phase and key.candidate == variant.name:
                 self._warn_of_limit(key, reason)
-        if self._is_uncalled(phase, active):
+        if self._is_uncalled(phase, variant):
             names = ", ".join(repr(target.name) for target in self._switch.targets) or "none was found"
             message = (
                 f"nothing is compiled in the {phase} phase, because its steps call none of the targets ({names}). "
@@ -92,7 +93,7 @@ class SessionWarnings:
                 self._check_share(compiled_target)
                 if compiled_target.blocks_differ:
                     self._warn_of_differing_blocks(compiled_target.key)
-        self.check_step_times(phase, active.candidate)
+        self.check_step_times(phase, variant)
 
     def check_targets(self) -> None:
         """Warn about each named target that no phase called. `Session` calls this method after a fit."""
@@ -104,11 +105,12 @@ class SessionWarnings:
                 message = f"target {target.name!r} was never called, so it is not compiled. {_NAME_OTHERS}"
                 self._warn.warn("CC102", message, about=target.name)
 
-    def check_step_times(self, phase: Phase, candidate: str | None = None) -> None:
+    def check_step_times(self, phase: Phase, variant: Variant) -> None:
         """Warn if the latest compiled steps are slower than eager steps of the same workload, beyond the spread."""
         slower: list[tuple[float, str]] = []
         all_eager = self._timer.baseline(phase)
-        all_compiled = self._timer.samples(phase, compiled=True, candidate=candidate)
+        kind = self._timer.times(phase, variant.name).kind
+        all_compiled = self._timer.samples(phase, variant.name, kind)
         for workload in all_eager.keys() & all_compiled.keys():
             eager, latest = all_eager[workload], all_compiled[workload][-RECENT_SAMPLES:]
             if min(len(eager), len(latest)) < MIN_SAMPLES:
@@ -119,10 +121,10 @@ class SessionWarnings:
                 slower.append((latest_ms - eager_ms, figures))
         if not slower:
             return
-        events = (e for e in reversed(self._recorder.events) if e.phase == phase and e.candidate == candidate)
+        events = (e for e in reversed(self._recorder.events) if e.phase == phase and e.candidate == variant.name)
         cause = next((event for event in events if event.kind in _CAUSES), None)
         message = (
-            f"compiled {phase} steps are slower than eager steps ({max(slower)[1]}). {_describe(cause)}. "
+            f"{kind} {phase} steps are slower than eager steps ({max(slower)[1]}). {_describe(cause)}. "
             f"{phase}_mode='eager' leaves the phase eager"
         )
         self._warn.warn("CC501", message, about=(phase, cause and (cause.kind, cause.reason)))
@@ -139,13 +141,13 @@ class SessionWarnings:
 
     # ------------------------------------------------------------------------------------------ one subject each
 
-    def _is_uncalled(self, phase: Phase, active: ActiveConfig) -> bool:
-        """Return whether steps of a phase ran compiled without calling a target."""
-        if active.config is None:
+    def _is_uncalled(self, phase: Phase, variant: Variant) -> bool:
+        """Return whether the steps of a phase called no target."""
+        if variant.config is None:
             return False
         if not (self._switch.targets or self._finds_targets):
             return False  # each named target gets its own warning
-        return not self._switch.called_targets(phase) and bool(self._timer.compiled_steps(phase, active.candidate))
+        return not self._switch.called_targets(phase) and bool(self._timer.steps(phase, variant.name))
 
     def _warn_of_no_effect(self, kind: EventKind, phase: Phase, message: str, reason: str) -> None:
         if self._warn.warn("CC204", message, about=(phase, kind)):

@@ -1,4 +1,4 @@
-"""Lists the candidates of a `Tune` for `PhaseTuning`, and excludes candidates that cannot have an effect."""
+"""Lists the candidates of a `Tune` for a `TuningPolicy`, and excludes candidates that cannot have an effect."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.tune import Tune
+from compile_callbacks.config.variant import Variant
 from compile_callbacks.tuning.trial import Trial
 
 _AUTOTUNE_COST = 8.0  # the factor by which a compile takes longer if Inductor benchmarks kernels
@@ -23,7 +24,7 @@ def candidates_of(
     no_freezing: str | None,
     no_cudagraphs: str | None,
     shapes_vary: bool,
-) -> Iterator[tuple[InductorConfig, Trial]]:
+) -> Iterator[Trial]:
     """Return a trial for each candidate in order, without eager. The verdict of an excluded candidate is "not tried".
 
     ``no_freezing`` and ``no_cudagraphs`` are the reasons why the targets cannot have frozen weights or CUDA graphs.
@@ -35,12 +36,13 @@ def candidates_of(
         names.append(name)
         if (count := names.count(name)) > 1:  # two candidates may have different passes of the same class
             name = f"{name} ({count})"
-        trial = Trial(name, compile_cost=_AUTOTUNE_COST if config.resolved_options().get("max_autotune") else 1.0)
+        autotunes = config.resolved_options().get("max_autotune")
+        trial = Trial(Variant(config, name), compile_cost=_AUTOTUNE_COST if autotunes else 1.0)
         if config.uses_cudagraphs and no_cudagraphs:
             trial.decide("not tried", f"it asks for CUDA graphs, but {no_cudagraphs}")
         elif config.freezes and phase == "infer" and no_freezing:
             trial.decide("not tried", f"it asks for freezing, but {no_freezing}")
-        yield config, trial
+        yield trial
 
 
 def auto_candidates(

@@ -82,13 +82,13 @@ def test_the_table_is_printed_once_after_a_fit(capsys):
     assert "net" in shown
 
 
-def test_warm_up_and_disturbed_steps_are_no_samples():
+def test_warm_up_and_compiling_steps_are_no_samples():
     steps = TimedSteps()
     assert WARMUP_STEPS == 2
     assert steps.run([90, 80, 10, 12], compiled=False) == [False, False, True, True]
-    assert steps.run([900], compiled=True, disturbed=True) == [False]
+    assert steps.run([900], compiled=True, compiling=True) == [False]
     assert steps.run([70, 60, 4, 6], compiled=True) == [False, False, True, True]
-    assert steps.run([500], compiled=True, disturbed=True) == [False]
+    assert steps.run([500], compiled=True, compiling=True) == [False]
     assert steps.run([50, 40, 5], compiled=True) == [False, False, True]
     times = steps.timer.times("train")
     assert times.eager_ms == pytest.approx((10, 12))
@@ -105,7 +105,7 @@ def test_what_was_not_measured_is_none():
     assert report.train.compiled_step_ms > 0
     samples = report.train.diagnostics.eager_samples, report.train.diagnostics.compiled_samples
     assert samples == (0, report.train.samples)
-    assert report.train.samples == 6 - 2 - WARMUP_STEPS  # the first step is eager, the second one compiles
+    assert report.train.samples == 6 - 1 - WARMUP_STEPS  # the first step compiles
     assert (report.infer.compile_seconds, report.infer.samples) == (None, None)
     assert not {name for name in report.scalars() if "speedup" in name or "infer" in name}
 
@@ -122,7 +122,7 @@ def test_sanity_check_is_eager_and_not_measured():
 
 # ------------------------------------------------------------------------------------------ the plot
 
-EAGER, COMPILING = {"compiled": False}, {"disturbed": True}
+EAGER, COMPILING = {"compiled": False}, {"compiling": True}
 RUN = [(12, 10.0, EAGER), (1, 100.0, COMPILING), (40, 4.0, {}), (1, 900.0, COMPILING), (20, 4.0, {})]
 
 

@@ -98,7 +98,7 @@ def test_auto_tries_dynamic_shapes_if_shapes_vary(monkeypatch):
 
     Times(monkeypatch, train=ms)
     chance = torch.Generator().manual_seed(0)
-    sizes = torch.randint(4, 12, (150,), generator=chance).tolist()
+    sizes = torch.randint(8, 12, (150,), generator=chance).tolist()
     ours = InductorCompile("auto", None, verify="off")
     fit(ours, train=batches_of(*sizes), max_epochs=2)
     assert verdicts(ours.report.train) == {"eager": "beaten", "default": "beaten", "dynamic=True": "chosen"}
@@ -112,8 +112,8 @@ def test_frozen_candidate_uses_the_current_weights(monkeypatch):
         with torch.no_grad():
             module.net[0].weight.fill_(weight)
         twin = copy.deepcopy(module).eval()
-        out = torch.cat(run.predict(module, loader(24)))
-        torch.testing.assert_close(out, torch.cat([twin(x) for x, _ in loader(24)]), **FLOAT32)
+        out = torch.cat(run.predict(module, loader(40)))
+        torch.testing.assert_close(out, torch.cat([twin(x) for x, _ in loader(40)]), **FLOAT32)
     assert ours.report.infer.mode == "freezing"
 
 

@@ -15,16 +15,17 @@ class TimedSteps:
         self.now = 0.0
         self.timer = StepTimer(lambda: self.now)
 
-    def run(self, milliseconds, *, compiled, workload="w", disturbed=False, candidate=None):
+    def run(self, milliseconds, *, compiled, workload="w", compiling=False, variant=None):
         """Run steps of these lengths in the train phase; return which of them are samples."""
         kept = []
+        kind = "compiled" if compiled else "eager"
         for length in milliseconds:
             self.timer.start()
             self.now += length / 1000
             of = workload if isinstance(workload, Workload) else Workload(workload)
-            kept.append(
-                self.timer.stop("train", compiled=compiled, workload=of, disturbed=disturbed, candidate=candidate)
-            )
+            name = variant if compiled else "eager"
+            is_sample, _ = self.timer.stop("train", name, kind, workload=of, compiling=compiling)
+            kept.append(is_sample)
             self.now += 5  # the data loader's time is no part of a step
         return kept
 
@@ -36,13 +37,11 @@ class Times:
         self._ms = {"train": train or {}, "infer": infer or {}}
         real_stop = StepTimer.stop
 
-        def stop(timer, phase, *, compiled, workload, disturbed, candidate=None):
-            ms = None if workload is None else self._fixed(phase, candidate if compiled else "eager", workload)
-            if timer._span is not None and ms is not None and not disturbed:
+        def stop(timer, phase, variant, kind, *, workload, compiling):
+            ms = None if workload is None else self._fixed(phase, variant, workload)
+            if timer._span is not None and ms is not None and not compiling:
                 timer._span = SimpleNamespace(stop=lambda: None, passed=lambda: True, milliseconds=lambda: ms)
-            return real_stop(
-                timer, phase, compiled=compiled, workload=workload, disturbed=disturbed, candidate=candidate
-            )
+            return real_stop(timer, phase, variant, kind, workload=workload, compiling=compiling)
 
         monkeypatch.setattr(StepTimer, "stop", stop)
 

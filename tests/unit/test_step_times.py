@@ -13,6 +13,7 @@ import torch
 from compile_callbacks import InductorCompile
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks.calls.phase_switch import PhaseSwitch
+from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.profiling.memory import Peak, PeakMemory
 from compile_callbacks.profiling.step_stats import speedup_interval
@@ -46,7 +47,7 @@ def test_timer_does_not_sample_the_first_step_with_new_shapes():
     steps = TimedSteps()
     steps.run([1] * 5, compiled=True, workload=of_size(1))
     steps.run([50, 2], compiled=True, workload=of_size(2))
-    (of_second,) = steps.timer.samples("train", compiled=True)[of_size(2)]
+    (of_second,) = steps.timer.samples("train")[of_size(2)]
     assert of_second == pytest.approx(2.0)
 
 
@@ -86,7 +87,9 @@ def steps():
 def messages(recorder, timer, phase="train"):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        SessionWarnings(WarnOnce(), PhaseSwitch([], recorder=recorder), recorder, timer).check_step_times(phase)
+        SessionWarnings(WarnOnce(), PhaseSwitch([], recorder=recorder), recorder, timer).check_step_times(
+            phase, Variant()
+        )
     return [str(warning.message) for warning in found]
 
 
@@ -170,19 +173,19 @@ def test_a_peak_is_measured_only_if_a_step_raises_it(monkeypatch):
     memory = PeakMemory()
 
     def step(mib, *, compiled, traced=False):
-        memory.start("train", compiled=compiled)
+        memory.start("train", None if compiled else "eager")
         allocated.append(mib)
         memory.stop(traced=traced)
 
-    assert memory.peak("train", compiled=False) == Peak()
+    assert memory.peak("train", "eager") == Peak()
     for mib in (300, 938, 700):
         step(mib, compiled=False)
     step(950, compiled=True, traced=True)  # the compiler used this memory
     step(207, compiled=True)
-    assert memory.peak("train", compiled=False) == Peak(mib=938)
-    assert memory.peak("train", compiled=True) == Peak(at_most_mib=950)
+    assert memory.peak("train", "eager") == Peak(mib=938)
+    assert memory.peak("train") == Peak(at_most_mib=950)
     step(1000, compiled=True)
-    assert memory.peak("train", compiled=True) == Peak(mib=1000)
+    assert memory.peak("train") == Peak(mib=1000)
 
 
 WORK = Workload("train", "", ())
@@ -221,8 +224,8 @@ def test_a_step_is_timed_by_the_device_without_a_synchronization(device):
     for _ in range(5):
         timer.start(device)
         stream.queued_ms += 4
-        timer.stop("train", compiled=True, workload=WORK, disturbed=False)
-    assert timer.samples("train", compiled=True) == {}
+        timer.stop("train", None, "compiled", workload=WORK, compiling=False)
+    assert timer.samples("train") == {}
     assert stream.synchronized == 0
     timer.synchronize()
-    assert timer.samples("train", compiled=True) == {WORK: (4.0, 4.0, 4.0)}
+    assert timer.samples("train") == {WORK: (4.0, 4.0, 4.0)}

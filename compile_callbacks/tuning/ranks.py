@@ -1,4 +1,4 @@
-"""`ProcessGroupSync`: synchronizes decisions of the ranks, and warns about short timeouts of collectives."""
+"""`Ranks`: synchronizes decisions of the ranks, and warns about short timeouts of collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ranks do not compile at the same time, and a rank that waits in a collective for
 """
 
 
-class ProcessGroupSync:
+class Ranks:
     """The process group of one run, from `join` to `leave`. In a run of one process, this class does nothing.
 
     Ranks synchronize only decisions that all ranks must make equally, such as the choice of a `Tune`. Failures and

@@ -1,0 +1,22 @@
+"""`Variant`: what a step can run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from compile_callbacks.config.inductor_config import EAGER, InductorConfig
+
+
+class Variant(NamedTuple):
+    """What a step can run: a config and its name.
+
+    Attributes:
+        config: The config, or ``None`` if this library does not compile the step.
+        name: The name of a candidate of a `Tune`, ``"eager"``, or ``None`` for the only config of a phase.
+    """
+
+    config: InductorConfig | None = None
+    name: str | None = None
+
+
+EAGER_VARIANT = Variant(None, EAGER)

@@ -1,0 +1,80 @@
+"""`Stage` and `Step`: one stage of a run, and one step of it. `Executions` counts what a step runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.config.variant import EAGER_VARIANT, Variant
+from compile_callbacks.profiling.executions import Executions
+from compile_callbacks.profiling.spans import Span
+from compile_callbacks.profiling.workload import Workload
+
+StepKind = Literal["eager", "partly compiled", "compiled"]
+"""What ran in a step.
+
+- ``"compiled"``: compiled graphs.
+- ``"partly compiled"``: compiled graphs, and also a call of a target that ran eagerly.
+- ``"eager"``: no compiled graph of this library.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A stage of a Trainer run.
+
+    Attributes:
+        phase: The phase, train or infer.
+        name: The trainer's name: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        eager: Whether its steps run eagerly and are not measured, as in the sanity check.
+        weights_frozen: Whether the weights are constant during the stage, so that compiled code may contain them.
+    """
+
+    phase: Phase = "train"
+    name: str = "train"
+    eager: bool = False
+    weights_frozen: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One step: the processing of one batch, from its start to its end. The last attributes are known at its end.
+
+    Attributes:
+        variant: What the step was meant to run.
+        first: Whether the step is the first step of its stage or epoch.
+        began: The time of the start, in seconds of `time.perf_counter`.
+        timed: Whether the timer measures the step.
+        compiles: The recorder's number of compiles at the start, with and without recordings of CUDA graphs.
+        before: What had run at the start.
+        number: The number of the step in its phase, for steps that are only counted.
+        kind: What ran in the step.
+        compiling: Whether torch compiled during the step.
+        traced: Like ``compiling``, but recording a CUDA graph does not count.
+        workload: The workload, or ``None`` if the step was not timed.
+        is_sample: Whether the time of the step may be compared with other steps of the workload.
+        span: The time of the step, or ``None`` if torch compiled or warmed up during the step.
+    """
+
+    variant: Variant = EAGER_VARIANT
+    first: bool = False
+    began: float = field(default_factory=time.perf_counter)
+    timed: bool = False
+    compiles: tuple[int, int] = (0, 0)
+    before: Executions = field(default_factory=Executions)
+    number: int = 0
+    kind: StepKind = "eager"
+    compiling: bool = False
+    traced: bool = False
+    workload: Workload | None = None
+    is_sample: bool = False
+    span: Span | None = None
+
+
+def kind_of(before: Executions, now: Executions) -> StepKind:
+    """Return what ran in a step."""
+    if now.graphs == before.graphs:
+        return "eager"
+    return "compiled" if now.eager_calls == before.eager_calls else "partly compiled"

@@ -1,0 +1,210 @@
+"""`Policies`: chooses the `StepPolicy` of each stage, which decides what the next step runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.cache.folder import ModelRecord, conditions
+from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.config.tune import Tune
+from compile_callbacks.config.variant import EAGER_VARIANT, Variant
+from compile_callbacks.profiling.compile_events import CompileRecorder
+from compile_callbacks.profiling.step_timer import WARMUP_STEPS
+from compile_callbacks.profiling.steps import Stage, Step
+from compile_callbacks.session.arguments import CompileArguments
+from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
+from compile_callbacks.targets.repeated import REPEATED
+from compile_callbacks.tuning.ranks import Ranks
+from compile_callbacks.tuning.trial import Trial
+from compile_callbacks.tuning.tuning_policy import TuningPolicy
+
+
+class StepPolicy(Protocol):
+    """Decides what the steps of a phase run."""
+
+    def next(self) -> tuple[Variant, bool]:
+        """Return what the next step runs, and whether it must be timed. A repeated call returns the same."""
+
+    def done(self, step: Step) -> None:
+        """End a step."""
+
+
+class Fixed:
+    """Runs each step with the same variant."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+
+    def next(self) -> tuple[Variant, bool]:
+        """Return the variant. The timer samples the steps."""
+        return self.variant, False
+
+    def done(self, step: Step) -> None:
+        """Do nothing."""
+
+
+class Baseline:
+    """Runs the first steps of a phase eagerly. Their times are the baseline of the speedup.
+
+    If one stage has too few steps, the eager steps continue in later stages. They take at most half of the steps of the
+    run. If the run is too short for a baseline, it runs compiled from its first step.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._wanted = steps
+        self._samples = self._steps = 0
+        self._max_steps: float = 0
+        self._planned_for: float | None = None
+
+    def plan(self, remaining_steps: float) -> None:
+        """Plan for the remaining steps of the phase, ``math.inf`` if unknown. Only the first finite number counts."""
+        if self._wanted == 0 or (self._planned_for is not None and math.isfinite(self._planned_for)):
+            return
+        self._planned_for = remaining_steps + self._steps
+        half = math.inf if math.isinf(remaining_steps) else self._planned_for // 2
+        self._wanted = int(min(self._wanted, half - WARMUP_STEPS))
+        # Twice the number of samples, because a step with a smaller batch, or a compile of the user's code, gives no
+        # sample.
+        self._max_steps = min(2 * self._wanted + WARMUP_STEPS, half) if self._wanted > 0 else 0
+
+    def skip(self) -> None:
+        """Skip the eager steps, because an earlier run has measured the baseline."""
+        self._planned_for = self._max_steps = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the next step runs eagerly."""
+        return self._samples < self._wanted and self._steps < self._max_steps
+
+    def next(self) -> tuple[Variant, bool]:
+        """Return eager. Each step is timed."""
+        return EAGER_VARIANT, True
+
+    def done(self, step: Step) -> None:
+        """Count an eager step, and its sample if it gave one."""
+        self._steps += 1
+        self._samples += step.is_sample
+
+
+_EAGER = Fixed(EAGER_VARIANT)
+
+
+class InPlay(NamedTuple):
+    """The variants of a phase that may still run."""
+
+    names: frozenset[str | None]
+    on_trial: bool  # whether a `Tune` has not chosen one of them yet
+
+
+class Policies:
+    """The policies of both phases."""
+
+    def __init__(
+        self,
+        arguments: CompileArguments,
+        recorder: CompileRecorder,
+        ranks: Ranks,
+        print_line: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._passes = arguments.passes
+        self._ranks = ranks
+        self._baselines: dict[Phase, Baseline] = {}
+        self._fixed: dict[Phase, Fixed] = {}
+        self._tunings: dict[Phase, TuningPolicy] = {}
+        for phase, settings in arguments.configs.items():
+            config = settings if isinstance(settings, InductorConfig) else None
+            # A phase with a Tune needs no baseline, because eager is one of the candidates.
+            self._baselines[phase] = Baseline(arguments.baseline_steps if config else 0)
+            self._fixed[phase] = Fixed(Variant(config)) if config else _EAGER
+            if isinstance(settings, Tune):
+                self._tunings[phase] = TuningPolicy(phase, settings, recorder, ranks, print_line)
+        self._shares = arguments.targets == REPEATED
+
+    def begin(
+        self,
+        device: torch.device,
+        model: str,
+        targets: Sequence[str],
+        precision: str,
+        record: ModelRecord | None,
+        *,
+        sharded: bool,
+    ) -> None:
+        """Begin a Trainer run."""
+        if not self._tunings:
+            return
+        known = conditions(
+            model=model,
+            targets=targets,
+            passes=self._passes,
+            precision=precision,
+            device=device,
+            ranks=self._ranks.size,
+        )
+        no_freezing = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph" if self._shares else None
+        no_cudagraphs = None if device.type == "cuda" else "the module is not on a GPU"
+        for tuning in self._tunings.values():
+            tuning.begin(
+                device,
+                known,
+                no_freezing=no_freezing,
+                no_cudagraphs=WEIGHTS_ARE_SHARDED if sharded else no_cudagraphs,
+                winners=record,
+            )
+
+    def plan(self, phase: Phase, remaining_steps: float) -> None:
+        """Plan the policies of a phase for its remaining steps, which are ``math.inf`` if unknown."""
+        self._baselines[phase].plan(remaining_steps)
+        if phase in self._tunings:
+            self._tunings[phase].plan(remaining_steps)
+
+    def resume(self, measured: Mapping[Phase, bool]) -> None:
+        """Skip the baselines that an earlier run has measured."""
+        for phase, known in measured.items():
+            if known:
+                self._baselines[phase].skip()
+
+    def policy_of(self, stage: Stage) -> StepPolicy:
+        """Return the policy of the next step."""
+        if stage.eager:
+            return _EAGER
+        if self._baselines[stage.phase].running:
+            return self._baselines[stage.phase]
+        return self._tunings.get(stage.phase) or self._fixed[stage.phase]
+
+    def stage_ends(self, phase: Phase) -> None:
+        """End a stage on all ranks."""
+        if phase in self._tunings:
+            self._tunings[phase].stage_ends()
+
+    # ------------------------------------------------------------------------------------------ results
+
+    @property
+    def decide_together(self) -> bool:
+        """Whether ranks make decisions together."""
+        return bool(self._tunings)
+
+    def compares(self, phase: Phase) -> bool:
+        """Whether a phase compares variants with each other."""
+        return phase in self._tunings
+
+    def chosen(self, phase: Phase) -> Variant:
+        """Return what the phase runs after the baseline, or eager while a `Tune` has not chosen yet."""
+        tuning = self._tunings.get(phase)
+        return self._fixed[phase].variant if tuning is None else tuning.chosen
+
+    def in_play(self, phase: Phase) -> InPlay:
+        """Return the variants of a phase that may still run."""
+        tuning = self._tunings.get(phase)
+        if tuning is None:
+            return InPlay(frozenset({self._fixed[phase].variant.name}), on_trial=False)
+        return InPlay(tuning.in_play, on_trial=not tuning.is_decided)
+
+    def trials(self, phase: Phase) -> list[Trial]:
+        """Return the candidates of a `Tune` with their results so far."""
+        return self._tunings[phase].trials() if phase in self._tunings else []
