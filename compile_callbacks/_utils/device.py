@@ -12,16 +12,7 @@ import torch
 from torch import nn
 
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.messages import check_type, unknown
-
-
-def parse_device(name: str | None) -> torch.device:
-    """Return the device of a ``--device`` option."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(with_code("CC201", unknown("--device", name, ["cpu", "cuda", "cuda:N"])))
-    as_device(name, "--device")
-    return torch.device(name)
+from compile_callbacks._utils.messages import check_type
 
 
 def as_device(device: Any, argument: str = "device") -> torch.device:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,7 +22,6 @@ from compile_callbacks._utils.errors import CompileWarning, with_code
 from compile_callbacks._utils.files import atomic_write
 from compile_callbacks._utils.messages import check_choice, check_type, describe_failure, in_one_line
 from compile_callbacks.config.inductor_config import Mode, as_compiling_config
-from compile_callbacks.exporting.call_spec import ExampleCall
 from compile_callbacks.exporting.loaded_package import ExportError, load_after_smoke_test
 from compile_callbacks.exporting.package import (
     VerifyPackage,
@@ -33,6 +32,7 @@ from compile_callbacks.exporting.package import (
     export,
 )
 from compile_callbacks.graphs.accuracy import Comparison
+from compile_callbacks.profiling.spans import call_times_ms
 from compile_callbacks.profiling.step_stats import median_ms
 from compile_callbacks.report.console import print_line
 from compile_callbacks.report.loggers import log_export
@@ -186,7 +186,7 @@ class AOTInductorExport(Callback):
             raise ExportError(with_code("CC601", text))
         started = time.perf_counter()
         device = trainer.strategy.root_device
-        call = self._example(pl_module).on(device)
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self._example_call(pl_module))
         whole = copy.deepcopy(pl_module)  # a copy is not compiled
         checkpoint = self._load_best(trainer, whole)
         module = self._find_target(whole.to(device))
@@ -194,22 +194,22 @@ class AOTInductorExport(Callback):
             with evaluating(module), trainer.precision_plugin.forward_context():
                 export(
                     module,
-                    call.args,
+                    args,
                     temporary,
-                    kwargs=call.kwargs,
+                    kwargs=kwargs,
                     mode=self.mode,
                     verify="off",  # compared below, for the report
                     dynamic_batch=self.dynamic_batch,
                 )
-                package = load_after_smoke_test(temporary, call.args, call.kwargs, device)
+                package = load_after_smoke_test(temporary, args, kwargs, device)
                 if self.verify != "off":
-                    self._compared = compare_with_eager(module, package, call.args, call.kwargs)
+                    self._compared = compare_with_eager(module, package, args, kwargs)
                 if self._differs:
                     text = f"the package differs from eager: {self._compared.reason}"  # type: ignore[union-attr]
                     raise ExportError(with_code("CC602", text))
                 seconds = time.perf_counter() - started
-                eager_ms = call.times_ms(module, device)
-                package_ms = call.times_ms(package, device)
+                eager_ms = call_times_ms(lambda: module(*args, **kwargs), device=device)
+                package_ms = call_times_ms(lambda: package(*args, **kwargs), device=device)
             size_mib = temporary.stat().st_size / 2**20
         if self._compared is not None and self._compared.verdict == "not compared":
             message = f"package {self.path} was not compared with eager: {self._compared.reason}"
@@ -278,18 +278,30 @@ class AOTInductorExport(Callback):
         if stage not in self._batches and trainer.is_global_zero:
             self._batches[stage] = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), batch)
 
-    def _example(self, pl_module: LightningModule) -> ExampleCall:
-        """Return the example inputs of the exported module."""
+    def _example_call(self, pl_module: LightningModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the example inputs of the exported module, by position and by name."""
         example = pl_module.example_input_array if self.target is None else None
         if example is not None and self.inputs is None:
-            return ExampleCall.of(example)
+            return _as_call(example)
         if not self._batches:
             text = "there is no example input: the fit ran no batch, and example_input_array is not set"
             raise ExportError(with_code("CC601", text))
         batch = self._batches.get("validate", self._batches.get("train"))
         if self.inputs is not None:
-            return ExampleCall.of(self.inputs(batch))
-        return ExampleCall.of_batch(batch, self._find_target(pl_module))
+            return _as_call(self.inputs(batch))
+        if not isinstance(batch, Mapping):
+            return (batch[0] if isinstance(batch, (tuple, list)) and batch else batch,), {}
+        parameters = inspect.signature(self._find_target(pl_module).forward).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        named = {name: value for name, value in batch.items() if takes_all or name in parameters}
+        return _as_call(named or (batch,))
+
+
+def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Convert a tuple of positional inputs, a mapping of inputs by name, or a single input."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return inputs if isinstance(inputs, tuple) else (inputs,), {}
 
 
 def _verdict(compared: Comparison | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.device import parse_device
+from compile_callbacks._utils.device import as_device
 from compile_callbacks.config import templates
 from compile_callbacks.report.console import print_texts
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list. Return status 2 if this machine does not have the device."""
     try:
-        device = parse_device(args.device)
+        device = as_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"), "--device")
     except ValueError as error:
         sys.stderr.write(f"compile-callbacks modes: {error}\n")
         return 2

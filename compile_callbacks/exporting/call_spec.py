@@ -14,11 +14,9 @@ from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks.profiling.spans import call_times_ms
 
 _FORMATS = {str(kind): kind for kind in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)}
 _CHANNELS_LAST_OF_RANK = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -116,44 +114,6 @@ class CallSpec:
 
     def _misfit(self, problem: str) -> str:
         return with_code("CC605", f"{problem}; the package takes {self}")
-
-
-class ExampleCall(NamedTuple):
-    """The inputs of one call of a module."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, inputs: Any) -> ExampleCall:
-        """Convert a tuple of positional inputs, a mapping of inputs by name, or a single input."""
-        if isinstance(inputs, tuple):
-            return cls(inputs, {})
-        return cls((), dict(inputs)) if isinstance(inputs, Mapping) else cls((inputs,), {})
-
-    @classmethod
-    def of_batch(cls, batch: Any, module: nn.Module) -> ExampleCall:
-        """Take a module's inputs from a batch: of a tuple or list, the first element.
-
-        The entries of a mapping whose keys are parameters of ``forward`` are the inputs, by name. If no key is a
-        parameter, the mapping itself is the input.
-        """
-        if isinstance(batch, Mapping):
-            parameters = inspect.signature(module.forward).parameters
-            takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-            named = {name: value for name, value in batch.items() if takes_all or name in parameters}
-            return cls((), named) if named else cls((batch,), {})
-        first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-        return cls((first,), {})
-
-    def on(self, device: torch.device) -> ExampleCall:
-        """Copy the inputs to a device."""
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tuple(self))
-        return ExampleCall(args, kwargs)
-
-    def times_ms(self, callee: Callable[..., Any], device: torch.device) -> tuple[float, ...]:
-        """Return the times of repeated calls, in milliseconds."""
-        return call_times_ms(lambda: callee(*self.args, **self.kwargs), device=device)
 
 
 def copy_in_package_layout(tensor: torch.Tensor) -> torch.Tensor:

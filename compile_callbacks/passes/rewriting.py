@@ -43,10 +43,32 @@ class PatternMatch:
 
 
 class PatternPass(GraphPass):
-    """A pass that replaces a pattern. `pattern_pass` creates it.
+    """A pass that replaces the operators of one function by the operators of another function.
+
+    The pass uses torch's pattern matcher, which traces both functions to ATen operators. A part of a graph matches if
+    it has the same operators, with any shapes. No other node may read a value between the pattern's inputs and its
+    output.
+
+    Args:
+        pattern: The function whose operators the pass replaces. It takes tensors and returns one tensor.
+        replacement: The function to compute instead, with the same arguments.
+        example_inputs: A tensor for each argument, with the dtype and the number of dimensions of the pattern. Use
+            small tensors, because the constructor calls both functions with them.
+        where: A function that takes a `PatternMatch` and returns whether to replace the match.
+        hook: The hook point, ``"joint_pre"`` or later, because a graph has no ATen operators before autograd.
 
     Attributes:
         replaced: The number of replacements in all graphs so far.
+
+    Raises:
+        TypeError: If an argument has the wrong type, or a function does not accept the example inputs.
+        ValueError: If the results of the two functions differ in shape or dtype, or the hook point is unknown.
+
+    Example::
+
+        >>> double = pattern_pass(lambda x: x * 2, lambda x: x + x, [torch.ones(3)])
+        >>> double.hook
+        'post_grad_post'
     """
 
     def __init__(
@@ -54,6 +76,7 @@ class PatternPass(GraphPass):
         pattern: Callable[..., torch.Tensor],
         replacement: Callable[..., torch.Tensor],
         example_inputs: Sequence[torch.Tensor],
+        *,
         where: Callable[[PatternMatch], bool] | None = None,
         hook: str = DEFAULT_HOOK,
     ) -> None:
@@ -92,39 +115,8 @@ class PatternPass(GraphPass):
         return getattr(self.pattern, "__name__", type(self.pattern).__name__)
 
 
-def pattern_pass(
-    pattern: Callable[..., torch.Tensor],
-    replacement: Callable[..., torch.Tensor],
-    example_inputs: Sequence[torch.Tensor],
-    *,
-    where: Callable[[PatternMatch], bool] | None = None,
-    hook: str = DEFAULT_HOOK,
-) -> PatternPass:
-    """Create a pass that replaces the operators of one function by the operators of another function.
-
-    The pass uses torch's pattern matcher, which traces both functions to ATen operators. A part of a graph matches if
-    it has the same operators, with any shapes. No other node may read a value between the pattern's inputs and its
-    output.
-
-    Args:
-        pattern: The function whose operators the pass replaces. It takes tensors and returns one tensor.
-        replacement: The function to compute instead, with the same arguments.
-        example_inputs: A tensor for each argument, with the dtype and the number of dimensions of the pattern. Use
-            small tensors, because `pattern_pass` calls both functions with them.
-        where: A function that takes a `PatternMatch` and returns whether to replace the match.
-        hook: The hook point, ``"joint_pre"`` or later, because a graph has no ATen operators before autograd.
-
-    Raises:
-        TypeError: If an argument has the wrong type, or a function does not accept the example inputs.
-        ValueError: If the results of the two functions differ in shape or dtype, or the hook point is unknown.
-
-    Example::
-
-        >>> double = pattern_pass(lambda x: x * 2, lambda x: x + x, [torch.ones(3)])
-        >>> double.hook
-        'post_grad_post'
-    """
-    return PatternPass(pattern, replacement, example_inputs, where, hook)
+pattern_pass = PatternPass
+"""The usual name of `PatternPass`, as `graph_pass` is for a pass that calls a function."""
 
 
 def _result_kind(argument: str, function: Any, inputs: Sequence[torch.Tensor]) -> str:

@@ -13,6 +13,7 @@ from compile_callbacks.report.data import PhaseDiagnostics, PhaseReport, RunRepo
 from compile_callbacks.report.summary import next_step, notes, verdict_lines
 
 _NOTHING = "-"
+_MAX_NAMES = 4
 _SPECIAL = re.compile(r"([\\`*_\[\]|#])")
 
 
@@ -116,24 +117,9 @@ def _trial_row(phase: Phase, trial: Mapping[str, Any]) -> tuple[str, ...]:
     return phase, trial["candidate"], *cells, trial["verdict"], trial["reason"] or _NOTHING
 
 
-_NO_NUMBER = -2  # not -1, because the name "layers.0" would continue the range of a name without a number
-
-
 def _listed(names: Sequence[str]) -> str:
-    """Return names in one line, with consecutive numbers as a range: ``layers.0..23``."""
-    runs: list[tuple[str, int, int]] = []
-    for name in names:
-        stem, _, number = name.rpartition(".")
-        if not number.isdecimal():
-            runs.append((name, 0, _NO_NUMBER))
-        elif runs and runs[-1][0] == stem and runs[-1][2] + 1 == int(number):
-            runs[-1] = stem, runs[-1][1], int(number)
-        else:
-            runs.append((stem, int(number), int(number)))
-    return ", ".join(
-        stem if last == _NO_NUMBER else f"{stem}.{first}" + (f"..{last}" if last > first else "")
-        for stem, first, last in runs
-    )
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _number(value: float | None, form: str) -> str:

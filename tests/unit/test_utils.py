@@ -104,6 +104,6 @@ def test_the_environment_does_not_change_the_text_of_a_report(name, value, monke
     assert "\x1b" not in text
 
 
-def test_consecutive_target_names_are_joined_and_a_name_without_a_number_is_not():
-    assert _listed(["net", "net.0"]) == "net, net.0"
-    assert _listed(["net.0", "net.1", "net.3", "head"]) == "net.0..1, net.3, head"
+def test_a_long_list_of_targets_is_shortened():
+    assert _listed(["a", "b", "c", "d"]) == "a, b, c, d"
+    assert _listed(["a", "b", "c", "d", "e", "f"]) == "a, b, c, d and 2 more"
