@@ -24,7 +24,8 @@ from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import EAGER, InductorConfig
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
-from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind
+from compile_callbacks.profiling.events import CompileEvent, EventKind
+from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.report.file import environment
 from compile_callbacks.targets.target import Target

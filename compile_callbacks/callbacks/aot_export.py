@@ -34,8 +34,7 @@ from compile_callbacks.exporting.package import (
 from compile_callbacks.graphs.accuracy import Comparison
 from compile_callbacks.profiling.spans import call_times_ms
 from compile_callbacks.profiling.step_stats import median_ms
-from compile_callbacks.report.console import print_line
-from compile_callbacks.report.loggers import log_export
+from compile_callbacks.report.loggers import log_export, print_line
 from compile_callbacks.report.report import ExportReport
 
 Weights = Literal["best", "last"]

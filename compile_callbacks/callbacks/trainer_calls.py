@@ -19,14 +19,15 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.hooks import RemovableHandle
 
-from compile_callbacks._utils import stack_chunks
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
+from compile_callbacks.callbacks import stack_chunks
 from compile_callbacks.callbacks.trainer_progress import is_stopping
 from compile_callbacks.profiling.steps import Stage
 from compile_callbacks.report import loggers
 from compile_callbacks.report.build import uncompiled_report
-from compile_callbacks.report.console import print_line, print_report
+from compile_callbacks.report.console import print_report
+from compile_callbacks.report.loggers import print_line
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.session import Session

@@ -16,7 +16,8 @@ from compile_callbacks.calls.new_shapes import ObservedShapes
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback
-from compile_callbacks.profiling.compile_events import CallInProgress, CompileKey, CompileRecorder
+from compile_callbacks.profiling.events import CompileKey
+from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 from compile_callbacks.targets.repeated import RegionMarks
 from compile_callbacks.targets.target import AnyTarget
 

@@ -20,7 +20,8 @@ from compile_callbacks.calls.python_state import StateChanges
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback, TargetSettings, describe
-from compile_callbacks.profiling.compile_events import CallInProgress, CompileKey, CompileRecorder
+from compile_callbacks.profiling.events import CompileKey
+from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 from compile_callbacks.targets.target import AnyTarget, RepeatedBlocks, Target
 
 TRACES_WITHOUT_GRAPH = 5

@@ -18,7 +18,7 @@ from compile_callbacks.calls.new_shapes import ShapeRecords
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
-from compile_callbacks.profiling.compile_events import CompileRecorder
+from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.targets.target import AnyTarget
 
 

@@ -11,7 +11,7 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import describe_failure
-from compile_callbacks.profiling.compile_events import Result
+from compile_callbacks.profiling.events import Result
 
 _TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
 _CLEAR_FACTOR = 10.0  # only in a gradient with terms that cancel out can rounding cause an error of ten tolerances

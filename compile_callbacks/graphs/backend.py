@@ -20,7 +20,8 @@ from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.verification import Verification
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
-from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
+from compile_callbacks.profiling.events import CompileKey
+from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.targets.target import AnyTarget, Target
 
 _WRONG_FUNCTION = (

@@ -12,7 +12,7 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.verification import Verification
-from compile_callbacks.profiling.compile_events import CompileKey
+from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.executions import Executions
 
 

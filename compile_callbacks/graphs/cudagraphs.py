@@ -9,7 +9,7 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks.graphs.failures import EagerFallback
-from compile_callbacks.profiling.compile_events import CompileKey
+from compile_callbacks.profiling.events import CompileKey
 
 
 class CudaGraph:

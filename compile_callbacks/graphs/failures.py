@@ -10,7 +10,8 @@ from typing import Literal, get_args
 from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
 from compile_callbacks.passes.manager import find_pass_error
-from compile_callbacks.profiling.compile_events import CallInProgress, CompileKey, CompileRecorder
+from compile_callbacks.profiling.events import CompileKey
+from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 
 OnError = Literal["eager", "raise"]
 """The reaction if the compiler fails: run eagerly, or raise an error."""

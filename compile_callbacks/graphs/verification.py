@@ -30,7 +30,8 @@ from compile_callbacks.graphs.accuracy import (
 )
 from compile_callbacks.graphs.failures import EagerFallback, describe
 from compile_callbacks.graphs.snapshot import RandomState
-from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
+from compile_callbacks.profiling.events import CompileKey
+from compile_callbacks.profiling.recorder import CompileRecorder
 
 _DROPOUT, _RANDOM_NUMBERS = "dropout", "random numbers"
 

@@ -7,13 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.profiling.events import CompileEvent, CompileKey
 from compile_callbacks.profiling.recompiles import short_reason
-
-if TYPE_CHECKING:
-    from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey
 
 FIRST_LINE_SECONDS = 1.0
 """The time after which a compile gets its first line."""

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import Settings, Tune
-from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder, EventKind
+from compile_callbacks.profiling.events import CompileEvent, EventKind
 from compile_callbacks.profiling.memory import PeakMemory
+from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.saved_time import net_series
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, speedup_interval, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import shutil
 import sys
 from collections.abc import Sequence
@@ -14,14 +13,12 @@ from compile_callbacks.report.summary import next_step, notes, verdict_lines
 from compile_callbacks.report.table import main_table, zeros_line
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
     from rich.table import Table
 
 
 _UNLIMITED = 10_000  # characters in a line
 _PLAIN_TEXT_WIDTH = 120
 _CELL_WIDTH = 60
-_log = logging.getLogger("lightning.pytorch")  # users silence it together with Lightning's messages
 
 
 def make_table(
@@ -114,14 +111,3 @@ def print_report(report: RunReport) -> None:
     print_table(table)
     sys.stdout.write("".join(f"{line}\n" for line in below) + "\n")
     sys.stdout.flush()
-
-
-def print_line(trainer: Trainer, line: str) -> None:
-    """Print a line on rank zero, above an active progress bar or as a log message."""
-    if not trainer.is_global_zero:
-        return
-    bar = trainer.progress_bar_callback
-    if bar is not None and getattr(bar, "is_enabled", False) and sys.stdout.isatty():
-        bar.print(line)
-    else:
-        _log.info(line)

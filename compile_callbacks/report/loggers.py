@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import mmap
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 
 PLOT_TAG = "compile_report/steps"
+_log = logging.getLogger("lightning.pytorch")  # users silence it together with Lightning's messages
+
 _CHARTS = {
     "step time in ms: eager (flat line), compiled (median so far)": (
         "step/{phase}/eager_ms",
@@ -178,3 +182,14 @@ def _warn_if_it_fails(logger: Logger) -> Iterator[None]:
         if _first_time("failed", logger):
             what = f"{type(logger).__name__} did not accept the compile report: {type(error).__name__}: {error}"
             warn_user("CC404", f"{what}. The run continues")
+
+
+def print_line(trainer: Trainer, line: str) -> None:
+    """Print a line on rank zero, above an active progress bar or as a log message."""
+    if not trainer.is_global_zero:
+        return
+    bar = trainer.progress_bar_callback
+    if bar is not None and getattr(bar, "is_enabled", False) and sys.stdout.isatty():
+        bar.print(line)
+    else:
+        _log.info(line)

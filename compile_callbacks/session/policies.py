@@ -13,7 +13,7 @@ from compile_callbacks.cache.folder import ModelRecord, conditions
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.tune import Tune
 from compile_callbacks.config.variant import EAGER_VARIANT, Variant
-from compile_callbacks.profiling.compile_events import CompileRecorder
+from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from compile_callbacks.profiling.steps import Stage, Step
 from compile_callbacks.session.arguments import CompileArguments

@@ -22,8 +22,8 @@ from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fing
 from compile_callbacks.calls.new_shapes import ShapeRecords
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
-from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.profiling.progress import CompileProgress
+from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.steps import Stage, Step, StepKind
 from compile_callbacks.report.build import build_phase_report
 from compile_callbacks.report.report import CompileReport

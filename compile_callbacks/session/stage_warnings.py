@@ -11,8 +11,9 @@ from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.variant import Variant
-from compile_callbacks.profiling.compile_events import CompileEvent, CompileKey, CompileRecorder, EventKind
+from compile_callbacks.profiling.events import CompileEvent, CompileKey, EventKind
 from compile_callbacks.profiling.recompiles import short_reason
+from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED

@@ -14,7 +14,8 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import Tune
 from compile_callbacks.config.variant import EAGER_VARIANT, Variant
-from compile_callbacks.profiling.compile_events import CompileEvent, CompileRecorder
+from compile_callbacks.profiling.events import CompileEvent
+from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from compile_callbacks.profiling.steps import Step

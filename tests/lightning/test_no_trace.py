@@ -23,7 +23,7 @@ from compile_callbacks import (
     restore,
 )
 from compile_callbacks.exporting.loaded_package import ExportError
-from compile_callbacks.profiling.compile_events import CompileRecorder
+from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.session.session import Session
 from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, seeded, trainer
 

@@ -11,7 +11,7 @@ import torch._dynamo.symbolic_convert
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, InductorConfig
-from compile_callbacks.profiling.compile_events import CompileRecorder
+from compile_callbacks.profiling.recorder import CompileRecorder
 from tests.support.models import FEATURES, Classifier, Wrapper, fit, mlp, seeded
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]

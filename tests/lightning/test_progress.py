@@ -9,8 +9,9 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from compile_callbacks import CompileWarning, InductorCompile
 from compile_callbacks.profiling import progress
-from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
+from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.progress import CompileProgress
+from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.report import console
 from tests.support.models import batches_of, fit
 from tests.support.uncached import Uncached

@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from compile_callbacks import InductorCompile
-from compile_callbacks._utils import stack_chunks
+from compile_callbacks.callbacks import stack_chunks
 from tests.support.models import Classifier, loader, trainer
 
 pytestmark = pytest.mark.all_versions

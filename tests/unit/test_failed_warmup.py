@@ -11,7 +11,8 @@ from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, CUDAWarmupNode
 
 from compile_callbacks.graphs.cudagraphs import CudaGraph
 from compile_callbacks.graphs.failures import EagerFallback, TargetSettings
-from compile_callbacks.profiling.compile_events import CallInProgress, CompileKey, CompileRecorder
+from compile_callbacks.profiling.events import CompileKey
+from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 
 pytestmark = pytest.mark.all_versions
 

@@ -14,8 +14,9 @@ from compile_callbacks import InductorCompile
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.variant import Variant
-from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
+from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.memory import Peak, PeakMemory
+from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_stats import speedup_interval
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes

@@ -5,101 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.profiling.events import CompileEvent, CompileKey, CompilePart, EventKind
 from compile_callbacks.profiling.executions import Executions
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, explain_recompile
-
-EventKind = Literal[
-    "compile",
-    "cache",
-    "graph_break",
-    "recompile",
-    "fallback",
-    "cudagraph_skip",
-    "verify",
-    "freezing",
-    "pass_skipped",
-    "template",
-    "whole_target",
-]
-
-Result = Literal["equal", "outputs only", "differs", "not compared"]
-"""The result of comparing a graph with eager. ``"outputs only"``: outputs are equal, gradients were not compared."""
-
-CompilePart = Literal["graph", "backward", "cudagraph"]
-
-
-class CompileKey(NamedTuple):
-    """The target and the phase of a compile.
-
-    Attributes:
-        target: The name of the target.
-        phase: The phase.
-        frozen: Whether the weights are frozen.
-        candidate: The candidate, if the phase has a `Tune`.
-    """
-
-    target: str
-    phase: Phase
-    frozen: bool = False
-    candidate: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompileEvent:
-    """An event of a target, such as a compile, a recompile or a graph break.
-
-    Attributes:
-        kind: The kind of event.
-        target: The name of the target.
-        phase: The phase.
-        candidate: The candidate, if the phase has a `Tune`.
-        step: The number of the step in the phase, or ``None`` outside the timed steps.
-        reason: The reason for the event.
-        fix: Advice that avoids the event.
-        file: The user's file, if torch names it.
-        line: The line in the file.
-        part: The compiled part, for the kind ``"compile"``: ``"graph"``, forward and backward; ``"backward"``, a
-            backward graph that torch compiled later; ``"cudagraph"``, the recording of a CUDA graph.
-        seconds: The duration of the compile in seconds.
-        backward_seconds: The share of ``seconds`` that compiled the backward graph.
-        saved_mib: Memory of the activations that the graphs save for backward, in MiB, or ``None`` if unknown.
-        graphs: Number of compiled graphs.
-        cache_hits: Number of graphs that were loaded from torch's cache, for the kind ``"cache"``.
-        cache_misses: Number of graphs that were not in torch's cache.
-        verdict: The result of the comparison with eager, for the kind ``"verify"``.
-        max_abs_error: Largest absolute error of an output, or ``None`` if the graph was not compared.
-        code: The code of the message that explains a fallback, such as ``"CC301"``.
-    """
-
-    kind: EventKind
-    target: str
-    phase: Phase
-    candidate: str | None = None
-    step: int | None = None
-    reason: str | None = None
-    fix: str | None = None
-    file: str | None = None
-    line: int | None = None
-    part: CompilePart | None = None
-    seconds: float | None = None
-    backward_seconds: float | None = None
-    saved_mib: float | None = None
-    graphs: int = 0
-    cache_hits: int = 0
-    cache_misses: int = 0
-    verdict: Result | None = None
-    max_abs_error: float | None = None
-    code: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the event as JSON-ready data, without the attributes that are ``None`` or 0."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, 0)}
 
 
 class CallInProgress:
