@@ -1,4 +1,4 @@
-"""Wraps Dynamo's conversion of frames: calls ``torch.compile`` and decides what a failure in one frame means."""
+"""Wraps Dynamo's conversion of frames: calls ``torch.compile``, and lets a caller handle the failure of a frame."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch._dynamo import exc as _exc
+from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.types import ConvertFrameReturn
 
 from compile_callbacks._torch.dynamo import SHARES_RECOMPILE_LIMIT, keep_argument_validation
@@ -68,6 +69,7 @@ def compile_function(
     *,
     fullgraph: bool,
     dynamic: bool | None,
+    splits_for_ddp: bool,
 ) -> Callable[..., Any]:
     """Call ``torch.compile``, isolated from other compiles of the same code (torch 2.13 and later).
 
@@ -81,12 +83,30 @@ def compile_function(
     with keep_argument_validation():
         context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, dynamic=dynamic, **isolate)
         convert = context.callback._torchdynamo_orig_backend
+        if torch.distributed.is_available() and not splits_for_ddp:
+            context.callback.__class__ = _OutsideDDP
         if fullgraph:
             context.callback._torchdynamo_orig_backend = _Conversion(convert, around, fullgraph=True)
         else:
             convert._inner_convert = _Conversion(convert._inner_convert, around, fullgraph=False)
         compiled: Callable[..., Any] = context(function)
     return compiled
+
+
+class _OutsideDDP(CatchErrorsWrapper):
+    """Converts frames as if no `DistributedDataParallel` were around them.
+
+    Workaround (until ``optimize_ddp`` can be set for one ``torch.compile``): within DDP's forward, Dynamo splits each
+    graph, so that DDP can reduce gradients earlier. It even splits graphs without a backward pass.
+    """
+
+    def __call__(self, *arguments: Any) -> Any:
+        ddp: Any = torch.nn.parallel.DistributedDataParallel
+        active, ddp._active_ddp_module = ddp._active_ddp_module, None
+        try:
+            return super().__call__(*arguments)
+        finally:
+            ddp._active_ddp_module = active
 
 
 class _Conversion:

@@ -72,7 +72,7 @@ class PhaseSwitch:
         return [replace(target, regions=()) if target.name in whole else target for target in self._dispatchers]
 
     def add(self, targets: Sequence[AnyTarget]) -> None:
-        """Add targets. They run with the selected config, or eagerly until the first `select`."""
+        """Add targets. They run the selected variant, or eagerly until the first `select`."""
         for target in targets:
             self._dispatchers[target] = [Dispatcher(member) for member in target.members]
             for dispatcher in self._dispatchers[target] if self._installed else ():

@@ -13,7 +13,7 @@ from compile_callbacks.profiling.compile_events import CompileKey
 
 
 class CudaGraph:
-    """Calls compiled code that records CUDA graphs, and repairs and keeps what a Trainer needs.
+    """Calls compiled code that records CUDA graphs.
 
     Users keep predictions, validation outputs and logged values for longer than a step. Without a copy, torch raises
     ``accessing tensor output of CUDAGraphs that has been overwritten`` when they read such a tensor later. An output

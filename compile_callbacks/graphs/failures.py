@@ -55,7 +55,7 @@ class TargetSettings:
 
 
 class EagerFallback:
-    """Records the failures of one compiled target, and what runs eagerly therefore.
+    """Records the failures of one compiled target, and the eager runs that follow.
 
     Attributes:
         settings: The settings of the target.
@@ -73,7 +73,7 @@ class EagerFallback:
     @property
     def call(self) -> CallInProgress:
         """The running call of the target, in which something happened."""
-        call = self._recorder.calling.current or CallInProgress(self._key)
+        call = self._recorder.calling.current or CallInProgress()
         call.eventful = True
         return call
 

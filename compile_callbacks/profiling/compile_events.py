@@ -135,11 +135,11 @@ class CallInProgress:
     frozen_draws: tuple[str, ...] = ()
     warnings: tuple[tuple[str, str, Hashable], ...] = ()
 
-    def __init__(self, key: CompileKey, args: Any = (), kwargs: Any = None, nested_calls_eager: bool = False) -> None:
-        self.key = key
-        self.args = args
-        self.kwargs = kwargs
-        self.nested_calls_eager = nested_calls_eager
+    # Without a constructor, because each call makes such an object.
+    key: CompileKey
+    args: Any = ()
+    kwargs: Any = None
+    nested_calls_eager = False
 
 
 class _Calling(threading.local):
@@ -169,6 +169,8 @@ class CompileRecorder:
         """The number of the running step, which the recorder stores in events."""
         self.compiles_seen = 0
         """Number of compiles in this process, including the user's own. It grows if torch compiles in a step."""
+        self.traces_seen = 0
+        """The same without recordings of CUDA graphs."""
         self.recompile_limits: dict[CompileKey, str] = {}
         """The targets that reached torch's recompile limit, with the reason of the last recompile."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
@@ -182,7 +184,6 @@ class CompileRecorder:
             ours=lambda: self.key is not None, frozen=lambda: self.key is not None and self.key.frozen
         )
         """Sets torch's settings while torch traces a target."""
-        self._traces_seen = 0  # the number of compiles without recordings of CUDA graphs
         self._clock = clock
         self._progress = progress or CompileProgress()
         self._mode_argument = mode_argument
@@ -238,18 +239,6 @@ class CompileRecorder:
         self._listening = False
         _torch.events.unregister(self.listener, self.compile_ends)
 
-    def compiled_since(self, before: tuple[int, int]) -> tuple[bool, bool]:
-        """Return whether torch has compiled since `compiles`, with and without recordings of CUDA graphs."""
-        if self.compiles == before:
-            return False, False
-        self.collect()
-        return self.compiles_seen != before[0], self._traces_seen != before[1]
-
-    @property
-    def compiles(self) -> tuple[int, int]:
-        """The number of compiles so far, with and without recordings of CUDA graphs."""
-        return self.compiles_seen, self._traces_seen
-
     def collect(self) -> None:
         """Read torch's compilation metrics, which torch writes after it has announced the end of a compile."""
         if not self._listening:  # because compile ids belong to other code after torch.compiler.reset()
@@ -295,7 +284,7 @@ class CompileRecorder:
         self._graphs, self._backward_seconds, self._saved_bytes = 0, 0.0, 0
         self._guard_misses = _torch.events.guard_misses()
         self._part = _PARTS.get(args.callback_trigger.name, "graph")
-        self._traces_seen += self._part != "cudagraph"
+        self.traces_seen += self._part != "cudagraph"
         self._running = key, self._clock()
         if key is None:
             return

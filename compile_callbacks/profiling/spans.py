@@ -20,10 +20,10 @@ class Span:
         clock: Callable[[], float] = time.perf_counter,
         start: float | None = None,
     ) -> None:
-        self._clock = clock
         # torch.cuda, torch.xpu and torch.mps have an Event class.
         on_accelerator = device is not None and device.type != "cpu" and start is None
         self._event = getattr(getattr(torch, device.type, None), "Event", None) if device and on_accelerator else None
+        self._mark = clock if self._event is None else self._record_event
         self._start: Any = self._mark() if start is None else start
         self._end: Any = None
 
@@ -42,10 +42,8 @@ class Span:
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end))
 
-    def _mark(self) -> Any:
-        if self._event is None:
-            return self._clock()
-        event = self._event(enable_timing=True)
+    def _record_event(self) -> Any:
+        event: Any = self._event(enable_timing=True)  # type: ignore[misc]
         event.record()
         return event
 

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import torch
-
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.profiling.saved_time import SavedTime, Savings, StepSeries
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES
-from compile_callbacks.profiling.steps import StepKind
+from compile_callbacks.profiling.steps import Step, StepKind
 from compile_callbacks.profiling.workload import Workload
 
 WARMUP_STEPS = 2
@@ -86,10 +84,10 @@ class StepTimer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.untimed_left = 0
-        """The number of the next steps that need no timing."""
+        """The number of the next steps that need no timing. The caller subtracts 1 for each of them."""
         self.passed = 0
-        """The number of steps since the last call of `stop`. They were neither timed nor counted yet."""
-        self._clock = clock
+        """The number of steps like the last step since the last call of `stop`, which are not counted yet."""
+        self.clock = clock
         self._numbers: Counter[Phase] = Counter()
         self._steps: Counter[_Key] = Counter()
         self._samples: dict[_Key, dict[Workload, deque[float]]] = defaultdict(dict)
@@ -100,75 +98,47 @@ class StepTimer:
         self._series: dict[Phase, dict[tuple[str, str | None], StepSeries]] = defaultdict(dict)
         self._saved: dict[Phase, SavedTime] = defaultdict(SavedTime)
         self._unread: deque[_Step] = deque()
-        self._running = False
-        self._span: Span | None = None  # the span of the running step, if it is timed
-        self._started = 0.0  # the time at which the running step began, if it is not timed
         self._last_key: _Key | None = None
         self._steady_steps = 0
-        self._untimed: Counter[_Key] = Counter()
+        self._untimed: dict[Phase, Counter[tuple[_Key, str]]] = defaultdict(Counter)  # steps of each kind and stage
         self._stages: dict[_Key, str] = {}  # the stage of the last timed step
         self._random = random.Random(0)  # because every second or fourth step may differ from the others
 
     # ------------------------------------------------------------------------------------------ a step
 
-    def start(self, device: torch.device | None = None, *, wanted: bool = True) -> bool:
-        """Start a step."""
-        self._running = True
-        if not wanted and self.start_untimed():
-            return False
-        self._span = Span(device, self._clock)
-        return True
-
-    def start_untimed(self) -> bool:
-        """Start a step that is not timed. If the step must be timed, return ``False`` and change nothing.
-
-        If the last step was of the same kind, the caller may add 1 to `passed` instead of calling `stop`.
-        """
-        if not self.untimed_left:
-            return False
-        self.untimed_left -= 1
-        self._running, self._span = True, None
-        self._started = self._clock()  # needed if torch compiles during the step
-        return True
-
-    def stop(
-        self, phase: Phase, variant: str | None, kind: StepKind, *, workload: Workload | None, compiling: bool
-    ) -> tuple[bool, Span | None]:
-        """End the step of a variant.
-
-        Return whether its time is a sample, and its time unless torch compiled or warmed up during the step.
-        """
-        if not self._running:
-            return False, None
-        self._running = False
-        self._count_passed()
-        key = phase, variant, kind
+    def stop(self, phase: Phase, step: Step) -> None:
+        """End a step, and set whether its time is a sample. Delete the time if torch compiled or warmed up."""
+        if self.passed:
+            self._count_passed()
+        key = phase, step.variant.name, step.kind
         self._numbers[phase] += 1
         self._steps[key] += 1
-        self._steady_steps = 0 if compiling or key != self._last_key else self._steady_steps + 1
+        self._steady_steps = 0 if step.compiling or key != self._last_key else self._steady_steps + 1
         self._last_key = key
-        is_warm = self._is_warm(phase, variant, compiling=compiling)
+        is_warm = self._is_warm(phase, step.variant.name, compiling=step.compiling)
         if self._steady_steps < STEADY_STEPS:
             self.untimed_left = 0
-        if self._span is None and not compiling:
-            self._untimed[key] += 1
-            return False, None
+        if step.span is None and not step.compiling:
+            self._untimed[phase][key, self._stages.get(key, "")] += 1
+            return
         if self._steady_steps >= STEADY_STEPS:  # the gaps are random, so that each step is equally likely to be timed
             self.untimed_left = int(math.log(1 - self._random.random()) / math.log(1 - 1 / TIMED_ONE_OF))
-        span = self._span or Span(None, self._clock, self._started)
+        span, workload = step.span or Span(None, self.clock, step.began), step.workload
         span.stop()
         # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
-        is_new = not compiling and workload is not None and self._is_new(key, workload)
+        is_new = not step.compiling and workload is not None and self._is_new(key, workload)
         # A step that ran eagerly although its variant compiles is a sample of neither.
-        is_sample = is_warm and workload is not None and not is_new and (kind != "eager" or variant == EAGER)
-        self._add_untimed(key)
+        is_eager_sample = step.kind != "eager" or step.variant.name == EAGER
+        step.is_sample = is_warm and workload is not None and not is_new and is_eager_sample
+        step.span = span if is_warm and workload is not None else None
         if workload is not None:
             self._stages[key] = workload.stage
-        stage = self._stages.get(key, "")
-        self._unread.append(_Step(span, self._numbers[phase], key, compiling, stage, workload if is_sample else None))
+        sample_of = workload if step.is_sample else None
+        self._unread.append(
+            _Step(span, self._numbers[phase], key, step.compiling, self._stages.get(key, ""), sample_of)
+        )
         if len(self._unread) > _MAX_UNREAD:
             self._read(wait=False)
-        return is_sample, span if is_warm and workload is not None else None
 
     def _is_warm(self, phase: Phase, variant: str | None, *, compiling: bool) -> bool:
         """Count a step of a variant, and return whether it is no longer a warm-up step."""
@@ -180,10 +150,6 @@ class StepTimer:
             return False
         self._since_compile[phase, variant] += 1
         return self._since_compile[phase, variant] > WARMUP_STEPS
-
-    def discard_step(self) -> None:
-        """Discard the running step."""
-        self._running = False
 
     def _is_new(self, key: _Key, workload: Workload) -> bool:
         """Return whether no earlier step of the same kind had these shapes."""
@@ -202,8 +168,8 @@ class StepTimer:
 
     def next_step(self, phase: Phase) -> int:
         """Return the number of the next step in the phase, from 1."""
-        self._count_passed()
-        return self._numbers[phase] + 1
+        passed = self.passed if self._last_key is not None and self._last_key[0] == phase else 0
+        return self._numbers[phase] + passed + 1
 
     def steps(self, phase: Phase, variant: str | None = None) -> Counter[StepKind]:
         """Return the number of steps of a variant by what ran in them, including steps without a sample."""
@@ -241,8 +207,9 @@ class StepTimer:
     def savings(self, phase: Phase, other_seconds: float = 0.0) -> Savings | None:
         """Return the time that compiled steps saved, or ``None`` if there are too few eager samples."""
         self._count_passed()
-        for key in list(self._untimed):
-            self._add_untimed(key)
+        for ((_, variant, kind), stage), steps in self._untimed.pop(phase, Counter()).items():
+            if kind != "eager":
+                self._saved[phase].add_untimed(steps, stage=stage, candidate=variant)
         of_stage: defaultdict[str, list[float]] = defaultdict(list)
         for workload, samples in self.baseline(phase).items():
             of_stage[workload.stage] += samples
@@ -276,15 +243,9 @@ class StepTimer:
         if self.passed and self._last_key is not None:
             self._numbers[self._last_key[0]] += self.passed
             self._steps[self._last_key] += self.passed
-            self._untimed[self._last_key] += self.passed
+            self._untimed[self._last_key[0]][self._last_key, self._stages.get(self._last_key, "")] += self.passed
             self._steady_steps += self.passed
             self.passed = 0
-
-    def _add_untimed(self, key: _Key) -> None:
-        """Count each untimed step with the average time of its kind."""
-        phase, variant, kind = key
-        if (steps := self._untimed.pop(key, 0)) and kind != "eager":
-            self._saved[phase].add_untimed(steps, stage=self._stages.get(key, ""), candidate=variant)
 
     def _read(self, *, wait: bool) -> None:
         while self._unread and (wait or self._unread[0].span.passed()):

@@ -1,4 +1,4 @@
-"""`Stage` and `Step`: one stage of a run, and one step of it. `Executions` counts what a step runs."""
+"""`Stage` and `Step`: one stage of a run, and one step of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Literal
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.variant import EAGER_VARIANT, Variant
-from compile_callbacks.profiling.executions import Executions
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.workload import Workload
 
@@ -46,35 +45,30 @@ class Step:
         variant: What the step was meant to run.
         first: Whether the step is the first step of its stage or epoch.
         began: The time of the start, in seconds of `time.perf_counter`.
-        timed: Whether the timer measures the step.
-        compiles: The recorder's number of compiles at the start, with and without recordings of CUDA graphs.
-        before: What had run at the start.
+        compiles_seen: The recorder's number of compiles at the start.
+        traces_seen: The same without recordings of CUDA graphs.
+        graphs: The recorder's number of executed graphs at the start.
+        eager_calls: The recorder's number of eager calls at the start.
         number: The number of the step in its phase, for steps that are only counted.
         kind: What ran in the step.
         compiling: Whether torch compiled during the step.
         traced: Like ``compiling``, but recording a CUDA graph does not count.
-        workload: The workload, or ``None`` if the step was not timed.
+        span: The time of the step, or ``None`` if the step is not timed.
+        workload: The workload of a timed step.
         is_sample: Whether the time of the step may be compared with other steps of the workload.
-        span: The time of the step, or ``None`` if torch compiled or warmed up during the step.
     """
 
     variant: Variant = EAGER_VARIANT
     first: bool = False
     began: float = field(default_factory=time.perf_counter)
-    timed: bool = False
-    compiles: tuple[int, int] = (0, 0)
-    before: Executions = field(default_factory=Executions)
+    compiles_seen: int = 0
+    traces_seen: int = 0
+    graphs: int = 0
+    eager_calls: int = 0
     number: int = 0
     kind: StepKind = "eager"
     compiling: bool = False
     traced: bool = False
+    span: Span | None = None
     workload: Workload | None = None
     is_sample: bool = False
-    span: Span | None = None
-
-
-def kind_of(before: Executions, now: Executions) -> StepKind:
-    """Return what ran in a step."""
-    if now.graphs == before.graphs:
-        return "eager"
-    return "compiled" if now.eager_calls == before.eager_calls else "partly compiled"

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from compile_callbacks._utils.signatures import TensorSignature, signature
+from compile_callbacks._utils.signatures import TensorSignature
 
 
 class Workload(NamedTuple):
@@ -18,10 +18,6 @@ class Workload(NamedTuple):
     stage: str  # the stage and the number of its dataloader
     kind: str = ""
     shapes: tuple[tuple[int, ...], ...] = ()
-
-    def with_conditions(self, **conditions: object) -> Workload:
-        """Return the workload with conditions added to its kind."""
-        return self._replace(kind=", ".join([self.kind, *(f"{name}={value}" for name, value in conditions.items())]))
 
     @classmethod
     def from_data(cls, data: Sequence[Any]) -> Workload:
@@ -35,16 +31,12 @@ class Workload(NamedTuple):
         return cls(stage, kind, shapes)
 
 
-def workload_of(stage: str, batch: Any, part: str = "") -> Workload:
-    """Return the workload of a step."""
-    return _workload_of_signature(stage, part, signature(batch))
-
-
 @functools.lru_cache(maxsize=1024)  # because each timed step calls this, and small steps are CPU-bound
-def _workload_of_signature(stage: str, part: str, batch_signature: Any) -> Workload:
+def workload_of(stage: str, conditions: str, batch_signature: Any) -> Workload:
+    """Return the workload of a step from the signature of its batch."""
     shapes: list[tuple[int, ...]] = []
     kind = _without_sizes(batch_signature, shapes)
-    return Workload(stage, f"{part}, {kind!r}" if part else repr(kind), tuple(shapes))
+    return Workload(stage, f"{conditions}, {kind!r}" if conditions else repr(kind), tuple(shapes))
 
 
 def _without_sizes(batch_signature: Any, shapes: list[tuple[int, ...]]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ from torch import nn
 
 from compile_callbacks._utils.device import device_name
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.profiling.executions import Executions
+from compile_callbacks._utils.signatures import signature
 from compile_callbacks.profiling.memory import PeakMemory
+from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.steps import Stage, Step
-from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.profiling.workload import Workload, workload_of
 
 
 class Measurements:
@@ -30,46 +30,43 @@ class Measurements:
         self._device = torch.device("cpu")
         self._precision = ""
         self._processes = 1
-        self._trained: int | None = None  # a hash of each weight's requires_grad
+        self._stage: Stage | None = None  # the stage of `_conditions`
+        self._conditions = ""
 
     def begin(self, device: torch.device, precision: str, processes: int) -> None:
         """Begin a Trainer run."""
         self._device, self._precision, self._processes = device, precision, processes
 
-    def step_begins(self, step: Step, phase: Phase, *, wanted: bool) -> bool:
-        """Begin to measure a step. Return whether it is timed, which it is at least if this is ``wanted``."""
+    def step_begins(self, step: Step, phase: Phase, *, wanted: bool) -> None:
+        """Begin to measure a step. It is timed at least if this is ``wanted``."""
         if self._device.type == "cuda":
             self.memory.start(phase, step.variant.name)
-        return self.timer.start(self._device, wanted=wanted)
+        if wanted or not self.timer.untimed_left:
+            step.span = Span(self._device, self.timer.clock)
+        else:
+            self.timer.untimed_left -= 1
 
-    def step_ends(self, step: Step, stage: Stage, *, tuned: bool) -> None:
+    def step_ends(self, step: Step, stage: Stage, loader: str, batch: Any, part: str, *, compares: bool) -> None:
         """End the measurement of a step, and complete the step's data."""
-        if step.workload is not None:
-            step.workload = step.workload.with_conditions(**self._conditions(step, stage, tuned=tuned))
-        if step.compiling:
-            self._trained = None
-        step.is_sample, step.span = self.timer.stop(
-            stage.phase, step.variant.name, step.kind, workload=step.workload, compiling=step.compiling
-        )
+        if step.span is not None:
+            if step.first or step.compiling or stage is not self._stage:
+                self._conditions, self._stage = self._describe_conditions(step, stage, compares=compares), stage
+            conditions = f"{part}, {self._conditions}" if part else self._conditions
+            step.workload = workload_of(loader, conditions, signature(batch))
+            if step.first or step.compiling:
+                self._stage = None  # because the next step may differ
+        self.timer.stop(stage.phase, step)
         if self._device.type == "cuda":
             self.memory.stop(traced=step.traced)
 
-    def counted_step(self, step: Step, phase: Phase, compiles: tuple[int, int], ran: Executions) -> Step | None:
-        """Return a step that stands for the next untimed steps, or ``None`` if they need more than a count."""
-        if not self.timer.untimed_left or step.compiling or step.kind == "partly compiled":
-            return None
-        number = self.timer.next_step(phase) - 1
-        return Step(variant=step.variant, kind=step.kind, compiles=compiles, before=replace(ran), number=number)
-
-    def _conditions(self, step: Step, stage: Stage, *, tuned: bool) -> dict[str, object]:
+    def _describe_conditions(self, step: Step, stage: Stage, *, compares: bool) -> str:
+        """Describe the conditions of a step, besides its batch, on which its time depends."""
         known: dict[str, object] = {"precision": self._precision}
         if stage.phase == "train":  # the backward pass depends on the weights that require grad
-            if step.first or step.compiling or self._trained is None:
-                self._trained = zlib.crc32(bytes(weight.requires_grad for weight in self._module.parameters()))
-            known["trained"] = self._trained
-        if tuned:  # the first step of a stage compares frozen weights, and frozen weights need other code
+            known["trained"] = zlib.crc32(bytes(weight.requires_grad for weight in self._module.parameters()))
+        if compares:  # the first step of a stage compares frozen weights, and frozen weights need other code
             known |= {"first": step.first, "frozen": stage.weights_frozen}
-        return known
+        return ", ".join(f"{name}={value}" for name, value in known.items())
 
     # ------------------------------------------------------------------------------------------ across runs
 

@@ -59,6 +59,8 @@ class Baseline:
         self._wanted = steps
         self._samples = self._steps = 0
         self._max_steps: float = 0
+        self.running = False
+        """Whether the next step runs eagerly."""
         self._planned_for: float | None = None
 
     def plan(self, remaining_steps: float) -> None:
@@ -71,15 +73,12 @@ class Baseline:
         # Twice the number of samples, because a step with a smaller batch, or a compile of the user's code, gives no
         # sample.
         self._max_steps = min(2 * self._wanted + WARMUP_STEPS, half) if self._wanted > 0 else 0
+        self._update()
 
     def skip(self) -> None:
         """Skip the eager steps, because an earlier run has measured the baseline."""
         self._planned_for = self._max_steps = 0
-
-    @property
-    def running(self) -> bool:
-        """Whether the next step runs eagerly."""
-        return self._samples < self._wanted and self._steps < self._max_steps
+        self._update()
 
     def next(self) -> tuple[Variant, bool]:
         """Return eager. Each step is timed."""
@@ -89,6 +88,10 @@ class Baseline:
         """Count an eager step, and its sample if it gave one."""
         self._steps += 1
         self._samples += step.is_sample
+        self._update()
+
+    def _update(self) -> None:
+        self.running = self._samples < self._wanted and self._steps < self._max_steps
 
 
 _EAGER = Fixed(EAGER_VARIANT)
@@ -123,6 +126,8 @@ class Policies:
             self._fixed[phase] = Fixed(Variant(config)) if config else _EAGER
             if isinstance(settings, Tune):
                 self._tunings[phase] = TuningPolicy(phase, settings, recorder, ranks, print_line)
+        self.comparing = frozenset(self._tunings)
+        """The phases that compare variants with each other."""
         self._shares = arguments.targets == REPEATED
 
     def begin(
@@ -188,10 +193,6 @@ class Policies:
     def decide_together(self) -> bool:
         """Whether ranks make decisions together."""
         return bool(self._tunings)
-
-    def compares(self, phase: Phase) -> bool:
-        """Whether a phase compares variants with each other."""
-        return phase in self._tunings
 
     def chosen(self, phase: Phase) -> Variant:
         """Return what the phase runs after the baseline, or eager while a `Tune` has not chosen yet."""

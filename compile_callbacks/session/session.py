@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -22,11 +22,9 @@ from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fing
 from compile_callbacks.calls.new_shapes import ShapeRecords
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
-from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.profiling.progress import CompileProgress
-from compile_callbacks.profiling.steps import Stage, Step, kind_of
-from compile_callbacks.profiling.workload import workload_of
+from compile_callbacks.profiling.steps import Stage, Step, StepKind
 from compile_callbacks.report.build import build_phase_report
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
@@ -100,9 +98,10 @@ class Session:
         """Whether a Trainer run is in progress."""
         self.stage = Stage()
         """The running stage."""
-        self._step = Step()
+        self._step: Step | None = None  # the running step, if it is measured
         self._policy: StepPolicy = self._policies.policy_of(self.stage)
-        self._counted: Step | None = None  # stands for the next steps, if the session only counts them
+        self._wanted = False  # whether the policy wants the running step to be timed
+        self._counted: Step | None = None  # stands for the next untimed steps, which the session only counts
         self._kept: dict[Phase, object] = {}  # the variants whose compiled code is kept
         self._before: CompileReport | None = None  # the report of the run that this run resumes
 
@@ -156,7 +155,6 @@ class Session:
             self.gpu.end,
             self._ranks.leave,
             self._recorder.stop,
-            self._measurements.timer.discard_step,
             *((self._trace.stop,) if self._trace is not None else ()),
             *((self._warnings.check_cache_dir, cache.end, self._save_record) if cache is not None else ()),
             functools.partial(self._switch.select_by_grad_mode, chosen) if keep_compiled else self._switch.remove,
@@ -179,11 +177,10 @@ class Session:
 
     def stage_begins(self, stage: Stage) -> None:
         """Begin or continue a stage. A running step is not measured."""
-        self._measurements.timer.discard_step()
         self._search.step_ends()
-        self.stage, self._counted = stage, None
+        self.stage, self._step, self._counted = stage, None, None
         self._policy = self._policies.policy_of(stage)
-        self._select()
+        self._switch.select(stage.phase, self._policy.next()[0], weights_frozen=stage.weights_frozen)
 
     def step_begins(self, *, first: bool = False) -> bool:
         """Begin a step, and select what it runs. Return whether it is timed.
@@ -192,62 +189,82 @@ class Session:
         """
         # Most steps of a long run on a CPU are only counted, so these lines do as little as possible. The compiles are
         # compared here, too, because the user may compile between two steps.
-        counted, recorder = self._counted, self._recorder
-        may_count = not first and counted is not None and recorder.compiles_seen == counted.compiles[0]
-        if may_count and self._measurements.timer.start_untimed():
-            assert counted is not None
+        counted, recorder, timer = self._counted, self._recorder, self._measurements.timer
+        if counted is not None and not first and timer.untimed_left and recorder.compiles_seen == counted.compiles_seen:
+            timer.untimed_left -= 1
             counted.number += 1
+            counted.began = time.perf_counter()
             self._step, recorder.step, self._search.in_step = counted, counted.number, True
             return False
-        stage, self._counted = self.stage, None
+        stage, ran, self._counted = self.stage, recorder.executions, None
         if first:
             self._switch.invalidate_weights()
         self._policy = self._policies.policy_of(stage)
-        variant, wanted = self._select()
-        self._step = step = Step(
-            variant=variant, first=first, compiles=recorder.compiles, before=replace(recorder.executions)
-        )
+        variant, self._wanted = self._policy.next()
+        self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
         self._search.step_begins(stage.phase, first=first, eager=variant.config is None)
-        self.gpu.step_begins(trains_compiled=variant.config is not None and stage.phase == "train")
-        if not stage.eager:
-            recorder.step = self._measurements.timer.next_step(stage.phase)
-            step.timed = self._measurements.step_begins(step, stage.phase, wanted=wanted)
-        return step.timed
+        if self.gpu.on_gpu:
+            self.gpu.step_begins(trains_compiled=variant.config is not None and stage.phase == "train")
+        if stage.eager:
+            self._step = None
+            return False
+        self._step = step = Step(
+            variant=variant,
+            first=first,
+            compiles_seen=recorder.compiles_seen,
+            traces_seen=recorder.traces_seen,
+            graphs=ran.graphs,
+            eager_calls=ran.eager_calls,
+        )
+        recorder.step = timer.next_step(stage.phase)
+        self._measurements.step_begins(step, stage.phase, wanted=self._wanted)
+        return step.span is not None
 
     def after_backward(self) -> None:
         """Copy the gradients out of the memory of CUDA graphs, because they outlive the step."""
-        config = self._step.variant.config
+        config = self._step.variant.config if self._step is not None else None
         if self.gpu.on_gpu and config is not None and config.uses_cudagraphs:
             self.gpu.keep_gradients()
 
     def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
         """End a step, and tell the policy what it took."""
         stage, step, recorder, search = self.stage, self._step, self._recorder, self._search
-        search.in_step = False
+        number, recorder.step, search.in_step = recorder.step, None, False
         if search.called:
             search.step_ends()
-        kind = kind_of(step.before, recorder.executions)
-        if step is self._counted and recorder.compiles_seen == step.compiles[0] and kind == step.kind:
+        if self.gpu.on_gpu:
+            self.gpu.step_ends()
+        if step is None:
+            return
+        ran = recorder.executions
+        kind: StepKind = "eager" if ran.graphs == step.graphs else "compiled"
+        if kind == "compiled" and ran.eager_calls != step.eager_calls:
+            kind = "partly compiled"
+        if step is self._counted and kind == step.kind and recorder.compiles_seen == step.compiles_seen:
             self._measurements.timer.passed += 1
-            step.before.graphs, recorder.step = recorder.executions.graphs, None
+            step.graphs, step.eager_calls = ran.graphs, ran.eager_calls
             return
-        self._counted, step.kind = None, kind
-        step.compiling, step.traced = recorder.compiled_since(step.compiles)
-        if step.traced and recorder.step is not None and gc.isenabled():
-            # A compile leaves many objects. An automatic collection in a later step would take longer than most steps.
-            gc.collect()
-        recorder.step = None
-        self.gpu.step_ends()
-        if stage.eager:
-            return
-        step.workload = workload_of(loader, batch, part) if step.timed else None
-        self._measurements.step_ends(step, stage, tuned=self._policies.compares(stage.phase))
+        step.kind = kind
+        if recorder.compiles_seen != step.compiles_seen:
+            recorder.collect()
+            step.compiling, step.traced = True, recorder.traces_seen != step.traces_seen
+            if step.traced and gc.isenabled():
+                # A compile leaves many objects. An automatic collection in a later step would take longer than a step.
+                gc.collect()
+        compares = stage.phase in self._policies.comparing
+        self._measurements.step_ends(step, stage, loader, batch, part, compares=compares)
         self._policy.done(step)
-        self._free_unused()
-        variant, wanted = self._policies.policy_of(stage).next()
-        if not (self.gpu.on_gpu or wanted) and variant is step.variant:
-            ran = recorder.executions
-            self._counted = self._measurements.counted_step(step, stage.phase, recorder.compiles, ran)
+        if compares:
+            self._free_unused()
+        if not (self._wanted or self.gpu.on_gpu or step.compiling) and kind != "partly compiled":
+            self._counted = Step(
+                variant=step.variant,
+                compiles_seen=recorder.compiles_seen,
+                graphs=ran.graphs,
+                eager_calls=ran.eager_calls,
+                number=number or 0,
+                kind=kind,
+            )
 
     def stage_ends(self, phase: Phase) -> None:
         """End a stage: synchronize decisions with other ranks, and issue warnings."""
@@ -312,12 +329,6 @@ class Session:
             self._policies.resume(self._measurements.resume(data))
 
     # ------------------------------------------------------------------------------------------ parts of the above
-
-    def _select(self) -> tuple[Variant, bool]:
-        """Run the targets with the variant of the next step. Return the variant, and whether the step must be timed."""
-        variant, wanted = self._policy.next()
-        self._switch.select(self.stage.phase, variant, weights_frozen=self.stage.weights_frozen)
-        return variant, wanted
 
     def _free_unused(self) -> None:
         """Free the compiled code of variants that will not run again."""

@@ -14,7 +14,13 @@ from compile_callbacks.targets.repeated import BLOCK_CONTAINERS, structure_of
 from compile_callbacks.targets.target import CONTAINERS, Target, call_targets, only_if_named
 
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-_FRAMEWORKS = ("torch.distributed.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
+_FRAMEWORKS = (  # whose methods compute nothing, apart from forward
+    "torch.distributed.",
+    "torch.nn.modules.container.",
+    "lightning.",
+    "pytorch_lightning.",
+    "lightning_fabric.",
+)
 
 
 def possible_targets(root: nn.Module) -> Iterator[Target]:
@@ -46,17 +52,17 @@ def _within(parent: nn.Module, prefix: str, seen: set[int], *, direct: bool) -> 
 
 
 def _own_methods(module: nn.Module) -> list[str]:
-    """Return the names of the methods that ``nn.Module`` and Lightning do not have, and of ``forward``.
+    """Return the names of the methods that ``nn.Module`` and the frameworks do not have, and of ``forward``.
 
     The list contains no properties, generators, coroutines, static or class methods, and no functions that are cached,
     compiled or disabled.
     """
     names = {
-        name: None
+        name: None  # a set would have another order in each process
         for cls in type(module).__mro__
-        if cls is not nn.Module and not f"{cls.__module__}.".startswith(_FRAMEWORKS)
         for name in vars(cls)
-        if name == "forward" or not (name.startswith("__") or hasattr(nn.Module, name))
+        if name == "forward" or not (f"{cls.__module__}.".startswith(_FRAMEWORKS) or hasattr(nn.Module, name))
+        if not name.startswith("__")
     }
     return [name for name in names if _may_be_recorded(module, name)]
 
@@ -96,5 +102,5 @@ def _place(root: nn.Module, path: str) -> str:
     names, parent = [], root
     for name in path.split("."):
         names.append("*" if isinstance(parent, BLOCK_CONTAINERS) else name)
-        parent = parent.get_submodule(name)
+        parent = parent._modules.get(name) or parent
     return ".".join(names)

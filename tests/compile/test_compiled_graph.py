@@ -1,4 +1,4 @@
-"""What stands between torch's code and a compiled graph."""
+"""The functions of this library between torch's code and a compiled graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's code runs once for each call, whatever Dynamo fails on, and executions are counted as what they are."""
+"""The user's code runs once for each call if Dynamo fails, and graphs and eager calls are counted."""
 
 from __future__ import annotations
 

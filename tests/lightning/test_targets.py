@@ -6,7 +6,6 @@ import asyncio
 import copy
 import inspect
 import pickle
-import sys
 import types
 import warnings
 
@@ -26,7 +25,7 @@ from tests.support.against_eager import (
     assert_same_module,
     assert_same_values,
 )
-from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, seeded, trainer
 from tests.support.processes import run_in_new_process
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
@@ -100,20 +99,28 @@ class Steps(Classifier):
         return torch.optim.SGD([*self.net.parameters(), *self.ema.parameters()], lr=0.1)
 
 
-CALLS = {
-    "module": (lambda m, x: m.net(x), {"net"}),
-    "forward": (lambda m, x: m.net.forward(x), {"net.forward"}),
-    "methods": (lambda m, x: m.net.decode(m.scale(m.net.encode(x))), {"net.encode", "net.decode"}),
-    "method that calls its module": (lambda m, x: m.net.generate(x), {"net", "net.encoder"}),
-    "module inside a child": (lambda m, x: m.ema.module(x), {"ema.module"}),
+PARTS = {"net.encoder", "net.head"}
+CALLS = {  # the targets with a baseline, and without one
+    "module": (lambda m, x: m.net(x), {"net"}, {"net"}),
+    "forward": (lambda m, x: m.net.forward(x), {"net.forward"}, PARTS),
+    "methods": (lambda m, x: m.net.decode(m.scale(m.net.encode(x))), {"net.encode", "net.decode"}, PARTS),
+    "method that calls its module": (lambda m, x: m.net.generate(x), {"net", "net.encoder"}, {"net", "net.encoder"}),
+    "module before its part": (
+        lambda m, x: m.net(x) + m.net.encoder(x).sum(),
+        {"net", "net.encoder"},
+        {"net", "net.encoder"},
+    ),
+    "module inside a child": (lambda m, x: m.ema.module(x), {"ema.module"}, {"ema.module"}),
 }
 
 
+@pytest.mark.parametrize("baseline_steps", [0, 2])
 @pytest.mark.parametrize("call", CALLS)
-def test_default_targets_are_the_called_modules_and_methods(call):
-    function, called = CALLS[call]
-    callback = InductorCompile(baseline_steps=0, verify="raise", on_error="raise")
-    settings = {"make": lambda: Steps(function), "train": 4, "num_sanity_val_steps": 0}
+def test_default_targets_are_the_called_modules_and_methods(call, baseline_steps):
+    function, *expected = CALLS[call]
+    called = expected[0 if baseline_steps else 1]
+    callback = InductorCompile(baseline_steps=baseline_steps, verify="raise", on_error="raise")
+    settings = {"make": lambda: Steps(function), "num_sanity_val_steps": 0}
     compiled, eager = fit(callback, **settings), fit(**settings)
     assert_same_values(compiled, eager)
     assert_same_module(compiled, eager)
@@ -122,7 +129,6 @@ def test_default_targets_are_the_called_modules_and_methods(call):
     assert {event["target"] for event in train.diagnostics.events if event["kind"] == "compile"} == called
     assert set(train.targets) == called
     assert {event["target"] for event in infer.diagnostics.events if event["kind"] == "compile"} == {"ema.module"}
-    assert sys.getprofile() is None
 
 
 def test_a_child_that_is_called_later_is_compiled_then():
@@ -160,17 +166,28 @@ def test_a_target_that_only_a_compiled_function_calls_is_warned_about(targets):
     assert counters["stats"]["unique_graphs"] == before + 1  # the user's
 
 
-def test_recording_ends_with_an_exception_and_leaves_a_users_profiler_alone(tmp_path):
+def test_an_exception_in_a_recorded_method_leaves_nothing_on_the_module():
     def fail(module, x):
         raise KeyError(module.net.encode(x).shape)
 
+    module = seeded(lambda: Steps(fail))
     with pytest.raises(KeyError):
-        fit(InductorCompile(), make=lambda: Steps(fail))
-    assert sys.getprofile() is None
-    callback = InductorCompile(baseline_steps=0)
-    fit(callback, profiler=AdvancedProfiler(tmp_path, "profile"))
-    assert callback.report.train.graphs == 1
-    assert "training_step" in (tmp_path / "fit-profile.txt").read_text()
+        trainer(InductorCompile()).fit(module, loader(4))
+    assert not {"encode", "forward", "_compiled_call_impl"} & {name for part in module.modules() for name in vars(part)}
+
+
+@pytest.mark.parametrize("profiler", ["Python's", "torch's"])
+def test_the_users_profiler_does_not_hinder_finding_targets(profiler, tmp_path):
+    function, called, _ = CALLS["methods"]
+    callback = InductorCompile("default", None, baseline_steps=2)
+    settings = {"make": lambda: Steps(function), "validation": None}
+    if profiler == "torch's":
+        with torch.profiler.profile():
+            fit(callback, **settings)
+    else:
+        fit(callback, **settings, profiler=AdvancedProfiler(tmp_path, "profile"))
+        assert "training_step" in (tmp_path / "fit-profile.txt").read_text()
+    assert set(callback.report.train.targets) == called
 
 
 # ------------------------------------------------------------------------------------------ replaced methods, pickles

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from compile_callbacks.config.variant import Variant
+from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import StepTimer
+from compile_callbacks.profiling.steps import Step
 from compile_callbacks.profiling.workload import Workload
 
 
@@ -20,12 +23,12 @@ class TimedSteps:
         kept = []
         kind = "compiled" if compiled else "eager"
         for length in milliseconds:
-            self.timer.start()
+            step = Step(variant=Variant(None, variant if compiled else "eager"), kind=kind, compiling=compiling)
+            step.span = Span(None, self.timer.clock)
             self.now += length / 1000
-            of = workload if isinstance(workload, Workload) else Workload(workload)
-            name = variant if compiled else "eager"
-            is_sample, _ = self.timer.stop("train", name, kind, workload=of, compiling=compiling)
-            kept.append(is_sample)
+            step.workload = workload if isinstance(workload, Workload) else Workload(workload)
+            self.timer.stop("train", step)
+            kept.append(step.is_sample)
             self.now += 5  # the data loader's time is no part of a step
         return kept
 
@@ -37,11 +40,11 @@ class Times:
         self._ms = {"train": train or {}, "infer": infer or {}}
         real_stop = StepTimer.stop
 
-        def stop(timer, phase, variant, kind, *, workload, compiling):
-            ms = None if workload is None else self._fixed(phase, variant, workload)
-            if timer._span is not None and ms is not None and not compiling:
-                timer._span = SimpleNamespace(stop=lambda: None, passed=lambda: True, milliseconds=lambda: ms)
-            return real_stop(timer, phase, variant, kind, workload=workload, compiling=compiling)
+        def stop(timer, phase, step):
+            ms = None if step.workload is None else self._fixed(phase, step.variant.name, step.workload)
+            if step.span is not None and ms is not None and not step.compiling:
+                step.span = SimpleNamespace(stop=lambda: None, passed=lambda: True, milliseconds=lambda: ms)
+            real_stop(timer, phase, step)
 
         monkeypatch.setattr(StepTimer, "stop", stop)
 

@@ -51,7 +51,7 @@ def test_large_batches_take_little_time(make):
     batch, seconds = make(), []
     for _ in range(51):
         started = time.perf_counter()
-        workload_of("train", batch, "1 of 1")
+        workload_of("train", "1 of 1", signature(batch))
         seconds.append(time.perf_counter() - started)
     assert statistics.median(seconds) < 2e-4  # 15 to 35 µs on an idle core; an unbounded walk takes milliseconds
     assert len(shapes([batch], {})) < 2000

@@ -17,8 +17,10 @@ from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.profiling.memory import Peak, PeakMemory
 from compile_callbacks.profiling.saved_time import StepSeries
+from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_stats import speedup_interval
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
+from compile_callbacks.profiling.steps import Step
 from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.report.build import compare
 from compile_callbacks.session.stage_warnings import RECENT_SAMPLES, SessionWarnings
@@ -223,9 +225,9 @@ def test_a_step_is_timed_by_the_device_without_a_synchronization(device):
     device, stream = device
     timer = StepTimer(clock=lambda: 0.0)  # no time passes on the CPU
     for _ in range(5):
-        timer.start(device)
+        step = Step(variant=Variant(), kind="compiled", workload=WORK, span=Span(device, timer.clock))
         stream.queued_ms += 4
-        timer.stop("train", None, "compiled", workload=WORK, compiling=False)
+        timer.stop("train", step)
     assert timer.samples("train") == {}
     assert stream.synchronized == 0
     timer.synchronize()
