@@ -82,13 +82,10 @@ def compile_function(
     isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
     with keep_argument_validation():
         context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, dynamic=dynamic, **isolate)
-        convert = context.callback._torchdynamo_orig_backend
+        wrap = _Conversion if fullgraph else _ConvertFrame
+        context.callback._torchdynamo_orig_backend = wrap(context.callback._torchdynamo_orig_backend, around)
         if torch.distributed.is_available() and not splits_for_ddp:
             context.callback.__class__ = _OutsideDDP
-        if fullgraph:
-            context.callback._torchdynamo_orig_backend = _Conversion(convert, around, fullgraph=True)
-        else:
-            convert._inner_convert = _Conversion(convert._inner_convert, around, fullgraph=False)
         compiled: Callable[..., Any] = context(function)
     return compiled
 
@@ -112,18 +109,33 @@ class _OutsideDDP(CatchErrorsWrapper):
 class _Conversion:
     """Calls ``around`` for each frame, in the place of Dynamo's ``ConvertFrameAssert``."""
 
-    def __init__(self, convert: Any, around: Callable[[Frame], Any], *, fullgraph: bool) -> None:
+    def __init__(self, convert: Any, around: Callable[[Frame], Any], *, fullgraph: bool = True) -> None:
         self._convert = convert
         self._around = around
         self._fullgraph = fullgraph
-        self._box = convert._box  # torch reads these attributes
+        self._box = getattr(convert, "_box", None)  # torch reads these attributes
         self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
+
+    def _clone_with_backend(self, backend: Any) -> _Conversion:
+        """Return the clone that torch uses for DDP's optimizer."""
+        return type(self)(self._convert._clone_with_backend(backend), self._around)
 
     def __call__(self, frame: Any, *arguments: Any, skip: int = 0) -> Any:
         def convert() -> Any:
             return self._convert(frame, *arguments, skip=skip + 4)
 
         def breaks_are_errors() -> bool:
-            return self._fullgraph or bool(self._box.error_on_graph_break)
+            return self._fullgraph or bool(self._box.error_on_graph_break)  # type: ignore[union-attr]
 
         return self._around(Frame(frame.f_code, convert, breaks_are_errors=breaks_are_errors))
+
+
+class _ConvertFrame(_Conversion):
+    """Dynamo's ``ConvertFrame``, with a `_Conversion` in it."""
+
+    def __init__(self, convert: Any, around: Callable[[Frame], Any]) -> None:
+        convert._inner_convert = _Conversion(convert._inner_convert, around, fullgraph=False)
+        super().__init__(convert, around, fullgraph=False)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._convert(*arguments, **keywords)
