@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from compile_callbacks._utils.errors import CompileWarning, with_code
+from compile_callbacks._utils.errors import CompileWarning, warn_user, with_code
 from compile_callbacks._utils.files import atomic_write
 from compile_callbacks._utils.messages import check_choice, check_type, describe_failure, in_one_line
 from compile_callbacks.config.inductor_config import Mode, as_compiling_config
@@ -212,7 +212,7 @@ class AOTInductorExport(Callback):
             size_mib = temporary.stat().st_size / 2**20
         if self._compared is not None and self._compared.verdict == "not compared":
             message = f"package {self.path} was not compared with eager: {self._compared.reason}"
-            rank_zero_warn(with_code("CC602", message), category=CompileWarning)
+            warn_user("CC602", message)
         return ExportReport(
             path=str(self.path),
             weights="last" if checkpoint is None else "best",
@@ -239,7 +239,7 @@ class AOTInductorExport(Callback):
                 f"{self.path} gets the last weights: there is no best checkpoint. weights='best' needs a "
                 "ModelCheckpoint that saved one; weights='last' exports the last weights without this warning"
             )
-            rank_zero_warn(with_code("CC610", message), category=CompileWarning)
+            warn_user("CC610", message)
             return None
         # If no training is left in a resumed run, this process has written no checkpoint.
         is_foreign = self._named_at_start is None or path in self._named_at_start
@@ -253,7 +253,7 @@ class AOTInductorExport(Callback):
                     f"{self.path} gets the last weights: {path}, which the resumed checkpoint names as the best one, "
                     f"cannot be loaded with weights_only=True: {in_one_line(reason)}"
                 )
-                rank_zero_warn(with_code("CC610", message), category=CompileWarning)
+                warn_user("CC610", message)
                 return None
         else:
             self._written_here.add(path)

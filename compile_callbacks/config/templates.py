@@ -28,29 +28,32 @@ class Template:
         description: The purpose, in one sentence.
         mode: The mode of ``torch.compile`` that the template includes.
         options: Inductor options by name, which the template sets in addition to the mode.
-        missing: A function that returns the requirement that a device lacks, or ``None`` if the device has all.
+        needs: The requirement of ``options``, in a few words.
+        works_on: A function that returns whether a device fulfills the requirement.
     """
 
     name: str
     description: str
     mode: str = "default"
     options: Mapping[str, Any] = field(default_factory=dict)
-    missing: Callable[[torch.device], str | None] = lambda device: None
+    needs: str = ""
+    works_on: Callable[[torch.device], bool] = lambda device: True
 
     def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
         """Return each Inductor option that the template and its mode set.
 
         Args:
-            device: The module's device. If the device lacks a requirement, the method omits ``options``. If ``None``,
-                the method omits nothing.
+            device: The module's device. If the template does not work on the device, the method omits ``options``. If
+                ``None``, the method omits nothing.
         """
-        lacks = device is not None and self.missing(device) is not None
-        return {**_torch.inductor.resolve_options(self.mode, {}, None), **({} if lacks else self.options)}
+        options = self.options if device is None or self.works_on(device) else {}
+        return {**_torch.inductor.resolve_options(self.mode, {}, None), **options}
 
     def falls_back(self, device: torch.device) -> str | None:
         """Return a sentence with the reason and the fallback on a device, or ``None`` if the template needs none."""
-        needs = self.missing(device)
-        return None if needs is None else f"template {self.name!r} needs {needs}; it falls back to {self.mode}"
+        if self.works_on(device):
+            return None
+        return f"template {self.name!r} needs {self.needs}; it falls back to {self.mode}"
 
 
 def names() -> list[str]:
@@ -70,29 +73,6 @@ def get(name: str) -> Template:
     return _TEMPLATES[name]
 
 
-def _without_triton(device: torch.device) -> str | None:
-    if device.type == "cpu":
-        return "a GPU, and the module is on a CPU"
-    return None if has_triton() else "Triton, which is not installed or does not support this GPU"
-
-
-def _without_cutlass(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return "an NVIDIA GPU"
-    if _torch.inductor.has_cutlass():
-        return None
-    return "the CUTLASS library (pip install nvidia-cutlass, or option cutlass.cutlass_dir)"
-
-
-def _without_tma(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return "an NVIDIA GPU"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:  # Hopper, compute capability 9.0, is the first GPU with a Tensor Memory Accelerator
-        return f"a GPU of compute capability 9.0 or higher, and this is {major}.{minor}"
-    return None if has_triton_tma_device() else "a Triton that supports the Tensor Memory Accelerator"
-
-
 _ALL = (
     Template(
         "triton",
@@ -104,7 +84,8 @@ _ALL = (
             "max_autotune_conv_backends": "TRITON,ATEN",
             "autotune_fallback_to_aten": True,
         },
-        _without_triton,
+        "a GPU that Triton supports",
+        lambda device: device.type != "cpu" and has_triton(),
     ),
     Template(
         "cpp_wrapper",
@@ -116,7 +97,8 @@ _ALL = (
         "Matrix products from CUTLASS and ATen, chosen by measuring",
         "max-autotune-no-cudagraphs",
         {"max_autotune_gemm_backends": "CUTLASS,ATEN"},
-        _without_cutlass,
+        "an NVIDIA GPU and the CUTLASS library (pip install nvidia-cutlass, or option cutlass.cutlass_dir)",
+        lambda device: device.type == "cuda" and _torch.inductor.has_cutlass(),
     ),
     Template(
         "aten",
@@ -139,7 +121,10 @@ _ALL = (
         "Matrix products as persistent Triton kernels that load through the Tensor Memory Accelerator",
         "max-autotune-no-cudagraphs",
         {"triton.enable_persistent_tma_matmul": True, "triton.enable_template_tma_store": True},
-        _without_tma,
+        "an NVIDIA GPU with a Tensor Memory Accelerator (compute capability 9.0 or higher), and a Triton that uses it",
+        lambda device: (
+            device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) and has_triton_tma_device()
+        ),
     ),
 )
 

@@ -20,7 +20,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
-from compile_callbacks.exporting.call_spec import CallSpec
+from compile_callbacks.exporting.call_check import CallSpec
 
 Format = Literal["aoti", "export"]
 """The content of a ``.pt2`` file: compiled code, or the program of ``torch.export``."""

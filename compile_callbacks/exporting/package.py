@@ -23,7 +23,7 @@ from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.files import atomic_write
 from compile_callbacks._utils.messages import check_choice, check_type, describe_failure, in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
-from compile_callbacks.exporting.call_spec import CallSpec, copy_in_package_layout
+from compile_callbacks.exporting.call_check import CallSpec, copy_in_package_layout
 from compile_callbacks.exporting.loaded_package import (
     METADATA_KEY,
     ExportedModule,

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, overload
@@ -30,6 +31,8 @@ HOOK_OPTIONS: Mapping[str, str] = {
 """The hook points, the points at which Inductor runs custom passes, in their order. Each has an Inductor option."""
 
 DEFAULT_HOOK = "post_grad_post"
+
+_numbers = itertools.count()
 
 GraphKind = Literal["module", "joint", "forward", "backward", "inference"]
 """The content of a graph: ``"module"``, the module's calls before autograd; ``"joint"``, forward and backward in one
@@ -118,6 +121,7 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
         """Create the pass, and compute its identity, because its arguments may change later."""
         self = super().__new__(cls)
         self._identity = identity_of(cls, vars(cls).get("_sources"), [args, kwargs])
+        self._number = next(_numbers)
         return self  # type: ignore[no-any-return]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -153,9 +157,10 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
         the constructor's arguments, the hook point and this library's version. It does not cover other files that the
         code imports or reads.
 
-        An argument can be a number, string, enum, dtype, device, operator, small tensor, pass, a function or class
-        with a source file, or a list, set or mapping of these. For any other argument, and for a class that is defined
-        in a function or in a notebook, this method returns ``None``, and torch does not cache the graph.
+        An argument or a class attribute can be a number, string, enum, dtype, device, operator, small tensor, pass, a
+        function or class with a source file, or a list, set or mapping of these. For any other value, and for a class
+        that is defined in a function or in a notebook, this method returns ``None``, and torch does not cache the
+        graph.
         """
         return self._identity
 
@@ -268,8 +273,13 @@ def pass_hook(graph_pass: Any) -> str:
 
 
 def pass_identity(graph_pass: Any) -> str:
-    """Return the name and the uuid of a pass, for the key of a config."""
-    return f"{type(graph_pass).__module__}.{pass_name(graph_pass)}:{graph_pass.uuid()!r}"
+    """Return the name and the uuid of a pass, for the key of a config.
+
+    Passes without a uuid differ by their number in this process, which is the same on all ranks.
+    """
+    uuid = graph_pass.uuid()
+    identity = getattr(graph_pass, "_number", None) if uuid is None else uuid
+    return f"{type(graph_pass).__module__}.{pass_name(graph_pass)}:{identity!r}"
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ KEPT_STEPS = 500
 
 
 class StepSeries:
-    """Step times in order. In a long run, the series keeps random steps, distributed evenly over the run.
+    """Step times in order. In a long run, the series keeps random steps, each with the same probability.
 
     The steps are random, because every second or fourth step may differ from the others, as with gradient accumulation.
     """
@@ -22,21 +22,19 @@ class StepSeries:
         self._limit = limit
         self._points: list[tuple[int, float]] = []
         self._random = random.Random(0)  # a separate generator, because the user's generators must not change
-        self._one_of = 1
+        self._added = 0
 
     def add(self, step: int, ms: float) -> None:
         """Add a step."""
-        if self._random.random() * self._one_of >= 1:
-            return
-        if len(self._points) == self._limit:
-            pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [self._random.choice(pair) for pair in pairs]
-            self._one_of *= 2
-        self._points.append((step, float(f"{ms:.4g}")))
+        self._added += 1
+        place = len(self._points) if self._added <= self._limit else self._random.randrange(self._added)
+        if place < self._limit:
+            self._points[place : place + 1] = [(step, float(f"{ms:.4g}"))]
 
     def read(self) -> tuple[list[int], list[float]]:
         """Return the numbers of the steps, and their milliseconds with four digits."""
-        return [step for step, _ in self._points], [ms for _, ms in self._points]
+        points = sorted(self._points)
+        return [step for step, _ in points], [ms for _, ms in points]
 
 
 class Savings(NamedTuple):

@@ -120,7 +120,7 @@ def test_a_template_runs_on_a_gpu_or_names_its_fallback(make, name):
             assert phase.fallbacks == 0
             assert phase.graphs > 0
     reasons = set(template_reasons(report.infer))
-    assert bool(reasons) == (templates.get(name).missing(torch.device("cuda")) is not None)
+    assert bool(reasons) == (templates.get(name).falls_back(torch.device("cuda")) is not None)
     assert all(any(reason in str(warning.message) for warning in caught) for reason in reasons)
 
 

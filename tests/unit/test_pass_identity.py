@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from compile_callbacks import GraphPass, graph_pass
+from compile_callbacks import GraphPass, InductorConfig, graph_pass
 from tests.support.processes import run_in_new_process
 
 pytestmark = pytest.mark.all_versions
@@ -72,6 +72,15 @@ def test_a_uuid_is_none_if_the_source_does_not_describe_the_pass():
     exec("class InNotebook(GraphPass):\n    def __call__(self, graph, is_inference): pass", namespace)
     passes = [InFunction(2), created(2), namespace["InNotebook"](), Scale(object()), Scale(Scale(object()))]
     assert [each.uuid() for each in passes] == [None] * len(passes)
+
+
+def test_configs_with_passes_that_have_no_uuid_differ():
+    class Local(Scale):
+        pass
+
+    first, second = Local(2), Local(3)
+    assert first.uuid() is second.uuid() is None
+    assert InductorConfig(passes=(first,)) == InductorConfig(passes=(first,)) != InductorConfig(passes=(second,))
 
 
 COMPILE = """

@@ -17,6 +17,7 @@ from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.memory import Peak, PeakMemory
 from compile_callbacks.profiling.recorder import CompileRecorder
+from compile_callbacks.profiling.saved_time import StepSeries
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_stats import speedup_interval
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
@@ -232,3 +233,13 @@ def test_a_step_is_timed_by_the_device_without_a_synchronization(device):
     assert stream.synchronized == 0
     timer.synchronize()
     assert timer.samples("train") == {WORK: (4.0, 4.0, 4.0)}
+
+
+def test_a_long_series_keeps_steps_of_the_whole_run_in_order():
+    series = StepSeries(limit=100)
+    for step in range(1, 10_001):
+        series.add(step, float(step))
+    steps, ms = series.read()
+    assert len(steps) == 100
+    assert steps == sorted(set(steps)) == ms
+    assert all(sum(first < step <= first + 2500 for step in steps) > 10 for first in (0, 2500, 5000, 7500))
