@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 
@@ -15,28 +13,6 @@ def ddp_treatment_is_chosen() -> bool:
     from torch._dynamo import config
 
     return config.optimize_ddp is not True
-
-
-def outside_ddp(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled function so that Dynamo does not know of a `DistributedDataParallel` around it.
-
-    Workaround (until ``optimize_ddp`` can be set for one ``torch.compile``): within DDP's forward, Dynamo splits each
-    graph, so that DDP can reduce gradients earlier. It even splits graphs without a backward pass. The wrapper replaces
-    the attribute that Dynamo reads, which takes less than 1 µs.
-    """
-    from torch.nn.parallel import DistributedDataParallel
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        active = DistributedDataParallel._active_ddp_module
-        if active is None:
-            return compiled(*args, **kwargs)
-        DistributedDataParallel._active_ddp_module = None
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            DistributedDataParallel._active_ddp_module = active
-
-    return call
 
 
 def collective_timeouts() -> list[timedelta]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -116,21 +118,29 @@ def recompile_limit() -> int:
     return int(config.recompile_limit)
 
 
-def hooks_registered() -> int | None:
-    """Return a number that increases with each hook on any module or tensor of the process.
+# Each call of a target compares the next three values. As methods of C objects, they need no Python frame.
 
-    The number is ``None`` while `is_transformed`, so that each call of a target compares a single value.
+hooks_registered: Callable[[], int] = functools.partial(
+    operator.attrgetter("next_id"), torch.utils.hooks.RemovableHandle
+)
+"""Returns a number that increases with each hook on any module or tensor of the process."""
 
-    Workaround (until torch has a public function for transforms).
-    """
-    if _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return None
-    return torch.utils.hooks.RemovableHandle.next_id
+transforms: Callable[[], Any] = _functorch.peek_interpreter_stack
+"""Returns the innermost transform of `torch.func`, or ``None``.
+
+Workaround (until torch has a public function for transforms).
+"""
+
+forward_ad_level: Callable[[], int] = functools.partial(operator.attrgetter("_current_level"), forward_ad)
+"""Returns the level of forward-mode AD, which is -1 outside of it.
+
+Workaround (until torch has a public function for the level).
+"""
 
 
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func` or forward-mode AD is active. Dynamo does not compile within them."""
-    return hooks_registered() is None
+    return transforms() is not None or forward_ad_level() >= 0
 
 
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing

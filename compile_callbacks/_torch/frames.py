@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch._dynamo import exc as _exc
+from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.types import ConvertFrameReturn
 
 from compile_callbacks._torch.dynamo import SHARES_RECOMPILE_LIMIT, keep_argument_validation
@@ -68,6 +69,7 @@ def compile_function(
     *,
     fullgraph: bool,
     dynamic: bool | None,
+    splits_for_ddp: bool,
 ) -> Callable[..., Any]:
     """Call ``torch.compile``, isolated from other compiles of the same code (torch 2.13 and later).
 
@@ -80,30 +82,60 @@ def compile_function(
     isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
     with keep_argument_validation():
         context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, dynamic=dynamic, **isolate)
-        convert = context.callback._torchdynamo_orig_backend
-        if fullgraph:
-            context.callback._torchdynamo_orig_backend = _Conversion(convert, around, fullgraph=True)
-        else:
-            convert._inner_convert = _Conversion(convert._inner_convert, around, fullgraph=False)
+        wrap = _Conversion if fullgraph else _ConvertFrame
+        context.callback._torchdynamo_orig_backend = wrap(context.callback._torchdynamo_orig_backend, around)
+        if torch.distributed.is_available() and not splits_for_ddp:
+            context.callback.__class__ = _OutsideDDP
         compiled: Callable[..., Any] = context(function)
     return compiled
+
+
+class _OutsideDDP(CatchErrorsWrapper):
+    """Converts frames as if no `DistributedDataParallel` were around them.
+
+    Workaround (until ``optimize_ddp`` can be set for one ``torch.compile``): within DDP's forward, Dynamo splits each
+    graph, so that DDP can reduce gradients earlier. It even splits graphs without a backward pass.
+    """
+
+    def __call__(self, *arguments: Any) -> Any:
+        ddp: Any = torch.nn.parallel.DistributedDataParallel
+        active, ddp._active_ddp_module = ddp._active_ddp_module, None
+        try:
+            return super().__call__(*arguments)
+        finally:
+            ddp._active_ddp_module = active
 
 
 class _Conversion:
     """Calls ``around`` for each frame, in the place of Dynamo's ``ConvertFrameAssert``."""
 
-    def __init__(self, convert: Any, around: Callable[[Frame], Any], *, fullgraph: bool) -> None:
+    def __init__(self, convert: Any, around: Callable[[Frame], Any], *, fullgraph: bool = True) -> None:
         self._convert = convert
         self._around = around
         self._fullgraph = fullgraph
-        self._box = convert._box  # torch reads these attributes
+        self._box = getattr(convert, "_box", None)  # torch reads these attributes
         self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
+
+    def _clone_with_backend(self, backend: Any) -> _Conversion:
+        """Return the clone that torch uses for DDP's optimizer."""
+        return type(self)(self._convert._clone_with_backend(backend), self._around)
 
     def __call__(self, frame: Any, *arguments: Any, skip: int = 0) -> Any:
         def convert() -> Any:
             return self._convert(frame, *arguments, skip=skip + 4)
 
         def breaks_are_errors() -> bool:
-            return self._fullgraph or bool(self._box.error_on_graph_break)
+            return self._fullgraph or bool(self._box.error_on_graph_break)  # type: ignore[union-attr]
 
         return self._around(Frame(frame.f_code, convert, breaks_are_errors=breaks_are_errors))
+
+
+class _ConvertFrame(_Conversion):
+    """Dynamo's ``ConvertFrame``, with a `_Conversion` in it."""
+
+    def __init__(self, convert: Any, around: Callable[[Frame], Any]) -> None:
+        convert._inner_convert = _Conversion(convert._inner_convert, around, fullgraph=False)
+        super().__init__(convert, around, fullgraph=False)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._convert(*arguments, **keywords)

@@ -46,7 +46,11 @@ def _signature_of(value: Any, left: list[int], depth: int) -> Any:
             for item in value:  # without further functions, because each timed step needs the signature of its batch
                 if left[0] <= 0:
                     break
-                found.append(_signature_of(item, left, depth - 1))
+                if isinstance(item, torch.Tensor):
+                    left[0] -= 1
+                    found.append(TensorSignature(tuple(item.shape), item.dtype, item.device.type, item.requires_grad))
+                else:
+                    found.append(_signature_of(item, left, depth - 1))
             return tuple(found) if len(found) == len(value) else (*found, len(value))
         if (entries := _entries(value)) is not None:
             return tuple((key, _signature_of(item, left, depth - 1)) for key, item in _while_left(entries, left))

@@ -132,7 +132,8 @@ class InductorCompile(Callback):
     def __getstate__(self) -> dict[str, Any]:
         # A session belongs to its process. A strategy that spawns processes pickles the callback for each of them.
         calls = TrainerCalls(self.arguments, keep_compiled=self.keep_compiled, last=self._calls.last)
-        return {**vars(self), "_calls": calls}
+        state = {name: value for name, value in vars(self).items() if name != "on_after_backward"}
+        return {**state, "_calls": calls}
 
     @property
     def session(self) -> Session | None:
@@ -195,6 +196,9 @@ class InductorCompile(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin_stage(trainer, pl_module, "train")
+        if (session := self._calls.active) is not None and session.gpu.on_gpu:
+            # Only where it has an effect, because each hook takes time in each step.
+            self.on_after_backward = self._keep_gradients  # type: ignore[method-assign]
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -202,14 +206,6 @@ class InductorCompile(Callback):
             self._step_is_timed = session.step_begins(first=batch_idx == 0)
             if self._step_is_timed:
                 self._global_step_before = trainer.global_step
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        session = self._calls.active
-        if session is None or not session.gpu.on_gpu:
-            return
-        if trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization:
-            session.after_backward()
 
     @override
     def on_train_batch_end(
@@ -275,6 +271,11 @@ class InductorCompile(Callback):
 
     # ------------------------------------------------------------------------------------------ parts of the hooks
 
+    def _keep_gradients(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        session = self._calls.active
+        if session is not None and (trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization):
+            session.after_backward()
+
     def _begin_stage(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
         if (session := self._calls.prepare(trainer, pl_module)) is not None:
             session.stage_begins(stage_of(trainer, phase))
@@ -286,5 +287,6 @@ class InductorCompile(Callback):
             session.stage_ends(phase)
 
     def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
+        vars(self).pop("on_after_backward", None)
         if (call := self._calls.end(trainer)) is not None:
             trainer_calls.write_at_end(trainer, self._calls, call, exception)

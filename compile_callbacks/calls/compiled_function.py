@@ -8,7 +8,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from compile_callbacks import _torch
@@ -99,15 +98,13 @@ class CompiledFunction:
             self._convert,
             fullgraph=self._config.fullgraph,
             dynamic=self._config.dynamic,
+            # Whole graphs were faster than DDP's buckets (docs/how_to/several_gpus.md).
+            splits_for_ddp=self._key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen(),
         )
         if self.regions is not None:
             call = self.regions.around(call)
         if self._guards_hooks:
             call = _torch.dynamo.with_dynamo_settings(call, skip_nnmodule_hook_guards=lambda _: False)
-        ddp_is_configured = self._key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
-        if torch.distributed.is_available() and not ddp_is_configured:
-            # Compile whole graphs, which were faster than DDP's buckets (docs/how_to/several_gpus.md).
-            call = _torch.distributed.outside_ddp(call)
         self.call, self._raises_limit = call, False
         self.raise_recompile_limit()
         return self.call

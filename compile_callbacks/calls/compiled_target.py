@@ -95,9 +95,10 @@ class CompiledTarget:
         # In the steady state, only these comparisons run before the compiled function. Each call takes time for them. A
         # function of ours whose code is no longer in the caches of the CPU takes 3 µs.
         hooks_changed = function.hooks_seen != _torch.dynamo.hooks_registered()
+        transformed = _torch.dynamo.transforms() is not None or _torch.dynamo.forward_ad_level() >= 0
         may_run_eagerly: Any = outer is not None or self._eager_from_now or self._uncompilable or not self.ran
         may_run_eagerly = may_run_eagerly or self._warnings or (self.gave_up_regions and function.regions is not None)
-        if (may_run_eagerly or hooks_changed) and self._runs_eagerly(outer, args, kwargs):
+        if (may_run_eagerly or transformed) and self._runs_eagerly(outer, args, kwargs):
             executions.eager_calls += 1
             return member.eager(*args, **kwargs)
         compiled = function.call
@@ -109,7 +110,8 @@ class CompiledTarget:
         if self._state_changes is not None:
             self._state_changes.call_begins(member.module)
         graphs_before, eager_before = executions.graphs, executions.eager_calls
-        calling.current = call = CallInProgress(self.key, args, kwargs, stance is not None)
+        calling.current = call = CallInProgress()
+        call.key, call.args, call.kwargs, call.nested_calls_eager = self.key, args, kwargs, stance is not None
         try:
             if stance is None:
                 result = compiled(member.module, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -96,10 +97,11 @@ class GraphBackend:
         verification = Verification(
             compiled, eager, options, self._key, self._modules, self._recorder, self._fallback, *compares_less
         )
+        statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
         return CompiledGraph(
             compiled,
             None if self._fallback.settings.verify == "off" else verification,
-            [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()],
+            operator.itemgetter(*statistics) if statistics else None,
             self._key if torch.is_grad_enabled() and not self._member.sharded else None,
             self._executions,
         )

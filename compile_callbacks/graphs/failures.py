@@ -73,7 +73,7 @@ class EagerFallback:
     @property
     def call(self) -> CallInProgress:
         """The running call of the target, in which something happened."""
-        call = self._recorder.calling.current or CallInProgress(self._key)
+        call = self._recorder.calling.current or CallInProgress()
         call.eventful = True
         return call
 

@@ -135,11 +135,11 @@ class CallInProgress:
     frozen_draws: tuple[str, ...] = ()
     warnings: tuple[tuple[str, str, Hashable], ...] = ()
 
-    def __init__(self, key: CompileKey, args: Any = (), kwargs: Any = None, nested_calls_eager: bool = False) -> None:
-        self.key = key
-        self.args = args
-        self.kwargs = kwargs
-        self.nested_calls_eager = nested_calls_eager
+    # Without a constructor, because each call makes such an object.
+    key: CompileKey
+    args: Any = ()
+    kwargs: Any = None
+    nested_calls_eager = False
 
 
 class _Calling(threading.local):

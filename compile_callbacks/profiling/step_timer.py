@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import torch
-
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.profiling.saved_time import SavedTime, Savings, StepSeries
@@ -86,10 +84,10 @@ class StepTimer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.untimed_left = 0
-        """The number of the next steps that need no timing."""
+        """The number of the next steps that need no timing. The caller subtracts 1 for each of them."""
         self.passed = 0
         """The number of steps like the last step since the last call of `stop`, which are not counted yet."""
-        self._clock = clock
+        self.clock = clock
         self._numbers: Counter[Phase] = Counter()
         self._steps: Counter[_Key] = Counter()
         self._samples: dict[_Key, dict[Workload, deque[float]]] = defaultdict(dict)
@@ -108,10 +106,6 @@ class StepTimer:
 
     # ------------------------------------------------------------------------------------------ a step
 
-    def start(self, device: torch.device | None = None) -> Span:
-        """Start to time a step. If `untimed_left` is not 0, the caller may subtract 1 from it instead."""
-        return Span(device, self._clock)
-
     def stop(self, phase: Phase, step: Step) -> None:
         """End a step, and set whether its time is a sample. Delete the time if torch compiled or warmed up."""
         if self.passed:
@@ -129,7 +123,7 @@ class StepTimer:
             return
         if self._steady_steps >= STEADY_STEPS:  # the gaps are random, so that each step is equally likely to be timed
             self.untimed_left = int(math.log(1 - self._random.random()) / math.log(1 - 1 / TIMED_ONE_OF))
-        span, workload = step.span or Span(None, self._clock, step.began), step.workload
+        span, workload = step.span or Span(None, self.clock, step.began), step.workload
         span.stop()
         # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
         is_new = not step.compiling and workload is not None and self._is_new(key, workload)

@@ -14,6 +14,7 @@ from compile_callbacks._utils.device import device_name
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks._utils.signatures import signature
 from compile_callbacks.profiling.memory import PeakMemory
+from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.steps import Stage, Step
 from compile_callbacks.profiling.workload import Workload, workload_of
@@ -41,15 +42,15 @@ class Measurements:
         if self._device.type == "cuda":
             self.memory.start(phase, step.variant.name)
         if wanted or not self.timer.untimed_left:
-            step.span = self.timer.start(self._device)
+            step.span = Span(self._device, self.timer.clock)
         else:
             self.timer.untimed_left -= 1
 
-    def step_ends(self, step: Step, stage: Stage, loader: str, batch: Any, part: str, *, tuned: bool) -> None:
+    def step_ends(self, step: Step, stage: Stage, loader: str, batch: Any, part: str, *, compares: bool) -> None:
         """End the measurement of a step, and complete the step's data."""
         if step.span is not None:
             if step.first or step.compiling or stage is not self._stage:
-                self._conditions, self._stage = self._describe_conditions(step, stage, tuned=tuned), stage
+                self._conditions, self._stage = self._describe_conditions(step, stage, compares=compares), stage
             conditions = f"{part}, {self._conditions}" if part else self._conditions
             step.workload = workload_of(loader, conditions, signature(batch))
             if step.first or step.compiling:
@@ -58,12 +59,12 @@ class Measurements:
         if self._device.type == "cuda":
             self.memory.stop(traced=step.traced)
 
-    def _describe_conditions(self, step: Step, stage: Stage, *, tuned: bool) -> str:
+    def _describe_conditions(self, step: Step, stage: Stage, *, compares: bool) -> str:
         """Describe the conditions of a step, besides its batch, on which its time depends."""
         known: dict[str, object] = {"precision": self._precision}
         if stage.phase == "train":  # the backward pass depends on the weights that require grad
             known["trained"] = zlib.crc32(bytes(weight.requires_grad for weight in self._module.parameters()))
-        if tuned:  # the first step of a stage compares frozen weights, and frozen weights need other code
+        if compares:  # the first step of a stage compares frozen weights, and frozen weights need other code
             known |= {"first": step.first, "frozen": stage.weights_frozen}
         return ", ".join(f"{name}={value}" for name, value in known.items())
 

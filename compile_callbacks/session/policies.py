@@ -126,6 +126,8 @@ class Policies:
             self._fixed[phase] = Fixed(Variant(config)) if config else _EAGER
             if isinstance(settings, Tune):
                 self._tunings[phase] = TuningPolicy(phase, settings, recorder, ranks, print_line)
+        self.comparing = frozenset(self._tunings)
+        """The phases that compare variants with each other."""
         self._shares = arguments.targets == REPEATED
 
     def begin(
@@ -191,10 +193,6 @@ class Policies:
     def decide_together(self) -> bool:
         """Whether ranks make decisions together."""
         return bool(self._tunings)
-
-    def compares(self, phase: Phase) -> bool:
-        """Whether a phase compares variants with each other."""
-        return phase in self._tunings
 
     def chosen(self, phase: Phase) -> Variant:
         """Return what the phase runs after the baseline, or eager while a `Tune` has not chosen yet."""

@@ -22,7 +22,6 @@ from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fing
 from compile_callbacks.calls.new_shapes import ShapeRecords
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
-from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.compile_events import CompileRecorder
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.steps import Stage, Step, StepKind
@@ -252,10 +251,10 @@ class Session:
             if step.traced and gc.isenabled():
                 # A compile leaves many objects. An automatic collection in a later step would take longer than a step.
                 gc.collect()
-        tuned = self._policies.compares(stage.phase)
-        self._measurements.step_ends(step, stage, loader, batch, part, tuned=tuned)
+        compares = stage.phase in self._policies.comparing
+        self._measurements.step_ends(step, stage, loader, batch, part, compares=compares)
         self._policy.done(step)
-        if tuned:
+        if compares:
             self._free_unused()
         if not (self._wanted or self.gpu.on_gpu or step.compiling) and kind != "partly compiled":
             self._counted = Step(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.symbolic_convert
+import torch.distributed as dist
 from torch import nn
 
 import compile_callbacks
-from tests.support.models import FEATURES, mlp
+from compile_callbacks import CompileWarning, InductorConfig, report_of
+from tests.support.models import FEATURES, Wrapper, mlp
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -54,3 +58,35 @@ def test_a_later_call_adds_one_frame_and_another_one_for_cuda_graphs(compiled, m
         assert frames_around_the_compiled_code(lambda: module(x)) == (
             ["CudaGraph.__call__", "CompiledGraph.__call__"] if device == "cuda" else ["CompiledGraph.__call__"]
         )
+
+
+@pytest.fixture
+def process_group():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["default", InductorConfig(fullgraph=True)])
+def test_a_bad_batch_and_a_failure_of_dynamo_are_handled_in_the_clones_of_ddps_optimizer(
+    compiled, process_group, mode, monkeypatch
+):
+    class Raising(Wrapper):
+        bad = False
+
+        def forward(self, x):
+            if self.bad:
+                raise KeyError("bad")
+            return self.net(x)
+
+    module, x = compiled(Raising(), train_mode=mode), torch.randn(4, FEATURES)
+    with torch._dynamo.config.patch(optimize_ddp="ddp_optimizer"):
+        parallel = nn.parallel.DistributedDataParallel(module)
+        for module.bad in (False, True, False):
+            with pytest.raises(KeyError) if module.bad else contextlib.nullcontext():
+                parallel(x).sum().backward()
+        assert (report_of(module).train.graphs, report_of(module).train.fallbacks) == (1, 0)
+        monkeypatch.setattr(torch._dynamo.symbolic_convert.InstructionTranslator, "run", lambda self: 1 / 0)
+        with pytest.warns(CompileWarning, match="'forward' runs eagerly in the train phase.*ZeroDivisionError"):
+            parallel(torch.randn(5, FEATURES)).sum().backward()

@@ -39,7 +39,9 @@ def manager(monkeypatch):
 @pytest.fixture
 def call():
     """A running call of the target, whose warnings are issued when it ends."""
-    return CallInProgress(KEY)
+    call = CallInProgress()
+    call.key = KEY
+    return call
 
 
 def graph_of(compiled, call):

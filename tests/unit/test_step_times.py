@@ -16,6 +16,7 @@ from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.compile_events import CompileKey, CompileRecorder
 from compile_callbacks.profiling.memory import Peak, PeakMemory
+from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_stats import speedup_interval
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
 from compile_callbacks.profiling.steps import Step
@@ -223,7 +224,7 @@ def test_a_step_is_timed_by_the_device_without_a_synchronization(device):
     device, stream = device
     timer = StepTimer(clock=lambda: 0.0)  # no time passes on the CPU
     for _ in range(5):
-        step = Step(variant=Variant(), kind="compiled", workload=WORK, span=timer.start(device))
+        step = Step(variant=Variant(), kind="compiled", workload=WORK, span=Span(device, timer.clock))
         stream.queued_ms += 4
         timer.stop("train", step)
     assert timer.samples("train") == {}
