@@ -47,11 +47,10 @@ class InductorCompile(Callback):
         infer_mode: The settings for sanity check, validation, test and predict, with the same choices.
         targets: The modules and methods to compile: dotted names of submodules or methods (``"net"``,
             ``"training_step"``), or globs (``"encoder.layers.*"``). ``"forward"`` is the LightningModule's own call.
-            If ``None``, the callback compiles the modules and methods that the first step of each stage calls. This
-            step is eager. If a later step calls another direct child with parameters, the callback compiles that
-            child, too. The callback compiles a metric or a module without parameters only if you name it.
-            ``"repeated"`` selects the same targets, and compiles repeated blocks, such as the layers of a transformer,
-            once inside the graph.
+            If ``None``, the callback compiles the modules that the steps call, and the methods that the eager steps of
+            the baseline call. If you replace a module, the callback compiles the new module from the next epoch or
+            stage on. It compiles a metric or a module without parameters only if you name it. ``"repeated"`` selects
+            the same targets, and compiles repeated blocks, such as the layers of a transformer, once inside the graph.
         passes: Custom graph passes for both phases. See `GraphPass`. In YAML, give an import path or a ``class_path``.
         baseline_steps: The number of eager steps that the callback times first in each phase, after two warm-up steps.
             The speedup is relative to these steps. The callback uses at most half of the remaining steps. With 0, the

@@ -78,7 +78,7 @@ class CompileArguments:
 
     @property
     def finds_targets(self) -> bool:
-        """Whether the modules and methods that the first steps call are the targets."""
+        """Whether the modules and methods that the steps call are the targets."""
         return self.targets is None or self.targets == REPEATED
 
     @property

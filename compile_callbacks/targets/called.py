@@ -57,8 +57,8 @@ def _own_methods(module: nn.Module) -> list[str]:
     The list contains no properties, generators, coroutines, static or class methods, and no functions that are cached,
     compiled or disabled.
     """
-    names = {
-        name: None  # a set would have another order in each process
+    names = {  # a set would have another order in each process
+        name: None
         for cls in type(module).__mro__
         for name in vars(cls)
         if name == "forward" or not (f"{cls.__module__}.".startswith(_FRAMEWORKS) or hasattr(nn.Module, name))

@@ -182,7 +182,7 @@ def test_the_users_profiler_does_not_hinder_finding_targets(profiler, tmp_path):
     callback = InductorCompile("default", None, baseline_steps=2)
     settings = {"make": lambda: Steps(function), "validation": None}
     if profiler == "torch's":
-        with torch.profiler.profile():
+        with torch.profiler.profile(acc_events=True):
             fit(callback, **settings)
     else:
         fit(callback, **settings, profiler=AdvancedProfiler(tmp_path, "profile"))
