@@ -27,13 +27,15 @@ def frames_around_the_compiled_code(call):
 
     def look(frame, event, _):
         nonlocal longest
-        if event != "call" or frame.f_code.co_filename.startswith(OURS) or frame.f_code.co_name == "get_manager":
+        if event != "call" or frame.f_code.co_filename.startswith(OURS):
             return
         chain = []
         while (frame := frame.f_back) is not None and frame.f_code.co_filename.startswith(OURS):
             chain.append(frame.f_code.co_qualname)
         # Dynamo's code for the target has the name of our function, which is beneath the dispatcher.
-        if chain and chain[-1].startswith(("CompiledGraph", "CudaGraph")) and len(chain) > len(longest):
+        is_graph = chain and chain[-1].startswith(("CompiledGraph", "CudaGraph"))
+        # The check for a failed first run has returned before the compiled function is called.
+        if is_graph and chain[0] != "end_failed_warmup" and len(chain) > len(longest):
             longest = chain
 
     sys.setprofile(look)
