@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.dispatcher import Recorder
 from compile_callbacks.calls.phase_switch import PhaseSwitch
@@ -59,10 +60,11 @@ class TargetSearch:
 
     def step_begins(self, phase: Phase, *, first: bool, eager: bool) -> None:
         """Begin a step. At the ``first`` step of a stage or an epoch, look for changes of the module."""
-        if first and self._resolve is not None and _tree(self._root) != self._tree:
-            self._look_up(self._resolve)
-        if phase != self._phase:
-            self._change_phase(phase)
+        with self._without_failures():
+            if first and self._resolve is not None and _tree(self._root) != self._tree:
+                self._look_up(self._resolve)
+            if phase != self._phase:
+                self._change_phase(phase)
         self.in_step, self._eager = True, eager
 
     def step_ends(self) -> None:
@@ -132,14 +134,26 @@ class TargetSearch:
     def _add(self, recorder: Recorder) -> None:
         """Make a called module or method a target, with the equal blocks next to it."""
         assert self._group is not None
+        recorder.covered = True
         others = [one.target for one in self._standing]
         known = {_key(member) for target in self._switch.targets for member in target.members}
-        equal = [one for block in with_equal_blocks(self._root, recorder.target, others) for one in targets_of(block)]
-        with _removed(list(self._standing), self._standing):
+        with self._without_failures(), _removed(list(self._standing), self._standing):
+            blocks = with_equal_blocks(self._root, recorder.target, others)
+            equal = [one for block in blocks for one in targets_of(block)]
             self._switch.add(self._group(self._root, [one for one in equal if _key(one) not in known]))
-        recorder.covered = True
         for one in self._standing:
             one.covered = one.covered or None
+
+    @contextlib.contextmanager
+    def _without_failures(self) -> Iterator[None]:
+        """Warn about an exception in the search. It costs a target, and never the run."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, Warning):  # the user's warning filters turn warnings into errors
+                raise
+            reason = in_one_line(describe_failure(error))
+            self._warn.warn("CC102", f"a module that the steps call could not be made a target: {reason}", about=reason)
 
     def _within(self, recorder: Recorder) -> list[Recorder]:
         """Return the recorders of a module and its methods, and beneath it."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile
+from compile_callbacks.calls import target_search
 from compile_callbacks.calls.dispatcher import CallSlot, Recorder
 from tests.lightning.test_targets import WithParameters
 from tests.support.against_eager import assert_same_fit, assert_same_module, assert_same_values
@@ -294,3 +295,21 @@ def test_a_second_run_finds_what_the_first_did_not_call():
     run.test(module, loader(2), verbose=False)
     assert set(callback.report.infer.targets) == {"forward", "net.0"}
     assert slots(module) == set()
+
+
+class CallsAPart(Classifier):
+    """Calls a part of its network, which is no target before the call."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.net[0](batch[0]).sum() * 0
+
+
+def test_a_failure_of_the_search_costs_a_target_and_not_the_run(monkeypatch):
+    def fail(*args):
+        raise ZeroDivisionError("by design")
+
+    monkeypatch.setattr(target_search, "with_equal_blocks", fail)
+    callback = InductorCompile("default", None, baseline_steps=0)
+    with pytest.warns(CompileWarning, match="could not be made a target: .*by design"):
+        module = fit(callback, make=CallsAPart, train=8, validation=None)
+    torch.testing.assert_close(module.losses, fit(make=CallsAPart, train=8, validation=None).losses)

@@ -1,0 +1,99 @@
+"""Steps are compiled, partly compiled or eager by what ran in them, and the report keeps them apart."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from compile_callbacks import CompileReport, CompileWarning, InductorCompile
+from compile_callbacks.report.summary import describe_verdict
+from tests.support.models import FEATURES, Classifier, Wrapper, fit, loader, seeded, trainer
+from tests.support.step_times import Times
+
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
+
+
+class Gan(pl.LightningModule):
+    """A WGAN-GP: the gradient penalty differentiates the critic's gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, FEATURES))
+        self.critic = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        of_generator, of_critic = self.optimizers()
+        real = batch[0]
+        fake = self.generator(real.flip(0))
+        mixed = ((real + fake.detach()) / 2).requires_grad_()
+        (gradient,) = torch.autograd.grad(self.critic(mixed).sum(), mixed, create_graph=True)
+        loss = self.critic(fake.detach()).mean() - self.critic(real).mean() + (gradient.norm(dim=1) - 1).square().mean()
+        of_critic.zero_grad()
+        self.manual_backward(loss)
+        of_critic.step()
+        loss = -self.critic(fake).mean()
+        of_generator.zero_grad()
+        self.manual_backward(loss)
+        of_generator.step()
+        self.losses.append(float(loss.detach()))
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), 0.01) for part in (self.generator, self.critic)]
+
+
+def test_steps_with_a_target_left_eager_are_partly_compiled(monkeypatch):
+    Times(monkeypatch, train={"eager": 12, None: 10})
+    callback = InductorCompile("default", None)
+    with pytest.warns(CompileWarning, match="target 'critic' runs eagerly in the train phase"):
+        module = fit(callback, make=Gan, train=40, validation=None)
+    expected = fit(make=Gan, train=40, validation=None)
+    torch.testing.assert_close(module.losses, expected.losses, rtol=1e-4, atol=1e-5)
+    train = callback.report.train
+    assert train.partly_compiled
+    assert train.graphs == 1
+    assert train.diagnostics.steps.keys() == {"partly compiled"}
+    assert describe_verdict("train", train).startswith("partly compiled (critic runs eagerly, CC303): ")
+    assert train.speedup == pytest.approx(1.2)
+    assert {part["kind"] for part in train.diagnostics.series} >= {"eager", "partly compiled"}
+    assert CompileReport.from_dict(callback.report.to_dict()) == callback.report
+
+
+class Counter(Wrapper):
+    """Counts its calls in an attribute, which torch treats as a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.net(x * (self.calls / self.calls))
+
+
+@pytest.mark.filterwarnings("ignore:target 'net'.*recompile.limit")
+def test_steps_at_the_recompile_limit_are_eager_and_no_samples_of_compiled_steps():
+    callback = InductorCompile("default", None, targets=["net"], baseline_steps=0, verify="off")
+    with torch._dynamo.config.patch(recompile_limit=4):
+        module = fit(callback, make=lambda: Classifier(Counter()), train=40, validation=None)
+    assert module.net.calls == 40
+    train = callback.report.train
+    steps = train.diagnostics.steps
+    assert steps["eager"] == 40 - steps["compiled"] > 30
+    assert train.verdict == "not compiled"
+    assert train.samples in (None, 0) or train.samples <= steps["compiled"]
+    compiled = [part for part in train.diagnostics.series if part["kind"] == "compiled"]
+    assert sum(len(part["ms"]) for part in compiled) <= steps["compiled"]
+
+
+def test_two_predictions_of_a_compiled_run_are_bit_equal():
+    callback = InductorCompile(None, "default", baseline_steps=2)
+    module, run = seeded(), trainer(callback)
+    first, second = (torch.cat(run.predict(module, loader(12))) for _ in range(2))
+    assert torch.equal(first[4 * 4 :], second[4 * 4 :])  # the first four batches of the first call ran eagerly
+    third = torch.cat(run.predict(module, loader(12)))
+    assert torch.equal(second, third)
+    assert callback.report.infer.diagnostics.steps == {"compiled": 32}
