@@ -59,7 +59,8 @@ class InductorCompile(Callback):
             eagerly; ``"raise"`` ends the run with a `CompileError`.
         verify: The reaction if a new graph differs from eager by more than rounding explains. The callback compares
             outputs, mutated inputs and gradients. ``"warn"`` warns, ``"eager"`` warns and runs the target eagerly,
-            and ``"raise"`` ends the run. ``"off"`` skips the comparison.
+            and ``"raise"`` ends the run. ``"off"`` skips the comparison. Results that rounding cannot explain at all,
+            such as values that are not finite, run eagerly also with ``"warn"``.
         new_shapes: The reaction to an input with a new shape. ``"recompile"`` recompiles, up to torch's recompile
             limit. ``"eager"`` runs new shapes eagerly, and compiles a shape that recurs often. ``"raise"`` ends the
             run. With every choice, dimensions that vary in the eager steps are dynamic in the first graph, unless the

@@ -20,7 +20,10 @@ NewShapes = Literal["recompile", "eager", "raise"]
 """The reaction to an input with a new shape: recompile, run eagerly, or raise an error."""
 
 Verify = Literal["off", "warn", "eager", "raise"]
-"""The reaction if a new graph differs from eager: warn, run eagerly, or raise an error. ``"off"`` compares nothing."""
+"""The reaction if a new graph differs from eager: warn, run eagerly, or raise an error. ``"off"`` compares nothing.
+
+Results that rounding cannot explain at all run eagerly also with ``"warn"``.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

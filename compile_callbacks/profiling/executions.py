@@ -1,4 +1,4 @@
-"""`Executions`: counts the executions of compiled graphs, and the calls of targets that ran eagerly."""
+"""`Executions`: counts the executions of compiled graphs, and what ran eagerly instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Executions:
 
     Attributes:
         graphs: Number of executions of compiled graphs.
-        eager_calls: Number of calls of targets that ran eagerly, in a phase that this library compiles.
+        eager_calls: Number of calls, parts of calls, and captured graphs of targets that ran eagerly in a compiled step.
     """
 
     graphs: int = 0

@@ -112,7 +112,7 @@ def build_phase_report(
                 if key.phase == phase and (candidate is None or key.candidate == candidate)
             ),
             steps=dict(steps.items()),
-            trials=tuple(dict(trial) for trial in trials),
+            trials=tuple(dict(trial) for trial in trials if details),
             series=series,
             net_series=net_series(series, savings.net_seconds, outside) if savings and series else {},
             restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),

@@ -28,7 +28,10 @@ class StepPolicy(Protocol):
     """Decides what the steps of a phase run."""
 
     def next(self) -> tuple[Variant, bool]:
-        """Return what the next step runs, and whether it must be timed. A repeated call returns the same."""
+        """Return what the next step runs, and whether it must be timed. A repeated call returns the same.
+
+        If the step need not be timed, the session may only count it, and not call `done`.
+        """
 
     def done(self, step: Step) -> None:
         """End a step."""

@@ -256,10 +256,12 @@ class Session:
         self._policy.done(step)
         if compares:
             self._free_unused()
+        # On a GPU, each step must be marked for CUDA graphs. A count of a partly compiled step would need two numbers.
         if not (self._wanted or self.gpu.on_gpu or step.compiling) and kind != "partly compiled":
             self._counted = Step(
                 variant=step.variant,
                 compiles_seen=recorder.compiles_seen,
+                traces_seen=recorder.traces_seen,
                 graphs=ran.graphs,
                 eager_calls=ran.eager_calls,
                 number=number or 0,
@@ -303,7 +305,7 @@ class Session:
                 self._recorder,
                 self._measurements.timer,
                 self._measurements.memory,
-                trials=[trial.to_dict() for trial in self._policies.trials(phase)] if details else (),
+                trials=[trial.to_dict() for trial in self._policies.trials(phase)],
                 details=details,
             )
             for phase, config in self._arguments.configs.items()

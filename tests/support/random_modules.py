@@ -22,6 +22,7 @@ KINDS = [
     "running_mean",
     "toggle",
     "uncompiled_counter",
+    "python_counter",
     "python_random",
     "uncompiled_numpy",
     "graph_break",
@@ -43,6 +44,8 @@ class Spec:
     ragged: bool = False  # whether the last batch is smaller
     validates: bool = False
     accumulate: int = 1
+    twice: bool = False  # whether a step calls the network twice
+    event: str = ""  # "replaced": the second epoch has another network; "raises": the network raises for a batch
     mode: str = "default"  # "lite" compiles no C++, and takes a tenth of the time
     dynamic: bool | None = None
 
@@ -65,7 +68,7 @@ class Block(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.register_buffer("mean", torch.zeros(WIDTH))
-        self.odd, self.calls = False, []
+        self.odd, self.calls, self.passes = False, [], 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return getattr(self, self.kind)(self.linear(x).tanh())
@@ -90,6 +93,10 @@ class Block(nn.Module):
     def toggle(self, x):
         self.odd = not self.odd
         return 2 * x if self.odd else x
+
+    def python_counter(self, x):
+        self.passes += 1  # a constant of the graph, so that torch recompiles for each call
+        return x * (self.passes / self.passes)
 
     @torch.compiler.disable
     def uncompiled_counter(self, x):
@@ -122,10 +129,15 @@ class Output:
     hidden: torch.Tensor
 
 
+class BatchError(Exception):
+    """What only the user's code raises."""
+
+
 class Net(nn.Module):
     def __init__(self, spec: Spec) -> None:
         super().__init__()
         self.spec = spec
+        self.raises = False
         self.first = nn.Linear(FEATURES, WIDTH)
         self.blocks = nn.ModuleList(Block(kind) for kind in spec.blocks)
         self.last = nn.Linear(WIDTH, CLASSES)
@@ -141,6 +153,8 @@ class Net(nn.Module):
             hidden = hidden + other.mean(1, keepdim=True)
         for block in self.blocks:
             hidden = block(hidden)
+        if self.raises:
+            raise BatchError("a bad batch")
         logits = self.last(hidden)
         if self.spec.output == "dict":
             return {"logits": logits, "hidden": hidden}
@@ -182,19 +196,35 @@ class Model(pl.LightningModule):
         x, y = batch
         inputs = {"one": (x,), "same": (x, x), "view": (x, x[:, ::2])}[self.spec.inputs]
         call = {"net": self.net, "net.encode": self.net.encode, "forward": self}[self.spec.target]
+        first = call(*inputs) if self.spec.twice and not self.spec.writes else None
         output = call(*inputs)
         if isinstance(output, Output):
             output = vars(output)
         loss = nn.functional.cross_entropy(output["logits"] if isinstance(output, dict) else output, y)
         if isinstance(output, dict):
             loss = loss + output["hidden"].square().mean()
+        if first is not None:
+            values = vars(first) if isinstance(first, Output) else first
+            loss = loss + (values["logits"] if isinstance(values, dict) else values).square().mean()
         if self.side is not None:
             loss = loss + self.side(x)
         self.seen += [x.clone(), loss.detach().clone()]
         return loss
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.loss(batch)
+    def on_train_epoch_start(self) -> None:
+        if self.spec.event == "replaced" and self.current_epoch == 1:
+            self.net = Net(self.spec)
+            add_hooks(self.net.first, self.spec.hooks, self.hook_calls)
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        self.net.raises = self.spec.event == "raises" and batch_idx == 2
+        try:
+            return self.loss(batch)
+        except BatchError:
+            return None
+        finally:
+            self.net.raises = False
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.loss(batch)
@@ -215,7 +245,7 @@ class Model(pl.LightningModule):
         return {
             "seen": self.seen,
             "state_dict": dict(self.state_dict()),
-            "counters": [(block.odd, block.calls) for block in self.net.blocks],
+            "counters": [(block.odd, block.calls, block.passes) for block in self.net.blocks],
             "hooks": self.hook_calls,
             "python": random.getstate()[1],
             "numpy": [*np.random.get_state()[1].tolist(), np.random.get_state()[2]],
