@@ -11,7 +11,7 @@ class Executions:
 
     Attributes:
         graphs: Number of executions of compiled graphs.
-        eager_calls: Number of calls, parts of calls, and captured graphs of targets that ran eagerly in a compiled step.
+        eager_calls: Number of calls, parts of calls and captured graphs that ran eagerly in steps that compile.
     """
 
     graphs: int = 0
