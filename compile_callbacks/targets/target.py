@@ -1,4 +1,4 @@
-"""`Target`: what is compiled as one piece. Its members are `Callee` objects: modules or methods."""
+"""`Target`: one or several `Callee` objects, modules or methods, that are compiled as one piece."""
 
 from __future__ import annotations
 
