@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -49,7 +49,6 @@ class CompiledTarget:
         phase: Phase,
         config: InductorConfig,
         *,
-        passes: Sequence[Any] = (),
         recorder: CompileRecorder,
         warn: WarnOnce | None = None,
         settings: TargetSettings | None = None,
@@ -72,7 +71,7 @@ class CompiledTarget:
         self._warn = warn or WarnOnce()
         self._warnings: tuple[tuple[str, str, Hashable], ...] = ()  # to issue at the end of a call
         self._fallback = EagerFallback(self.key, recorder, settings, has_regions=bool(target.regions))
-        self.backend = GraphBackend(target, self.key, config, passes, recorder=recorder, fallback=self._fallback)
+        self.backend = GraphBackend(target, self.key, config, recorder=recorder, fallback=self._fallback)
         self._function = CompiledFunction(
             target, self.key, config, self.backend, self._fallback, self.observed, recorder
         )

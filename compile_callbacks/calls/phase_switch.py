@@ -36,7 +36,6 @@ class PhaseSwitch:
         targets: Sequence[Target],
         *,
         uncompiled: frozenset[Phase] = frozenset(),
-        passes: Sequence[Any] = (),
         recorder: CompileRecorder,
         settings: TargetSettings | None = None,
         warn: WarnOnce | None = None,
@@ -44,7 +43,6 @@ class PhaseSwitch:
     ) -> None:
         self._shapes = shapes or ShapeRecords()
         self._uncompiled = uncompiled
-        self._passes = tuple(passes)
         self._recorder = recorder
         self._settings = settings or TargetSettings()
         self._warn = warn or WarnOnce()
@@ -168,7 +166,6 @@ class PhaseSwitch:
             target,
             phase,
             config,
-            passes=self._passes,
             recorder=self._recorder,
             warn=self._warn,
             settings=self._settings if candidate is None else self._settings.for_trial(),

@@ -46,7 +46,6 @@ class GraphBackend:
         target: Target,
         key: CompileKey,
         config: InductorConfig,
-        passes: Sequence[Any],
         *,
         recorder: CompileRecorder,
         fallback: EagerFallback,
@@ -60,7 +59,7 @@ class GraphBackend:
         self._shared = target.shares_code
         self._key = key
         self._config = config
-        self._passes = (*passes, *config.passes)
+        self._passes = (*fallback.settings.passes, *config.passes)
         self._recorder = recorder
         self._executions = recorder.executions
         self._fallback = fallback

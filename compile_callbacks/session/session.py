@@ -74,7 +74,6 @@ class Session:
         self._switch = PhaseSwitch(
             targets,
             uncompiled=arguments.uncompiled,
-            passes=arguments.passes,
             recorder=self._recorder,
             settings=arguments.target_settings,
             warn=warn,
