@@ -28,7 +28,7 @@ from compile_callbacks.profiling.events import CompileEvent, EventKind
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.report.file import environment
-from compile_callbacks.targets.target import Target
+from compile_callbacks.targets.target import Callee, Target
 
 _BLOCKS = 10
 _WARMUP_STEPS = 4  # torch warms up a CUDA graph in the first step, records it in the second, then replays it
@@ -78,7 +78,7 @@ class Candidate:
         if self.phase == "train":  # a small learning rate keeps the loss finite on random labels
             self._optimizer = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1e-4)
         if self.config is not None:
-            targets, settings = [Target(self.name, self.module)], TargetSettings(verify="warn")
+            targets, settings = [Target(self.name, (Callee(self.name, self.module),))], TargetSettings(verify="warn")
             self.switch = PhaseSwitch(targets, recorder=self.recorder, settings=settings)
             self.recorder.listen()
             self.switch.install()

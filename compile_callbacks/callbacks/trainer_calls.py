@@ -33,7 +33,7 @@ from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason, unsupported_strategy_reason
 from compile_callbacks.targets.resolve import present_names, resolve_targets
-from compile_callbacks.targets.target import AnyTarget
+from compile_callbacks.targets.target import Target
 from compile_callbacks.targets.users_compile import match_orig_mod_keys, unwrap_compiled
 
 
@@ -180,7 +180,7 @@ def _unwrap_compiled(pl_module: LightningModule, arguments: CompileArguments) ->
         )
 
 
-def _resolve_again(pl_module: LightningModule, arguments: CompileArguments) -> Sequence[AnyTarget]:
+def _resolve_again(pl_module: LightningModule, arguments: CompileArguments) -> Sequence[Target]:
     """Return the targets of a module that changed during a run."""
     _unwrap_compiled(pl_module, arguments)
     return resolve_targets(pl_module, present_names(pl_module, arguments.targets), LightningModule)

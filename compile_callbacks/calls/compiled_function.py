@@ -19,7 +19,7 @@ from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 from compile_callbacks.targets.repeated import RegionMarks
-from compile_callbacks.targets.target import AnyTarget
+from compile_callbacks.targets.target import Target
 
 RAISING_CALLS = 3
 """The maximum number of calls after which torch traces code again that raised an exception of the user's."""
@@ -47,7 +47,7 @@ class CompiledFunction:
 
     def __init__(
         self,
-        target: AnyTarget,
+        target: Target,
         key: CompileKey,
         config: InductorConfig,
         backend: GraphBackend,

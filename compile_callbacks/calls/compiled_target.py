@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback, TargetSettings, describe
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
-from compile_callbacks.targets.target import AnyTarget, RepeatedBlocks, Target
+from compile_callbacks.targets.target import Callee, Target
 
 TRACES_WITHOUT_GRAPH = 5
 """The maximum number of calls that torch traces without compiling a graph. torch 2.15 traces a target again in each
@@ -45,11 +45,10 @@ class CompiledTarget:
 
     def __init__(
         self,
-        target: AnyTarget,
+        target: Target,
         phase: Phase,
         config: InductorConfig,
         *,
-        passes: Sequence[Any] = (),
         recorder: CompileRecorder,
         warn: WarnOnce | None = None,
         settings: TargetSettings | None = None,
@@ -65,14 +64,14 @@ class CompiledTarget:
         self.observed = observed or ObservedShapes()
         self._frozen = frozen
         self._members = target.members
-        self._shares_as_asked = isinstance(target, RepeatedBlocks) and target.asked_for
+        self._shares_as_asked = target.asked_for and len(target.members) > 1
         self._recorder = recorder
         self._calling = recorder.calling
         self._executions = recorder.executions
         self._warn = warn or WarnOnce()
         self._warnings: tuple[tuple[str, str, Hashable], ...] = ()  # to issue at the end of a call
         self._fallback = EagerFallback(self.key, recorder, settings, has_regions=bool(target.regions))
-        self.backend = GraphBackend(target, self.key, config, passes, recorder=recorder, fallback=self._fallback)
+        self.backend = GraphBackend(target, self.key, config, recorder=recorder, fallback=self._fallback)
         self._function = CompiledFunction(
             target, self.key, config, self.backend, self._fallback, self.observed, recorder
         )
@@ -85,11 +84,11 @@ class CompiledTarget:
         self._state_changes: StateChanges | None = None  # until a new graph was called without a trace
         self._eager_from_now = False
         self._traces = 0  # the number of calls in which torch traced
-        self._compiled_of: dict[Any, set[Target]] = {}
+        self._compiled_of: dict[Any, set[Callee]] = {}
 
     # ------------------------------------------------------------------------------------------ a call
 
-    def call(self, member: Target, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, member: Callee, /, *args: Any, **kwargs: Any) -> Any:
         """Call a member of the target compiled, or eagerly if it cannot be compiled."""
         calling, executions, function = self._calling, self._executions, self._function
         outer = calling.current
@@ -158,7 +157,7 @@ class CompiledTarget:
             self._fallback.warn("CC301", message)
         self._keep(call)
 
-    def _settle(self, call: CallInProgress, member: Target) -> None:
+    def _settle(self, call: CallInProgress, member: Callee) -> None:
         """Act on what happened in a call."""
         if call.graphs:
             if len(self._members) > 1:
@@ -235,14 +234,14 @@ class CompiledTarget:
             self._refreeze_if_weights_changed()
         return self._function.get()
 
-    def _stance(self, member: Target, args: Any, kwargs: Any) -> str | None:
+    def _stance(self, member: Callee, args: Any, kwargs: Any) -> str | None:
         policy = self._shapes[member]
         if self.on_trial:
             # The first call of a candidate may have unusual shapes, for example in the last batch of an epoch.
             policy.allow(args, kwargs)
         return policy.stance(args, kwargs)
 
-    def _call_under(self, stance: str, compiled: Callable[..., Any], member: Target, args: Any, kwargs: Any) -> Any:
+    def _call_under(self, stance: str, compiled: Callable[..., Any], member: Callee, args: Any, kwargs: Any) -> Any:
         """Call the member with new shapes, without a new compile."""
         try:
             with torch.compiler.set_stance(stance):  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.targets.target import Target
+from compile_callbacks.targets.target import Callee
 
 _CALL_SLOT = "_compiled_call_impl"  # nn.Module.compile() sets it, and nn.Module.__call__ calls it
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -26,22 +26,22 @@ class CallSlot:
     with the weights of the original module.
 
     Attributes:
-        target: The module or the method.
-        eager: The call of the target without this library.
-        selected: The function that a call of the target runs now.
+        callee: The module or the method.
+        eager: The call of the callee without this library.
+        selected: The function that a call of the callee runs now.
     """
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.eager = target.eager
+    def __init__(self, callee: Callee) -> None:
+        self.callee = callee
+        self.eager = callee.eager
         # Lightning inspects the arguments through __wrapped__. Users read __name__ and __self__ of their methods.
         functools.update_wrapper(self, self.eager, updated=())
         for name in ("__self__", "__func__"):
             if hasattr(self.eager, name):
                 setattr(self, name, getattr(self.eager, name))
         self.selected: Callable[..., Any] = self.eager
-        self._attributes = vars(target.module)
-        self._slot = target.method or _CALL_SLOT
+        self._attributes = vars(callee.module)
+        self._slot = callee.method or _CALL_SLOT
         self._replaced: Any = _ABSENT
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ class CallSlot:
     def install(self) -> None:
         """Put this object into the slot."""
         self._replaced = self._attributes.get(self._slot, _ABSENT)
-        object.__setattr__(self.target.module, self._slot, self)
+        object.__setattr__(self.callee.module, self._slot, self)
 
     def remove(self) -> None:
         """Restore the former value of the slot, unless the user has replaced this object."""
@@ -65,15 +65,15 @@ class CallSlot:
         if self._replaced is _ABSENT:
             del self._attributes[self._slot]
         else:
-            object.__setattr__(self.target.module, self._slot, self._replaced)
+            object.__setattr__(self.callee.module, self._slot, self._replaced)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickle contains the module's own method, so that a process can load it without this library.
-        if self.target.method is None:
+        if self.callee.method is None:
             return type(None), ()
-        if (own := self.target.own_function) is not None:
+        if (own := self.callee.own_function) is not None:
             return operator.getitem, ([own], 0)
-        return getattr, (self.target.module, self.target.method)
+        return getattr, (self.callee.module, self.callee.method)
 
 
 class Dispatcher(CallSlot):
@@ -84,8 +84,8 @@ class Dispatcher(CallSlot):
         session: The session, if `report_of` and `restore` must find it from the module.
     """
 
-    def __init__(self, target: Target) -> None:
-        super().__init__(target)
+    def __init__(self, callee: Callee) -> None:
+        super().__init__(callee)
         self.compiled_by_user: Callable[..., Any] | None = None
         self.session: Any = None
 
@@ -108,8 +108,8 @@ class Recorder(CallSlot):
         covered: Whether the module or method is a target or consists of targets; ``None`` if not known yet.
     """
 
-    def __init__(self, target: Target, called: Callable[..., Any]) -> None:
-        super().__init__(target)
+    def __init__(self, callee: Callee, called: Callable[..., Any]) -> None:
+        super().__init__(callee)
         self.covered: bool | None = None
         self.selected = functools.partial(called, self)
 

@@ -19,7 +19,7 @@ from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.targets.target import AnyTarget
+from compile_callbacks.targets.target import Target
 
 
 class PhaseSwitch:
@@ -33,10 +33,9 @@ class PhaseSwitch:
 
     def __init__(
         self,
-        targets: Sequence[AnyTarget],
+        targets: Sequence[Target],
         *,
         uncompiled: frozenset[Phase] = frozenset(),
-        passes: Sequence[Any] = (),
         recorder: CompileRecorder,
         settings: TargetSettings | None = None,
         warn: WarnOnce | None = None,
@@ -44,12 +43,11 @@ class PhaseSwitch:
     ) -> None:
         self._shapes = shapes or ShapeRecords()
         self._uncompiled = uncompiled
-        self._passes = tuple(passes)
         self._recorder = recorder
         self._settings = settings or TargetSettings()
         self._warn = warn or WarnOnce()
-        self._dispatchers: dict[AnyTarget, list[Dispatcher]] = {}
-        self._compiled_targets: dict[tuple[AnyTarget, Phase, str | None, bool], CompiledTarget] = {}
+        self._dispatchers: dict[Target, list[Dispatcher]] = {}
+        self._compiled_targets: dict[tuple[Target, Phase, str | None, bool], CompiledTarget] = {}
         self._installed = False
         self._selected: tuple[Phase, Variant, bool] | None = None
         self.add(targets)
@@ -57,21 +55,21 @@ class PhaseSwitch:
     # ------------------------------------------------------------------------------------------ targets
 
     @property
-    def targets(self) -> tuple[AnyTarget, ...]:
+    def targets(self) -> tuple[Target, ...]:
         """The targets."""
         return tuple(self._dispatchers)
 
     @property
     def shares_graphs(self) -> bool:
         """Whether several modules share compiled code, which therefore cannot contain frozen weights."""
-        return any(len(target.members) > 1 or target.regions for target in self._dispatchers)
+        return any(target.shares_code for target in self._dispatchers)
 
-    def targets_of(self, phase: Phase) -> list[AnyTarget]:
+    def targets_of(self, phase: Phase) -> list[Target]:
         """Return the targets of a phase, without the regions that torch could not compile."""
         whole = {one.key.target for one in self.compiled_targets(phase) if one.gave_up_regions}
         return [replace(target, regions=()) if target.name in whole else target for target in self._dispatchers]
 
-    def add(self, targets: Sequence[AnyTarget]) -> None:
+    def add(self, targets: Sequence[Target]) -> None:
         """Add targets. They run the selected variant, or eagerly until the first `select`."""
         for target in targets:
             self._dispatchers[target] = [Dispatcher(member) for member in target.members]
@@ -80,7 +78,7 @@ class PhaseSwitch:
             if self._selected is not None:
                 self._select_for(target, *self._selected)
 
-    def discard(self, targets: Collection[AnyTarget]) -> None:
+    def discard(self, targets: Collection[Target]) -> None:
         """Remove targets, restore their modules, and free their compiled code."""
         for target in targets:
             for dispatcher in self._dispatchers.pop(target):
@@ -126,7 +124,7 @@ class PhaseSwitch:
             self._select_for(target, phase, variant, weights_frozen)
         self._selected = selected
 
-    def _select_for(self, target: AnyTarget, phase: Phase, variant: Variant, weights_frozen: bool) -> None:
+    def _select_for(self, target: Target, phase: Phase, variant: Variant, weights_frozen: bool) -> None:
         for dispatcher in self._dispatchers[target]:
             dispatcher.selected = self._call_of(target, dispatcher, phase, variant, weights_frozen=weights_frozen)
 
@@ -142,7 +140,7 @@ class PhaseSwitch:
 
     def _call_of(
         self,
-        target: AnyTarget,
+        target: Target,
         dispatcher: Dispatcher,
         phase: Phase,
         variant: Variant,
@@ -154,21 +152,20 @@ class PhaseSwitch:
             return dispatcher.compiled_by_user or dispatcher.eager
         config = variant.config
         if config is None:
-            return self._shapes.of(target.name, phase).recording(dispatcher.eager, dispatcher.target.module)
+            return self._shapes.of(target.name, phase).recording(dispatcher.eager, dispatcher.callee.module)
         frozen = weights_frozen and phase == "infer" and config.freezes and self._can_freeze(target)
         key = target, phase, variant.name, frozen
         if key not in self._compiled_targets:
             self._compiled_targets[key] = self._new_compiled_target(target, phase, config, variant.name, frozen)
-        return functools.partial(self._compiled_targets[key].call, dispatcher.target)
+        return functools.partial(self._compiled_targets[key].call, dispatcher.callee)
 
     def _new_compiled_target(
-        self, target: AnyTarget, phase: Phase, config: InductorConfig, candidate: str | None, frozen: bool
+        self, target: Target, phase: Phase, config: InductorConfig, candidate: str | None, frozen: bool
     ) -> CompiledTarget:
         return CompiledTarget(
             target,
             phase,
             config,
-            passes=self._passes,
             recorder=self._recorder,
             warn=self._warn,
             settings=self._settings if candidate is None else self._settings.for_trial(),
@@ -177,8 +174,8 @@ class PhaseSwitch:
             observed=self._shapes.of(target.name, phase),
         )
 
-    def _can_freeze(self, target: AnyTarget) -> bool:
-        if len(target.members) > 1 or target.regions or target.members[0].sharded:
+    def _can_freeze(self, target: Target) -> bool:
+        if target.shares_code or target.members[0].sharded:
             return False
         if (reason := unwatchable_reason(target.members[0].module)) is None:
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.dispatcher import Recorder
 from compile_callbacks.calls.phase_switch import PhaseSwitch
-from compile_callbacks.targets.called import possible_targets, targets_of, with_equal_blocks
-from compile_callbacks.targets.target import AnyTarget
+from compile_callbacks.targets.called import compilable_parts, possible_callees, with_equal_blocks
+from compile_callbacks.targets.target import Callee, Target
 
 
 class TargetSearch:
@@ -38,8 +39,8 @@ class TargetSearch:
         switch: PhaseSwitch,
         warn: WarnOnce,
         *,
-        group: Callable[[nn.Module, Sequence[Any]], Sequence[AnyTarget]] | None = None,
-        resolve: Callable[[], Sequence[AnyTarget]] | None = None,
+        group: Callable[[nn.Module, list[Callee]], list[Target]] | None = None,
+        resolve: Callable[[], Sequence[Target]] | None = None,
         uncompiled: Collection[Phase] = (),
     ) -> None:
         self.in_step = False
@@ -89,7 +90,7 @@ class TargetSearch:
         if self._group is None or phase in self._uncompiled:
             return
         if phase not in self._recorders:
-            self._recorders[phase] = {Recorder(one, self._call): None for one in possible_targets(self._root)}
+            self._recorders[phase] = {Recorder(one, self._call): None for one in possible_callees(self._root)}
         self._standing = self._recorders[phase]
         for recorder in self._standing:
             recorder.install()
@@ -104,10 +105,10 @@ class TargetSearch:
             return recorder.below(*args, **kwargs)
         if recorder.covered is None:
             known = {_key(member) for target in self._switch.targets for member in target.members}
-            new = [one for one in targets_of(recorder.target) if _key(one) not in known]
-            recorder.covered = not new or recorder.target.module is self._root
+            new = [one for one in compilable_parts(recorder.callee) if _key(one) not in known]
+            recorder.covered = not new or recorder.callee.module is self._root
         if not recorder.covered and self.in_step and not _torch.autograd.in_backward():
-            if recorder.target.method is None:
+            if recorder.callee.method is None:
                 self._add(recorder)
             elif self._eager:
                 return self._call_method(recorder, *args, **kwargs)
@@ -124,7 +125,7 @@ class TargetSearch:
             result = recorder.below(*args, **kwargs)
         finally:
             self._in_method = None
-        if any(one.target.module is recorder.target.module and _is_call(one) for one in called):
+        if any(one.callee.module is recorder.callee.module and _is_call(one) for one in called):
             self._drop([recorder])
         elif called or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             self._add(recorder)
@@ -135,11 +136,11 @@ class TargetSearch:
         """Make a called module or method a target, with the equal blocks next to it."""
         assert self._group is not None
         recorder.covered = True
-        others = [one.target for one in self._standing]
+        others = [one.callee for one in self._standing]
         known = {_key(member) for target in self._switch.targets for member in target.members}
         with self._without_failures(), _removed(list(self._standing), self._standing):
-            blocks = with_equal_blocks(self._root, recorder.target, others)
-            equal = [one for block in blocks for one in targets_of(block)]
+            blocks = with_equal_blocks(self._root, recorder.callee, others)
+            equal = [one for block in blocks for one in compilable_parts(block)]
             self._switch.add(self._group(self._root, [one for one in equal if _key(one) not in known]))
         for one in self._standing:
             one.covered = one.covered or None
@@ -157,8 +158,8 @@ class TargetSearch:
 
     def _within(self, recorder: Recorder) -> list[Recorder]:
         """Return the recorders of a module and its methods, and beneath it."""
-        inside = {id(module) for module in recorder.target.module.modules()}
-        return [one for one in self._standing if id(one.target.module) in inside]
+        inside = {id(module) for module in recorder.callee.module.modules()}
+        return [one for one in self._standing if id(one.callee.module) in inside]
 
     def _drop(self, recorders: Iterable[Recorder]) -> None:
         for recorder in recorders:
@@ -167,7 +168,7 @@ class TargetSearch:
 
     # ------------------------------------------------------------------------------------------ a changed module
 
-    def _look_up(self, resolve: Callable[[], Sequence[AnyTarget]]) -> None:
+    def _look_up(self, resolve: Callable[[], Sequence[Target]]) -> None:
         """Resolve the targets again, and discard those that are no longer a part of the module."""
         self.remove()
         resolved = resolve()
@@ -175,12 +176,11 @@ class TargetSearch:
         parts = {number for _, number in self._tree}
         identities = {_identity(target) for target in resolved}
         keys = {_key(member) for target in resolved for member in target.members}
-        kept: list[AnyTarget] = []
-        gone: list[AnyTarget] = []
+        kept: list[Target] = []
+        gone: list[Target] = []
         for target in self._switch.targets:
-            members = [*target.members, *(block for blocks in target.regions for block in blocks.members)]
             was_called = target not in self._resolved and keys.isdisjoint(map(_key, target.members))
-            is_part = was_called and all(id(member.module) in parts for member in members)
+            is_part = was_called and parts.issuperset(_modules_of(target))
             (kept if is_part or _identity(target) in identities else gone).append(target)
         self._switch.discard(gone)
         known = {_identity(target) for target in kept}
@@ -209,16 +209,20 @@ def _removed(recorders: Sequence[Recorder], standing: Collection[Recorder]) -> I
 
 
 def _is_call(recorder: Recorder) -> bool:
-    return recorder.target.method in (None, "forward")
+    return recorder.callee.method in (None, "forward")
 
 
-def _key(target: Any) -> tuple[int, str | None]:
-    return id(target.module), target.method
+def _key(callee: Callee) -> tuple[int, str | None]:
+    return id(callee.module), callee.method
 
 
-def _identity(target: AnyTarget) -> Any:
-    blocks = [_key(block) for blocks in target.regions for block in blocks.members]
-    return target.name, tuple(map(_key, target.members)), tuple(blocks)
+def _identity(target: Target) -> Any:
+    return target.name, tuple(map(_key, target.members)), _modules_of(target)
+
+
+def _modules_of(target: Target) -> tuple[int, ...]:
+    """Return the ids of the modules of the members and of the regions."""
+    return tuple(map(id, itertools.chain((member.module for member in target.members), *target.regions)))
 
 
 def _tree(root: nn.Module) -> list[tuple[str, int]]:

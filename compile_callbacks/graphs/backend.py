@@ -22,7 +22,7 @@ from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.targets.target import AnyTarget, Target
+from compile_callbacks.targets.target import Callee, Target
 
 _WRONG_FUNCTION = (
     "torch older than 2.13 computes wrong gradients if it captures a torch.autograd.Function whose forward changes a "
@@ -43,10 +43,9 @@ class GraphBackend:
 
     def __init__(
         self,
-        target: AnyTarget,
+        target: Target,
         key: CompileKey,
         config: InductorConfig,
-        passes: Sequence[Any],
         *,
         recorder: CompileRecorder,
         fallback: EagerFallback,
@@ -57,10 +56,10 @@ class GraphBackend:
         # torch never frees a backend, so a backend must not keep the module alive.
         self._first = weakref.ref(target.members[0])
         self._modules = [weakref.ref(member.module) for member in target.members]
-        self._shared = len(target.members) > 1 or bool(target.regions)
+        self._shared = target.shares_code
         self._key = key
         self._config = config
-        self._passes = (*passes, *config.passes)
+        self._passes = (*fallback.settings.passes, *config.passes)
         self._recorder = recorder
         self._executions = recorder.executions
         self._fallback = fallback
@@ -123,7 +122,7 @@ class GraphBackend:
         raise CompileError(reason)
 
     @property
-    def _member(self) -> Target:
+    def _member(self) -> Callee:
         """The target, or the first repeated block. It exists while a block is called."""
         member = self._first()
         assert member is not None

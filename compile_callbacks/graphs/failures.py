@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
@@ -38,6 +38,7 @@ class TargetSettings:
     verify: Verify = "off"
     new_shapes: NewShapes = "recompile"
     on_trial: bool = False
+    passes: tuple[Any, ...] = ()  # the graph passes of both phases, which run before those of the config
     cache_dir: Path | None = None  # the folder for compiled code
     trace_dir: Path | None = None  # the folder for scripts that reproduce a difference from eager
 

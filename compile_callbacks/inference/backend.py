@@ -28,7 +28,7 @@ from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.grad_mode import GradModeSession
 from compile_callbacks.targets.fsdp import check_not_sharded
-from compile_callbacks.targets.target import Target
+from compile_callbacks.targets.target import Callee, Target
 
 State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
 
@@ -308,7 +308,7 @@ class InductorBackend:
         arguments = CompileArguments(
             configs={"train": None, "infer": self.config}, target_settings=self._settings, mode_argument="mode"
         )
-        session = GradModeSession(module, [Target("forward", module)], arguments)
+        session = GradModeSession(module, [Target("forward", (Callee("forward", module),))], arguments)
         with contextlib.ExitStack() as undo:
             undo.callback(_restore, parts, list(map(_is_training, parts)), home)
             undo.callback(_end, session)

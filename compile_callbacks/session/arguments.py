@@ -35,7 +35,6 @@ class CompileArguments:
 
     configs: Mapping[Phase, Settings]
     targets: Sequence[str] | str | None = None
-    passes: tuple[Any, ...] = ()
     target_settings: TargetSettings = field(default_factory=TargetSettings)
     baseline_steps: int = 0
     mode_argument: str = "{phase}_mode"  # the name of the user's argument with the settings of a phase
@@ -67,9 +66,9 @@ class CompileArguments:
         return cls(
             configs=configs,
             targets=check_target_names(targets),
-            passes=checked_passes,
             target_settings=TargetSettings(
                 **target_settings,
+                passes=checked_passes,
                 cache_dir=check_folder("cache_dir", cache_dir),
                 trace_dir=check_folder("trace_dir", trace_dir),
             ),
@@ -107,15 +106,16 @@ class CompileArguments:
         messages = []
         if train is not None and train.freezes:
             messages.append("train_mode's option 'freezing' has no effect, because training changes the weights")
-        given = {"passes": self.passes, "cache_dir": self.cache_dir, "trace_dir": self.trace_dir, **others}
+        settings = self.target_settings
+        given = {"passes": settings.passes, "cache_dir": settings.cache_dir, "trace_dir": settings.trace_dir, **others}
         if not self.compiles and (name := next((name for name, value in given.items() if value), None)):
             messages.append(f"{name} has no effect, because neither train_mode nor infer_mode compiles")
         return messages
 
     def recorded_graphs(self) -> list[RecordedGraph]:
         """Return the graphs that the `RecordGraphs` passes of both phases have recorded."""
-        configured = [config.passes for config in self.configs.values() if config is not None]
-        recorders = {id(p): p for passes in (self.passes, *configured) for p in passes if isinstance(p, RecordGraphs)}
+        given = [settings.passes for settings in (self.target_settings, *self.configs.values()) if settings is not None]
+        recorders = {id(p): p for passes in given for p in passes if isinstance(p, RecordGraphs)}
         return [graph for recorder in recorders.values() for graph in recorder.graphs]
 
     def values(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class CompileArguments:
         return {
             **modes,
             "targets": self.targets if self.targets is None or isinstance(self.targets, str) else list(self.targets),
-            "passes": self.passes,
+            "passes": self.target_settings.passes,
             "baseline_steps": self.baseline_steps,
             "on_error": self.target_settings.on_error,
             "verify": self.target_settings.verify,

@@ -117,7 +117,7 @@ class Policies:
         ranks: Ranks,
         print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._passes = arguments.passes
+        self._passes = arguments.target_settings.passes
         self._ranks = ranks
         self._baselines: dict[Phase, Baseline] = {}
         self._fixed: dict[Phase, Fixed] = {}

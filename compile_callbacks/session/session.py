@@ -34,7 +34,7 @@ from compile_callbacks.session.stage_warnings import SessionWarnings
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
 from compile_callbacks.targets.fsdp import is_sharded
 from compile_callbacks.targets.repeated import REPEATED, group_repeated, group_targets
-from compile_callbacks.targets.target import AnyTarget
+from compile_callbacks.targets.target import Target
 from compile_callbacks.tuning.ranks import Ranks
 
 STATE_VERSION = 1
@@ -50,11 +50,11 @@ class Session:
     def __init__(
         self,
         module: nn.Module,
-        targets: Sequence[AnyTarget],
+        targets: Sequence[Target],
         arguments: CompileArguments,
         *,
         finds_targets: bool = False,
-        resolve: Callable[[], Sequence[AnyTarget]] | None = None,
+        resolve: Callable[[], Sequence[Target]] | None = None,
         print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module = module
@@ -74,7 +74,6 @@ class Session:
         self._switch = PhaseSwitch(
             targets,
             uncompiled=arguments.uncompiled,
-            passes=arguments.passes,
             recorder=self._recorder,
             settings=arguments.target_settings,
             warn=warn,
@@ -341,7 +340,7 @@ class Session:
                 self._kept[phase] = variants
                 self._switch.keep(phase, variants.names, on_trial=variants.on_trial)
 
-    def _reported_targets(self, phase: Phase) -> Sequence[AnyTarget]:
+    def _reported_targets(self, phase: Phase) -> Sequence[Target]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
         called = self._switch.called_targets(phase)
         return [one for one in self._switch.targets_of(phase) if not self._finds_targets or one.name in called]

@@ -1,4 +1,4 @@
-"""Lists the modules and methods that the steps of a module may call outermost, which are the possible targets."""
+"""Lists the modules and methods that the steps of a module may call outermost, which may become targets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks.targets.fsdp import innermost_fsdp_units
 from compile_callbacks.targets.repeated import BLOCK_CONTAINERS, structure_of
-from compile_callbacks.targets.target import CONTAINERS, Target, call_targets, only_if_named
+from compile_callbacks.targets.target import CONTAINERS, Callee, callees_of, only_if_named
 
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FRAMEWORKS = (  # whose methods compute nothing, apart from forward
@@ -23,29 +23,29 @@ _FRAMEWORKS = (  # whose methods compute nothing, apart from forward
 )
 
 
-def possible_targets(root: nn.Module) -> Iterator[Target]:
+def possible_callees(root: nn.Module) -> Iterator[Callee]:
     """Yield the call of the root, the modules that its steps may call, and the methods of its direct children.
 
     Members of lists and dicts of modules are direct children. The function yields no module without parameters, none
     that can be a target only by name, and none within a module that the user compiled.
     """
-    yield Target("forward", root)
+    yield Callee("forward", root)
     yield from _within(root, "", {id(root)}, direct=True)
 
 
-def _within(parent: nn.Module, prefix: str, seen: set[int], *, direct: bool) -> Iterator[Target]:
+def _within(parent: nn.Module, prefix: str, seen: set[int], *, direct: bool) -> Iterator[Callee]:
     for name, child in parent.named_children():
         if id(child) in seen or only_if_named(child) or _torch.dynamo.is_dynamo_wrapper(child):
             continue
         seen.add(id(child))
         if next(child.parameters(), None) is None:
             continue
-        called = Target(f"{prefix}{name}", child)
+        called = Callee(f"{prefix}{name}", child)
         if type(child).forward is not nn.Module.forward and called.uncompilable_reason() is None:
             yield called
         in_container = direct and isinstance(child, CONTAINERS)
         if direct and not in_container:
-            yield from (Target(f"{called.name}.{method}", child, method) for method in _own_methods(child))
+            yield from (Callee(f"{called.name}.{method}", child, method) for method in _own_methods(child))
         slot = vars(child).get("_compiled_call_impl")
         if getattr(slot, "compiled_by_user", slot) is None:
             yield from _within(child, f"{called.name}.", seen, direct=in_container)
@@ -69,7 +69,7 @@ def _own_methods(module: nn.Module) -> list[str]:
 
 def _may_be_recorded(module: nn.Module, name: str) -> bool:
     function = inspect.getattr_static(module, name)
-    if isinstance(getattr(function, "target", None), Target):  # the method is already a target
+    if isinstance(getattr(function, "callee", None), Callee):  # the method is already a target
         return True
     if not isinstance(function, (types.FunctionType, types.MethodType)):
         return False
@@ -78,17 +78,17 @@ def _may_be_recorded(module: nn.Module, name: str) -> bool:
     return not suspends and not _torch.dynamo.is_compiled_or_disabled(function)
 
 
-def targets_of(called: Target) -> list[Target]:
-    """Return the targets for a called module or method: itself, or its innermost parts if FSDP shards the module."""
+def compilable_parts(called: Callee) -> list[Callee]:
+    """Return a called module or method, or the innermost parts of the module if FSDP shards it."""
     if called.method is None or (called.method == "forward" and innermost_fsdp_units(called.module)):
-        return call_targets(called.name, called.module)
+        return callees_of(called.name, called.module)
     return [called]
 
 
-def with_equal_blocks(root: nn.Module, called: Target, others: Iterable[Target]) -> list[Target]:
-    """Return a called target and the equal modules at the same place of other members of a list of blocks.
+def with_equal_blocks(root: nn.Module, called: Callee, others: Iterable[Callee]) -> list[Callee]:
+    """Return a callee and the equal modules at the same place of other members of a list of blocks.
 
-    If ``layers.0.attention`` is called, the targets ``layers.*.attention`` share a compiled function.
+    If ``layers.0.attention`` is called, the modules ``layers.*.attention`` share a compiled function.
     """
     if called.method is not None or "*" not in (place := _place(root, called.name)):
         return [called]

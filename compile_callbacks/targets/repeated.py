@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks.targets.fsdp import strip_fsdp1_names
-from compile_callbacks.targets.target import AnyTarget, RepeatedBlocks, Target
+from compile_callbacks.targets.target import Callee, Target
 
 Repeated = Literal["repeated"]
 REPEATED: Repeated = "repeated"
@@ -29,50 +29,43 @@ _SHOWN = 3  # the maximum number of places in a name
 
 
 def group_targets(
-    root: nn.Module, targets: Sequence[Target], shares: Callable[[Target], bool] = lambda target: True
-) -> Sequence[AnyTarget]:
-    """Group the targets of the same structure, so that they share a compiled function.
+    root: nn.Module, callees: Iterable[Callee], shares: Callable[[Callee], bool] = lambda callee: True
+) -> list[Target]:
+    """Return the targets for callees. Callees of the same structure become one target.
 
-    Duplicates count once. The function warns about a target that torch cannot compile, and omits it. ``shares`` returns
-    whether a target may share a compiled function.
+    Duplicates count once. The function warns about a callee that torch cannot compile, and omits it. ``shares`` returns
+    whether a callee may share a compiled function.
     """
-    once: dict[tuple[int, str | None], Target] = {}
-    for target in targets:
-        once.setdefault((id(target.module), target.method), target)
-    alike: dict[Any, list[Target]] = {}
-    for key, target in once.items():
-        if (reason := target.uncompilable_reason()) is None:
-            structure = (target.method, target.own_function, structure_of(target.module))
-            alike.setdefault(structure if shares(target) else key, []).append(target)
+    once: dict[tuple[int, str | None], Callee] = {}
+    for callee in callees:
+        once.setdefault((id(callee.module), callee.method), callee)
+    alike: dict[Any, list[Callee]] = {}
+    for key, callee in once.items():
+        if (reason := callee.uncompilable_reason()) is None:
+            structure = (callee.method, callee.own_function, structure_of(callee.module))
+            alike.setdefault(structure if shares(callee) else key, []).append(callee)
         elif _is_first_process():
-            warn_user("CC104", f"target {target.name!r} is not compiled: {reason}")
-    return [found[0] if len(found) == 1 else _sharing(root, found) for found in alike.values()]
+            warn_user("CC104", f"target {callee.name!r} is not compiled: {reason}")
+    return [Target(name_of(root, [one.name for one in members]), tuple(members)) for members in alike.values()]
 
 
-def group_repeated(root: nn.Module, targets: Sequence[Target]) -> Sequence[AnyTarget]:
-    """Group the targets for ``targets="repeated"``: the blocks in each target become regions of its graph.
+def group_repeated(root: nn.Module, callees: Iterable[Callee]) -> list[Target]:
+    """Return the targets for ``targets="repeated"``: the repeated blocks in each callee become regions of its graph.
 
-    Targets without repeated blocks share a compiled function if they have the same structure. If the steps call each
-    block, the blocks themselves are such targets.
+    Callees without repeated blocks become one target if they have the same structure. If the steps call each block, the
+    blocks themselves are such callees.
     """
-    found = group_targets(
-        root, [with_regions(root, target) for target in targets], lambda target: target.sharded or not target.regions
-    )
-    return [replace(one, asked_for=True) if isinstance(one, RepeatedBlocks) else one for one in found]
+    regions = {callee: _regions_of(callee) for callee in callees}
+    found = group_targets(root, regions, lambda callee: not regions[callee])
+    return [replace(target, regions=regions[target.members[0]], asked_for=True) for target in found]
 
 
-def with_regions(root: nn.Module, target: Target) -> Target:
-    """Return the target with the repeated blocks of its module as regions. A sharded target gets no regions."""
-    if target.sharded or target.uncompilable_reason() is not None:
-        return target
-    called = target.name if target.method is None else target.name.rpartition(".")[0]
-    prefix = "" if called in ("", "forward") else f"{called}."
-    regions = []
-    for blocks in find_repetitions(target.module):
-        members = [Target(prefix + path, block) for path, block in blocks.items() if _can_be_marked(block)]
-        if len(members) > 1:
-            regions.append(_sharing(root, members))
-    return replace(target, regions=tuple(regions))
+def _regions_of(callee: Callee) -> tuple[tuple[nn.Module, ...], ...]:
+    """Return the repeated blocks of a callee that can be regions, by structure. A sharded callee has none."""
+    if callee.sharded or callee.uncompilable_reason() is not None:
+        return ()
+    alike = (tuple(filter(_can_be_marked, blocks.values())) for blocks in find_repetitions(callee.module))
+    return tuple(blocks for blocks in alike if len(blocks) > 1)
 
 
 def check_is_repeated(root: nn.Module) -> None:
@@ -91,13 +84,6 @@ def _is_first_process() -> bool:
     return not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank())
 
 
-def _sharing(root: nn.Module, targets: Sequence[Target]) -> RepeatedBlocks:
-    once: dict[int, Target] = {}
-    for target in targets:
-        once.setdefault(id(target.module), target)
-    return RepeatedBlocks(name_of(root, [target.name for target in targets]), tuple(once.values()), len(targets))
-
-
 # ---------------------------------------------------------------------------------------------- regions
 
 
@@ -108,11 +94,11 @@ class RegionMarks:
     or checkpoint therefore contains a mark, and no mark remains after an exception.
     """
 
-    def __init__(self, blocks: Iterable[RepeatedBlocks]) -> None:
-        modules = [block.module for found in blocks for block in found.members]
+    def __init__(self, regions: Iterable[Iterable[nn.Module]]) -> None:
+        modules = {block: None for blocks in regions for block in blocks}  # a block may have several names
         # One region for each class, because blocks share code only if they call the same function (torch 2.11).
-        regions = {forward: _torch.regions.region_of(forward) for forward in {type(one).forward for one in modules}}
-        self._marks = [(vars(one), types.MethodType(regions[type(one).forward], one)) for one in modules]
+        marked = {forward: _torch.regions.region_of(forward) for forward in {type(one).forward for one in modules}}
+        self._marks = [(vars(one), types.MethodType(marked[type(one).forward], one)) for one in modules]
         self._lock = threading.Lock()
         self._calls = 0  # the number of running calls in all threads
 
@@ -202,6 +188,8 @@ def name_of(root: nn.Module, paths: Sequence[str]) -> str:
 
     The glob must match no other module with parameters. Otherwise, the name consists of paths.
     """
+    if len(paths) == 1:
+        return paths[0]
     split = [path.split(".") for path in paths]
     if len({len(names) for names in split}) == 1:
         glob = [names[0] if len(set(names)) == 1 else "*" for names in zip(*split, strict=True)]

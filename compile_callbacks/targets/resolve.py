@@ -20,7 +20,7 @@ from compile_callbacks.targets.repeated import (
     group_targets,
     is_block,
 )
-from compile_callbacks.targets.target import CONTAINERS, AnyTarget, Target, call_targets, only_if_named
+from compile_callbacks.targets.target import CONTAINERS, Callee, Target, callees_of, only_if_named
 
 
 def check_target_names(targets: object) -> tuple[str, ...] | Repeated | None:
@@ -43,7 +43,7 @@ def check_target_names(targets: object) -> tuple[str, ...] | Repeated | None:
     return tuple(names)
 
 
-def resolve_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Module]) -> Sequence[AnyTarget]:
+def resolve_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Module]) -> list[Target]:
     """Return the targets for a checked ``targets`` argument.
 
     Names are dotted names of submodules or methods, or globs of submodule names. ``"forward"`` is the call of the root
@@ -55,13 +55,13 @@ def resolve_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.
     function, because they already do not support the settings that sharing excludes.
     """
     if names is not None and names != REPEATED:
-        of_globs = {id(target.module) for name in names if _is_glob(name) for target in _matching(root, name)}
-        shares = lambda target: target.sharded or (id(target.module) in of_globs and is_block(target.module))  # noqa: E731
-        return group_targets(root, named_targets(root, names), shares)
-    of_root = call_targets("forward", root) if type(root).forward is not base.forward else []
+        of_globs = {id(callee.module) for name in names if _is_glob(name) for callee in _matching(root, name)}
+        shares = lambda callee: callee.sharded or (id(callee.module) in of_globs and is_block(callee.module))  # noqa: E731
+        return group_targets(root, named_callees(root, names), shares)
+    of_root = callees_of("forward", root) if type(root).forward is not base.forward else []
     found = [*of_root, *_children(root, "")]
     if names is None:
-        return group_targets(root, found, lambda target: target.sharded)
+        return group_targets(root, found, lambda callee: callee.sharded)
     check_is_repeated(root)
     if base is nn.Module and of_root:  # because the user calls the root without a Trainer
         found = of_root
@@ -82,35 +82,35 @@ def _is_present(root: nn.Module, name: str) -> bool:
         return False
 
 
-def named_targets(root: nn.Module, names: Sequence[str] | None) -> list[Target]:
-    """Return the targets with these names, or no targets for ``None`` and ``"repeated"``. See `resolve_targets`."""
-    return [target for name in (names if names != REPEATED else None) or () for target in _matching(root, name)]
+def named_callees(root: nn.Module, names: Sequence[str] | None) -> list[Callee]:
+    """Return the callees with these names, or none for ``None`` and ``"repeated"``. See `resolve_targets`."""
+    return [callee for name in (names if names != REPEATED else None) or () for callee in _matching(root, name)]
 
 
-def _children(parent: nn.Module, prefix: str) -> Iterator[Target]:
+def _children(parent: nn.Module, prefix: str) -> Iterator[Callee]:
     for name, child in parent.named_children():
         if next(child.parameters(), None) is None:
             continue
         if isinstance(child, CONTAINERS):
             yield from _children(child, f"{prefix}{name}.")
         elif not only_if_named(child) and type(child).forward is not nn.Module.forward:
-            yield from call_targets(prefix + name, child)
+            yield from callees_of(prefix + name, child)
 
 
-def _matching(root: nn.Module, name: str) -> list[Target]:
-    """Return the targets that a name or a glob matches."""
+def _matching(root: nn.Module, name: str) -> list[Callee]:
+    """Return the callees that a name or a glob matches."""
     if name == "forward":
-        return call_targets("forward", root)
+        return callees_of("forward", root)
     modules = {path: module for path, module in root.named_modules(remove_duplicate=False) if path}
     if paths := _outermost(path for path in modules if fnmatch.fnmatchcase(path, name)):
-        return [target for path in paths for target in call_targets(path, modules[path])]
+        return [callee for path in paths for callee in callees_of(path, modules[path])]
     owner_path, _, method = name.rpartition(".")
     owner = modules.get(owner_path) if owner_path else root
     if owner is None or not _has_method(owner, method):
         raise ValueError(with_code("CC201", unknown("targets", name, ["forward", *modules])))
     if method == "forward" and innermost_fsdp_units(owner):
-        return call_targets(name, owner)
-    return [Target(name, owner, method)]
+        return callees_of(name, owner)
+    return [Callee(name, owner, method)]
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`Target`: a module or a method that is compiled as one piece. `RepeatedBlocks`: targets that share their graphs."""
+"""`Target`: one or several `Callee` objects, modules or methods, that are compiled as one piece."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,27 +19,18 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
-    """A method, or the call of a module (``method=None``), that is compiled as one piece.
-
-    Unlike the call, the method ``"forward"`` does not run the hooks of the module.
-    """
+class Callee:
+    """A method, or the call of a module (``method=None``). Unlike the call, ``"forward"`` does not run hooks."""
 
     name: str  # the dotted name in the root module; "forward" is the call of the root module itself
     module: nn.Module
     method: str | None = None
-    regions: tuple[RepeatedBlocks, ...] = ()  # the repeated blocks that are regions of the graph, see `RegionMarks`
 
     def __post_init__(self) -> None:
         # An attribute of the module itself overrides its class: net.forward = patched. It may be a dispatcher.
         own = vars(self.module).get(self.method) if self.method else None
-        target = getattr(own, "target", None)
-        object.__setattr__(self, "_own", target.own_function if isinstance(target, Target) else own)
-
-    @property
-    def members(self) -> tuple[Target, ...]:
-        """The targets that share the compiled function: only this target."""
-        return (self,)
+        callee = getattr(own, "callee", None)
+        object.__setattr__(self, "_own", callee.own_function if isinstance(callee, Callee) else own)
 
     @property
     def own_function(self) -> Callable[..., Any] | None:
@@ -49,7 +40,7 @@ class Target:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The eager code of the target with its hooks, as a function of the module."""
+        """The eager code with its hooks, as a function of the module."""
         if (own := self.own_function) is None:
             function: Callable[..., Any] = getattr(type(self.module), self.method or "_call_impl")
             return function
@@ -63,14 +54,9 @@ class Target:
 
     @property
     def eager(self) -> Callable[..., Any]:
-        """The eager call of the target with its hooks."""
+        """The eager call with its hooks."""
         call: Callable[..., Any] = self.function.__get__(self.module)
         return call
-
-    def label(self, graphs: int) -> str:
-        """Return the name of the target in a report, such as ``"net (24 x Block)"``."""
-        blocks = [f"{found.count} x {type(found.members[0].module).__name__}" for found in self.regions]
-        return f"{self.name} ({', '.join(blocks)})" if blocks else self.name
 
     @property
     def has_hooks(self) -> bool:
@@ -83,7 +69,7 @@ class Target:
         return is_sharded(self.module)
 
     def uncompilable_reason(self) -> str | None:
-        """Return the reason why torch.compile cannot compile the target, or ``None`` if it can."""
+        """Return the reason why torch.compile cannot compile the callee, or ``None`` if it can."""
         if isinstance(self.module, torch.jit.ScriptModule):
             return "it is a TorchScript module, which torch.compile cannot trace"
         method = self.method or "forward"
@@ -94,40 +80,43 @@ class Target:
 
 
 @dataclass(frozen=True, eq=False)
-class RepeatedBlocks:
-    """Blocks of the same structure that share one compiled function."""
+class Target:
+    """A callee that is compiled as one piece, or several callees of the same structure that share compiled code."""
 
-    name: str  # such as "encoder.layers.*"
-    members: tuple[Target, ...]  # the blocks, without duplicates
-    count: int  # the number of blocks, with duplicates
-    asked_for: bool = False  # whether the user asked for a shared graph (targets="repeated")
-    regions: tuple[RepeatedBlocks, ...] = ()  # always empty, see `Target`
+    name: str  # the name of the callee, or of several, such as "encoder.layers.*"
+    members: tuple[Callee, ...]  # distinct callees, which share the compiled function
+    regions: tuple[tuple[nn.Module, ...], ...] = ()  # the repeated blocks by structure, see `RegionMarks`
+    asked_for: bool = False  # whether the user asked for shared code (targets="repeated")
+
+    @property
+    def shares_code(self) -> bool:
+        """Whether several modules share compiled code, which therefore cannot contain the weights of one module."""
+        return len(self.members) > 1 or bool(self.regions)
 
     def label(self, graphs: int) -> str:
-        """Return the name of the blocks in a report, with this number of compiled graphs."""
-        compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
-        return f"{self.name} ({self.count} blocks{compiled})"
+        """Return the name of the target in a report, with this number of compiled graphs if callees share them."""
+        if len(self.members) > 1:
+            compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
+            return f"{self.name} ({len(self.members)} blocks{compiled})"
+        blocks = [f"{len(found)} x {type(found[0]).__name__}" for found in self.regions]
+        return f"{self.name} ({', '.join(blocks)})" if blocks else self.name
 
 
-AnyTarget: TypeAlias = Target | RepeatedBlocks
-"""A target, or several targets that share one compiled function."""
-
-
-def call_targets(name: str, module: nn.Module) -> list[Target]:
-    """Return the target for the call of a module, or the targets for its innermost parts if FSDP shards it.
+def callees_of(name: str, module: nn.Module) -> list[Callee]:
+    """Return the call of a module as a callee, or its innermost parts if FSDP shards it.
 
     The parts exclude FSDP's own code, which Dynamo does not trace.
     """
     name = strip_fsdp1_names(name)
     if not (units := innermost_fsdp_units(module)):
-        return [Target(name, module)]
+        return [Callee(name, module)]
     prefix = "" if name == "forward" else name.removesuffix(".forward")
-    targets = []
+    callees = []
     for path, unit in units:
         unit_name = ".".join(part for part in (prefix, path) if part) or name
         wrapped = fsdp1_wrapped(unit)
-        targets.append(Target(unit_name, unit, "forward") if wrapped is None else Target(unit_name, wrapped))
-    return targets
+        callees.append(Callee(unit_name, unit, "forward") if wrapped is None else Callee(unit_name, wrapped))
+    return callees
 
 
 def only_if_named(module: nn.Module) -> bool:

@@ -67,4 +67,4 @@ def test_a_part_named_repeated_is_a_target_in_a_list():
     module = Classifier()
     module.repeated = nn.Linear(2, 2)
     (found,) = resolve_targets(module, check_target_names(["repeated"]), pl.LightningModule)
-    assert found.module is module.repeated
+    assert found.members[0].module is module.repeated
