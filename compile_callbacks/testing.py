@@ -90,16 +90,20 @@ def assert_same_training(
         return "same"
     noisy = _Run(noise=True).train(*arguments)
     # Compiled code rounds each operation differently, so it may be a step ahead of noise in the first weights.
-    chaotic = [s for s in {step for step, _ in keys} if _gradient_error(noisy, eager, s + 1) > _GRADIENT_TOLERANCE]
+    chaotic = [s for s in {step for step, _ in keys} if _gradient_error(noisy, eager, s + 1) > limits["gradient"]]
     noise: dict[str, float] = defaultdict(float)
     differing: list[tuple[int, str]] = []
+    unclear: list[tuple[int, str]] = []
     for step, name in keys:
         noise[name] = max(noise[name], _error(noisy.values.get((step, name)), eager.values.get((step, name))))
         error = errors.get((step, name), 0.0)
-        known = noise[name] <= limit and _NOISE_FACTOR * noise[name] < error
-        known = known and (step < min(chaotic, default=math.inf) or math.isinf(error))
-        if known and (not differing or step == differing[0][0]):
-            differing.append((step, name))
+        if not error or (noise[name] <= limit and error <= _NOISE_FACTOR * noise[name]):
+            continue  # the error is rounding
+        if noise[name] <= limit and (step < min(chaotic, default=math.inf) or math.isinf(error)):
+            if not differing or step == differing[0][0]:
+                differing.append((step, name))
+        elif name.startswith(("loss", "output", "metric")):
+            unclear.append((step, name))
     if differing:
         (step, name), *others = sorted(differing, key=lambda key: -errors[key])
         also = f"; also different: {', '.join(other for _, other in others[:3])}" if others else ""
@@ -107,7 +111,6 @@ def assert_same_training(
             f"different: in step {step}, {name} has a relative error of {errors[step, name]:.2g}: "
             f"{_shown(ours.values, step, name)}, eager {_shown(eager.values, step, name)}{also}"
         )
-    unclear = [(step, name) for step, name in errors if name.startswith(("loss", "output", "metric"))]
     if not unclear or allow_cannot_tell:
         return "cannot tell" if unclear else "same"
     step, name = unclear[0]
