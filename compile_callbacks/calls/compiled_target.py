@@ -24,6 +24,9 @@ from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 from compile_callbacks.targets.target import Callee, Target
 
+_hooks_registered, _transforms = _torch.dynamo.hooks_registered, _torch.dynamo.transforms
+_forward_ad_level = _torch.dynamo.forward_ad_level
+
 TRACES_WITHOUT_GRAPH = 5
 """The maximum number of calls that torch traces without compiling a graph. torch 2.15 traces a target again in each
 call if the target calls ``torch.autograd.grad``. Such a call takes 50 times as long as eager."""
@@ -94,8 +97,8 @@ class CompiledTarget:
         outer = calling.current
         # In the steady state, only these comparisons run before the compiled function. Each call takes time for them. A
         # function of ours whose code is no longer in the caches of the CPU takes 3 µs.
-        hooks_changed = function.hooks_seen != _torch.dynamo.hooks_registered()
-        transformed = _torch.dynamo.transforms() is not None or _torch.dynamo.forward_ad_level() >= 0
+        hooks_changed = function.hooks_seen != _hooks_registered()
+        transformed = _transforms() is not None or _forward_ad_level() >= 0
         may_run_eagerly: Any = outer is not None or self._eager_from_now or self._uncompilable or not self.ran
         may_run_eagerly = may_run_eagerly or self._warnings or (self.gave_up_regions and function.regions is not None)
         if (may_run_eagerly or transformed) and self._runs_eagerly(outer, args, kwargs):
