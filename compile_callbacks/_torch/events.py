@@ -119,7 +119,6 @@ class CompilationRecord(NamedTuple):
     """torch's compilation metrics of one compiled frame."""
 
     compile_id: str
-    is_forward: bool
     recompile_reason: str | None
     hit_recompile_limit: bool
     cache_hits: int
@@ -152,7 +151,6 @@ def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
             misses = entry.inductor_fx_local_cache_miss_count or 0
         yield CompilationRecord(
             entry.compile_id,
-            entry.is_forward is not False,
             entry.recompile_reason,
             "recompile limit exceeded" in (entry.fail_reason or ""),
             hits,

@@ -122,6 +122,7 @@ class _Conversion:
 
     def __call__(self, frame: Any, *arguments: Any, skip: int = 0) -> Any:
         def convert() -> Any:
+            # The user's frame is further up by this function and its three callers, and torch shows it in its logs.
             return self._convert(frame, *arguments, skip=skip + 4)
 
         def breaks_are_errors() -> bool:

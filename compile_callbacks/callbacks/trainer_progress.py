@@ -17,7 +17,6 @@ def stage_of(trainer: Trainer, phase: Phase) -> Stage:
     """Return the stage that a Trainer is in."""
     return Stage(
         phase=phase,
-        name="validate" if trainer.sanity_checking else str(trainer.state.stage.value),  # type: ignore[union-attr]
         eager=trainer.sanity_checking,
         weights_frozen=trainer.state.fn != "fit",
     )

@@ -175,8 +175,6 @@ class ShapePolicy:
 
         With the stance, torch still runs a compiled graph that accepts the shapes, such as a dynamic graph.
         """
-        if self._new_shapes == "recompile":
-            return None
         found = signature(args, kwargs)
         if found in self._known:
             return None

@@ -61,11 +61,12 @@ class TargetSearch:
 
     def step_begins(self, phase: Phase, *, first: bool, eager: bool) -> None:
         """Begin a step. At the ``first`` step of a stage or an epoch, look for changes of the module."""
-        with self._without_failures():
-            if first and self._resolve is not None and _tree(self._root) != self._tree:
-                self._look_up(self._resolve)
-            if phase != self._phase:
-                self._change_phase(phase)
+        if first or phase != self._phase:
+            with self._without_failures():
+                if first and self._resolve is not None and _tree(self._root) != self._tree:
+                    self._look_up(self._resolve)
+                if phase != self._phase:
+                    self._change_phase(phase)
         self.in_step, self._eager = True, eager
 
     def step_ends(self) -> None:
@@ -163,7 +164,8 @@ class TargetSearch:
 
     def _drop(self, recorders: Iterable[Recorder]) -> None:
         for recorder in recorders:
-            if self._standing.pop(recorder, recorder) is None:
+            if recorder in self._standing:
+                del self._standing[recorder]
                 recorder.remove()
 
     # ------------------------------------------------------------------------------------------ a changed module

@@ -26,13 +26,11 @@ class Stage:
 
     Attributes:
         phase: The phase, train or infer.
-        name: The trainer's name: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         eager: Whether its steps run eagerly and are not measured, as in the sanity check.
         weights_frozen: Whether the weights are constant during the stage, so that compiled code may contain them.
     """
 
     phase: Phase = "train"
-    name: str = "train"
     eager: bool = False
     weights_frozen: bool = False
 
