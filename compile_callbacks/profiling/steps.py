@@ -40,7 +40,7 @@ class Step:
     """One step: the processing of one batch, from its start to its end. The last attributes are known at its end.
 
     Attributes:
-        variant: What the step was meant to run.
+        variant: The variant that the policy chose.
         first: Whether the step is the first step of its stage or epoch.
         began: The time of the start, in seconds of `time.perf_counter`.
         compiles_seen: The recorder's number of compiles at the start.
@@ -48,7 +48,7 @@ class Step:
         graphs: The recorder's number of executed graphs at the start.
         eager_calls: The recorder's number of eager calls at the start.
         number: The number of the step in its phase, for steps that are only counted.
-        kind: What ran in the step.
+        kind: Whether compiled graphs and eager targets ran in the step.
         compiling: Whether torch compiled during the step.
         traced: Like ``compiling``, but recording a CUDA graph does not count.
         span: The time of the step, or ``None`` if the step is not timed.

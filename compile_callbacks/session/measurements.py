@@ -60,7 +60,7 @@ class Measurements:
             self.memory.stop(traced=step.traced)
 
     def _describe_conditions(self, step: Step, stage: Stage, *, compares: bool) -> str:
-        """Describe the conditions of a step, besides its batch, on which its time depends."""
+        """Describe the conditions on which the time of a step depends, in addition to its batch."""
         known: dict[str, object] = {"precision": self._precision}
         if stage.phase == "train":  # the backward pass depends on the weights that require grad
             known["trained"] = zlib.crc32(bytes(weight.requires_grad for weight in self._module.parameters()))

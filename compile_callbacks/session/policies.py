@@ -1,4 +1,4 @@
-"""`Policies`: chooses the `StepPolicy` of each stage, which decides what the next step runs."""
+"""`Policies`: chooses the `StepPolicy` of each stage, which chooses the `Variant` of each step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from compile_callbacks.tuning.tuning_policy import TuningPolicy
 
 
 class StepPolicy(Protocol):
-    """Decides what the steps of a phase run."""
+    """Chooses the variant of each step of a phase."""
 
     def next(self) -> tuple[Variant, bool]:
-        """Return what the next step runs, and whether it must be timed. A repeated call returns the same.
+        """Return the variant of the next step, and whether the step must be timed. A repeated call returns the same.
 
         If the step need not be timed, the session may only count it, and not call `done`.
         """
@@ -198,7 +198,7 @@ class Policies:
         return bool(self._tunings)
 
     def chosen(self, phase: Phase) -> Variant:
-        """Return what the phase runs after the baseline, or eager while a `Tune` has not chosen yet."""
+        """Return the variant of a phase after the baseline, or eager while a `Tune` has not chosen a candidate."""
         tuning = self._tunings.get(phase)
         return self._fixed[phase].variant if tuning is None else tuning.chosen
 

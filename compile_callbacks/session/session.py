@@ -182,7 +182,7 @@ class Session:
         self._switch.select(stage.phase, self._policy.next()[0], weights_frozen=stage.weights_frozen)
 
     def step_begins(self, *, first: bool = False) -> bool:
-        """Begin a step, and select what it runs. Return whether it is timed.
+        """Begin a step, and select its variant. Return whether the step is timed.
 
         A callback may have swapped the weights before the ``first`` step of a stage.
         """
@@ -226,7 +226,7 @@ class Session:
             self.gpu.keep_gradients()
 
     def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
-        """End a step, and tell the policy what it took."""
+        """End a step, and give its time to the policy."""
         stage, step, recorder, search = self.stage, self._step, self._recorder, self._search
         number, recorder.step, search.in_step = recorder.step, None, False
         if search.called:
