@@ -51,7 +51,7 @@ class TargetSearch:
         self._group, self._resolve, self._uncompiled = group, resolve, uncompiled
         self._resolved = list(switch.targets)  # the other targets were called
         self._tree = _tree(root)
-        self._eager = False
+        self._eager = self._records_methods = False
         self._phase: Phase | None = None
         self._recorders: dict[Phase, dict[Recorder, None]] = {}
         self._standing: dict[Recorder, None] = {}  # the recorders of the current phase
@@ -67,6 +67,9 @@ class TargetSearch:
                     self._look_up(self._resolve)
                 if phase != self._phase:
                     self._change_phase(phase)
+        if not eager and self._records_methods:  # a method becomes a target in an eager step only
+            self._records_methods = False
+            self._drop([recorder for recorder in self._standing if recorder.callee.method is not None])
         self.in_step, self._eager = True, eager
 
     def step_ends(self) -> None:
@@ -92,7 +95,7 @@ class TargetSearch:
             return
         if phase not in self._recorders:
             self._recorders[phase] = {Recorder(one, self._call): None for one in possible_callees(self._root)}
-        self._standing = self._recorders[phase]
+        self._standing, self._records_methods = self._recorders[phase], True
         for recorder in self._standing:
             recorder.install()
 

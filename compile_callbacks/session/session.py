@@ -97,6 +97,7 @@ class Session:
         """Whether a Trainer run is in progress."""
         self.stage = Stage()
         """The running stage."""
+        self._stage_is_new = True  # whether no step of the stage has begun
         self._step: Step | None = None  # the running step, if it is measured
         self._policy: StepPolicy = self._policies.policy_of(self.stage)
         self._wanted = False  # whether the policy wants the running step to be timed
@@ -177,7 +178,7 @@ class Session:
     def stage_begins(self, stage: Stage) -> None:
         """Begin or continue a stage. A running step is not measured."""
         self._search.step_ends()
-        self.stage, self._step, self._counted = stage, None, None
+        self.stage, self._stage_is_new, self._step, self._counted = stage, True, None, None
         self._policy = self._policies.policy_of(stage)
         self._switch.select(stage.phase, self._policy.next()[0], weights_frozen=stage.weights_frozen)
 
@@ -193,6 +194,7 @@ class Session:
             timer.untimed_left -= 1
             counted.number += 1
             counted.began = time.perf_counter()
+            counted.graphs, counted.eager_calls = recorder.executions.graphs, recorder.executions.eager_calls
             self._step, recorder.step, self._search.in_step = counted, counted.number, True
             return False
         stage, ran, self._counted = self.stage, recorder.executions, None
@@ -201,7 +203,8 @@ class Session:
         self._policy = self._policies.policy_of(stage)
         variant, self._wanted = self._policy.next()
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
-        self._search.step_begins(stage.phase, first=first, eager=variant.config is None)
+        looks_up, self._stage_is_new = first or self._stage_is_new, False
+        self._search.step_begins(stage.phase, first=looks_up, eager=variant.config is None)
         if self.gpu.on_gpu:
             self.gpu.step_begins(trains_compiled=variant.config is not None and stage.phase == "train")
         if stage.eager:

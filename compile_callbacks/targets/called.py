@@ -52,17 +52,17 @@ def _within(parent: nn.Module, prefix: str, seen: set[int], *, direct: bool) -> 
 
 
 def _own_methods(module: nn.Module) -> list[str]:
-    """Return the names of the methods that ``nn.Module`` and the frameworks do not have, and of ``forward``.
+    """Return the names of the methods that ``nn.Module`` and the frameworks do not have.
 
-    The list contains no properties, generators, coroutines, static or class methods, and no functions that are cached,
-    compiled or disabled.
+    A shallow copy of the module would call the methods of the original, so ``forward`` is not in the list. The list
+    contains no properties, generators, coroutines, static or class methods, and no functions that are cached, compiled
+    or disabled.
     """
     names = {  # a set would have another order in each process
         name: None
         for cls in type(module).__mro__
         for name in vars(cls)
-        if name == "forward" or not (f"{cls.__module__}.".startswith(_FRAMEWORKS) or hasattr(nn.Module, name))
-        if not name.startswith("__")
+        if not (name.startswith("__") or f"{cls.__module__}.".startswith(_FRAMEWORKS) or hasattr(nn.Module, name))
     }
     return [name for name in names if _may_be_recorded(module, name)]
 

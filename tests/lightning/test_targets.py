@@ -102,7 +102,7 @@ class Steps(Classifier):
 PARTS = {"net.encoder", "net.head"}
 CALLS = {  # the targets with a baseline, and without one
     "module": (lambda m, x: m.net(x), {"net"}, {"net"}),
-    "forward": (lambda m, x: m.net.forward(x), {"net.forward"}, PARTS),
+    "forward": (lambda m, x: m.net.forward(x), {"net.encoder", "net.decode"}, PARTS),
     "methods": (lambda m, x: m.net.decode(m.scale(m.net.encode(x))), {"net.encode", "net.decode"}, PARTS),
     "method that calls its module": (lambda m, x: m.net.generate(x), {"net", "net.encoder"}, {"net", "net.encoder"}),
     "module before its part": (
