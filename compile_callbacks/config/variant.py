@@ -1,4 +1,4 @@
-"""`Variant`: what a step can run."""
+"""`Variant`: a config that a step can run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from compile_callbacks.config.inductor_config import EAGER, InductorConfig
 
 
 class Variant(NamedTuple):
-    """What a step can run: a config and its name.
+    """A config that a step can run, with its name. Eager is a variant without a config.
 
     Attributes:
         config: The config, or ``None`` if this library does not compile the step.

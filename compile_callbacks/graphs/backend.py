@@ -77,7 +77,7 @@ class GraphBackend:
         if self._key.phase == "train" and _torch.dynamo.ends_at_gradient(graph_module):
             self._leave_eager("CC303", _OWN_GRADIENT)
         device = _device_of(example_inputs)
-        # Weights are frozen only in stages in which they are constant, whatever the mode says.
+        # Weights are frozen only in stages in which they are constant, with any mode.
         options = {**self._config.resolved_options(device), "freezing": self._key.frozen}
         uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
         self._check_template(device)

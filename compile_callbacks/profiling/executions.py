@@ -1,4 +1,4 @@
-"""`Executions`: counts the executions of compiled graphs, and what ran eagerly instead."""
+"""`Executions`: counts the executions of compiled graphs, and the eager calls in their place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Executions:
-    """What has run in a session so far.
+    """The executions in a session so far.
 
     Attributes:
         graphs: Number of executions of compiled graphs.

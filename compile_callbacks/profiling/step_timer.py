@@ -40,7 +40,7 @@ TIMED_ONE_OF = 32
 
 _MAX_UNREAD = 64  # the number of unread CUDA events after which the timer reads the events that the GPU has passed
 
-_Key = tuple[Phase, str | None, StepKind]  # the phase, the name of the variant, and what ran
+_Key = tuple[Phase, str | None, StepKind]  # the phase, the name of the variant, and the kind of step
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class StepTimer:
         return self._numbers[phase] + passed + 1
 
     def steps(self, phase: Phase, variant: str | None = None) -> Counter[StepKind]:
-        """Return the number of steps of a variant by what ran in them, including steps without a sample."""
+        """Return the number of steps of a variant by kind, including steps without a sample."""
         self._count_passed()
         return Counter({key[2]: count for key, count in self._steps.items() if key[:2] == (phase, variant)})
 

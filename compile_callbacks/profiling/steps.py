@@ -12,7 +12,7 @@ from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.workload import Workload
 
 StepKind = Literal["eager", "partly compiled", "compiled"]
-"""What ran in a step.
+"""The kind of a step, by the code that ran in it.
 
 - ``"compiled"``: compiled graphs.
 - ``"partly compiled"``: compiled graphs, and also a call of a target that ran eagerly.

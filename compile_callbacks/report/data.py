@@ -55,7 +55,7 @@ class PhaseDiagnostics(_Data):
         skipped_passes: Number of graphs that were compiled without a custom graph pass because the pass failed.
         passes: One mapping for each graph and custom graph pass, in order: ``target``, ``name``, ``hook``, and the
             fields of `PassRun`, or ``from_cache`` if the graph was loaded from torch's cache.
-        steps: Number of steps with the settings of the phase by what ran in them: ``"compiled"``, ``"partly compiled"``
+        steps: Number of steps with the settings of the phase, by kind: ``"compiled"``, ``"partly compiled"``
             (compiled graphs, and also a target that ran eagerly) and ``"eager"``.
         trials: One mapping for each candidate of a `Tune`, eager first: ``candidate``, ``verdict``, ``median_ms`` and
             ``p95_ms`` (median and 95th percentile of the step times), ``samples``, ``compile_seconds``, ``reason``.

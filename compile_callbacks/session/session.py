@@ -244,7 +244,6 @@ class Session:
             kind = "partly compiled"
         if step is self._counted and kind == step.kind and recorder.compiles_seen == step.compiles_seen:
             self._measurements.timer.passed += 1
-            step.graphs, step.eager_calls = ran.graphs, ran.eager_calls
             return
         step.kind = kind
         if recorder.compiles_seen != step.compiles_seen:
@@ -264,8 +263,6 @@ class Session:
                 variant=step.variant,
                 compiles_seen=recorder.compiles_seen,
                 traces_seen=recorder.traces_seen,
-                graphs=ran.graphs,
-                eager_calls=ran.eager_calls,
                 number=number or 0,
                 kind=kind,
             )

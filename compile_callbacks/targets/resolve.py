@@ -69,7 +69,7 @@ def resolve_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.
 
 
 def present_names(root: nn.Module, names: Sequence[str] | None) -> Sequence[str] | None:
-    """Return a checked ``targets`` argument without what a changed module no longer has."""
+    """Return a checked ``targets`` argument without the names that a changed module no longer has."""
     if names == REPEATED:
         return names if find_repetitions(root) else None
     return None if names is None else [name for name in names if _is_present(root, name)]

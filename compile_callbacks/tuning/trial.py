@@ -54,7 +54,7 @@ class Trial:
 
     @property
     def stats(self) -> StepStats | None:
-        """The statistics of all compared steps, or ``None`` if there are none."""
+        """The statistics of all compared steps, or ``None`` without a sample."""
         return StepStats.of(list(itertools.chain(*self.blocks)))
 
     @property

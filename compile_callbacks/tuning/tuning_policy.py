@@ -89,7 +89,7 @@ class TuningPolicy:
     ) -> None:
         """Begin a Trainer run, and keep the winner of the last run, if that run was long enough to choose one.
 
-        ``conditions`` contains what a winner depends on. ``no_freezing`` and ``no_cudagraphs`` are the reasons why the
+        A winner depends on the ``conditions``. ``no_freezing`` and ``no_cudagraphs`` are the reasons why the
         module cannot have frozen weights or CUDA graphs.
         """
         self._device, self._conditions, self._winners = device, conditions, winners

@@ -1,4 +1,4 @@
-"""Steps are compiled, partly compiled or eager by what ran in them, and the report keeps them apart."""
+"""Steps are compiled, partly compiled or eager, and the report keeps them apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of a run find their targets as they go on: in the first step, and after the module has changed."""
+"""The steps of a run find their targets: in the first step, and after the module has changed."""
 
 from __future__ import annotations
 
