@@ -12,3 +12,6 @@ Phase = Literal["train", "infer"]
 """``"train"`` or ``"infer"``."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
+
+EAGER = "eager"
+"""The mode of a phase that this library does not compile, and the name of its variant."""
