@@ -34,7 +34,8 @@ from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.report.console import report_parts
-from compile_callbacks.report.file import FILE_NAME, read_records, report_in
+from compile_callbacks.report.data import FILE_NAME
+from compile_callbacks.report.file import read_records, report_in
 from compile_callbacks.report.loggers import PLOT_TAG
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compile_callbacks.report.console import grouped_table, print_report, print_table, print_texts, report_parts
-from compile_callbacks.report.file import FILE_NAME, read_records, report_in
+from compile_callbacks.report.data import FILE_NAME
+from compile_callbacks.report.file import read_records, report_in
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.report.table import sections, zeros_line
 

@@ -6,7 +6,7 @@ import torch
 
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.messages import in_one_line
-from compile_callbacks._utils.phases import Phase
+from compile_callbacks._utils.phases import MIN_SAMPLES, Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import InductorConfig
@@ -14,7 +14,7 @@ from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent, CompileKey, EventKind
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
+from compile_callbacks.profiling.step_stats import median_ms, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 
@@ -88,6 +88,8 @@ class SessionWarnings:
             if compiled_target.ran and not compiled_target.on_trial:
                 self._check_graphs(compiled_target.key)
                 self._check_share(compiled_target)
+                if variant.name is None and variant.config is not None and variant.config.freezes:
+                    self._record_unfrozen(compiled_target.key)
                 if compiled_target.blocks_differ:
                     self._warn_of_differing_blocks(compiled_target.key)
         self.check_step_times(phase, variant)
@@ -150,6 +152,12 @@ class SessionWarnings:
         if self._warn.warn("CC204", message, about=(phase, kind)):
             for target in self._switch.targets:
                 self._recorder.record(kind, CompileKey(target.name, phase), reason=reason, show=False)
+
+    def _record_unfrozen(self, key: CompileKey) -> None:
+        """Record why a target is not frozen. This is no warning, because `validate` may freeze it later."""
+        if not key.frozen and not self._reasons("freezing", key):
+            reason = "freezing has no effect while weights may change, as during fit"
+            self._recorder.record("freezing", key, reason=reason, show=False)
 
     def _warn_of_limit(self, key: CompileKey, reason: str) -> None:
         message = (

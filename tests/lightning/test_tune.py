@@ -84,7 +84,7 @@ def test_run_that_ends_early_decides_nothing_and_the_next_one_tunes(monkeypatch)
         trainer(ours, EndsWithTheFirstCompile()).fit(module, loader(30))
     assert ours.report.train.mode == "tune(default, steps=5)"
     assert verdicts(ours.report.train) == {"eager": "undecided", "default": "undecided"}
-    assert "train: no candidate is chosen yet" in str(ours.report)
+    assert "train   no candidate is chosen yet" in str(ours.report)
     trainer(ours).fit(module, loader(40))
     assert ours.report.train.mode == "default"
     graphs = ours.report.train.graphs
