@@ -69,7 +69,7 @@ class CompileEvent:
     """An event of a target, such as a compile, a recompile or a graph break.
 
     Attributes:
-        kind: The kind of event.
+        kind: The kind of event, a key of `EVENT_KINDS`, such as ``"recompile"``.
         target: The name of the target.
         phase: The phase.
         candidate: The candidate, if the phase has a `Tune`.

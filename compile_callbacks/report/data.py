@@ -133,7 +133,7 @@ class PhaseDiagnostics(Figures):
 class PhaseReport(Figures):
     """The cost and the gain of compiling one phase. A figure that was not measured is ``None``.
 
-    A *sample* is the time of one step.
+    A *sample* is the time of one step. docs/reference/report.md describes the fields.
     """
 
     mode: str = figure(lambda facts: facts.mode, "compile", default=EAGER)

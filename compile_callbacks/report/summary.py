@@ -110,11 +110,11 @@ def notes(report: RunReport) -> list[str]:
     """Return the lines below the table: results of the candidates of a `Tune`, and figures from an earlier run."""
     lines = []
     for phase in PHASES:
-        diagnostics = report.phase(phase).diagnostics
+        diagnostics, verdict = report.phase(phase).diagnostics, describe_verdict(phase, report.phase(phase))
         lines += [
             f"{phase}: {trial['candidate']} {_TRIALS[trial['verdict']]}: {trial['reason']}"
             for trial in diagnostics.trials
-            if trial["reason"] and trial["verdict"] in _TRIALS
+            if trial["verdict"] in _TRIALS and trial["reason"] and trial["reason"] not in verdict
         ]
         if diagnostics.restored:
             lines.append(f"{phase}: eager steps were measured in the run before this one")
