@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from compile_callbacks._utils.errors import CompileWarning
 from compile_callbacks._utils.messages import describe_failure, in_one_line
-from compile_callbacks._utils.phases import MIN_SAMPLES, Phase
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import EAGER, InductorConfig
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.profiling.events import CompileEvent, EventKind
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.profiling.step_stats import median_ms, spread_ms
+from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.report.file import environment
 from compile_callbacks.targets.target import Callee, Target
 

@@ -1,4 +1,4 @@
-"""Names the two phases that the library compiles a module for, and what their steps have in common.
+"""Names the two phases that the library compiles a module for.
 
 *train* is ``training_step``. *infer* is sanity check, validation, test and predict. The trainer's stage decides the
 phase, not ``module.training`` or the grad mode.
@@ -15,6 +15,3 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 EAGER = "eager"
 """The mode of a phase that this library does not compile, and the name of its variant."""
-
-MIN_SAMPLES = 5
-"""The minimum number of eager and of compiled step times for a comparison. A median of fewer times proves nothing."""

@@ -16,6 +16,9 @@ compares after each block of steps, so its interval is wider."""
 
 _MIN_NOTCH = 0.005  # the minimum, as a share of the median, because a few samples can be equal by accident
 
+MIN_SAMPLES = 5
+"""The minimum number of eager and of compiled samples for a comparison."""
+
 _RESAMPLES = 1000
 
 

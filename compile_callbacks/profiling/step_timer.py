@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from compile_callbacks._utils.phases import MIN_SAMPLES, Phase
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.profiling.saved_time import SavedTime, Savings, StepSeries
 from compile_callbacks.profiling.spans import Span
+from compile_callbacks.profiling.step_stats import MIN_SAMPLES
 from compile_callbacks.profiling.steps import Step, StepKind
 from compile_callbacks.profiling.workload import Workload
 

@@ -14,7 +14,7 @@ from statistics import quantiles
 from typing import Any, NamedTuple
 
 from compile_callbacks._utils.messages import unknown
-from compile_callbacks._utils.phases import EAGER, MIN_SAMPLES, PHASES, Phase
+from compile_callbacks._utils.phases import EAGER, PHASES, Phase
 from compile_callbacks.profiling.events import EVENT_KINDS
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.report.data import VERSION as REPORT_VERSION
@@ -37,7 +37,8 @@ _NUMBER = (int, float)
 _PHASE_FIELDS: dict[str, Any] = {"targets": list, "graphs": int, "graph_breaks": dict, "uncompared_graphs": int}
 _PHASE_FIELDS |= dict.fromkeys(_EVENTS, int) | dict.fromkeys(_MEASURED, _NUMBER)
 _FIELDS: dict[str, Any] = {"version": int, "call": str, "torch": str, "margin": _NUMBER} | dict.fromkeys(PHASES, dict)
-_NEEDED = f"memory needs a GPU, and a speedup {MIN_SAMPLES} eager and {MIN_SAMPLES} compiled steps of equal workload"
+_MIN_SAMPLES = 5
+_NEEDED = f"memory needs a GPU, and a speedup {_MIN_SAMPLES} eager and {_MIN_SAMPLES} compiled steps of equal workload"
 _WARMUP_STEPS = 2  # of each kind of step, which the medians leave out too
 
 
@@ -213,7 +214,7 @@ def _step_ms(data: Any, kind: str) -> tuple[float, float] | None:
     """
     series = [series for series in _of_chosen(data, data["diagnostics"]["series"]) if series["kind"] == kind]
     times = [ms for entry in series for ms in entry["ms"][_WARMUP_STEPS:]]
-    if len(times) < MIN_SAMPLES or data[f"{kind}_step_ms"] is None:
+    if len(times) < _MIN_SAMPLES or data[f"{kind}_step_ms"] is None:
         return None
     deciles = quantiles(times, n=10, method="inclusive")
     return deciles[0], deciles[8]

@@ -6,7 +6,7 @@ import torch
 
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.messages import in_one_line
-from compile_callbacks._utils.phases import MIN_SAMPLES, Phase
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import InductorConfig
@@ -14,7 +14,7 @@ from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent, CompileKey, EventKind
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.profiling.step_stats import median_ms, spread_ms
+from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from compile_callbacks._utils.phases import MIN_SAMPLES
 from compile_callbacks.config.inductor_config import EAGER
-from compile_callbacks.config.tune import AUTO, Tune
+from compile_callbacks.config.tune import AUTO, LEAST_SAMPLES, Tune
 from compile_callbacks.config.variant import EAGER_VARIANT
 from compile_callbacks.profiling.step_stats import StepStats
 from compile_callbacks.tuning.trial import Block, Trial
@@ -88,7 +87,7 @@ class Tuner:
         if trial is not self._eager:
             trial.compile_seconds = block.compile_seconds
         milliseconds = [*(self._short_block or ()), *block.milliseconds]
-        is_short = len(milliseconds) < MIN_SAMPLES and block.problem is None and self._budget_left > 0
+        is_short = len(milliseconds) < LEAST_SAMPLES and block.problem is None and self._budget_left > 0
         if is_short and self._short_block is None:
             self._short_block = milliseconds
             return
@@ -160,7 +159,7 @@ class Tuner:
         for trial in self._undecided():
             if not trial.blocks:
                 continue
-            if (samples := min(trial.samples, self._eager.samples)) < MIN_SAMPLES:
+            if (samples := min(trial.samples, self._eager.samples)) < LEAST_SAMPLES:
                 trial.decide("not compared", f"only {samples} steps can be compared")
             elif not self._is_faster(trial):
                 trial.decide("not faster", self._speedup(trial))
