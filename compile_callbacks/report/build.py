@@ -60,34 +60,35 @@ class PhaseFacts:
 
     # ------------------------------------------------------------------------------------------ events
 
-    def events(self, kind: EventKind) -> list[CompileEvent]:
-        """Return the events of a kind."""
-        events = self.recorder.events_of(self.phase, kind)
+    @cached_property
+    def _events(self) -> list[CompileEvent]:
+        events = [event for event in self.recorder.events if event.phase == self.phase]
         return [event for event in events if self.candidate is None or event.candidate in (None, self.candidate)]
 
+    def events(self, kind: EventKind) -> list[CompileEvent]:
+        """Return the events of a kind."""
+        return [event for event in self._events if event.kind == kind]
+
     def total(self, attribute: str) -> int:
-        """Return the sum of an attribute of the events of torch's cache."""
-        return sum(getattr(event, attribute) for event in self.events("cache"))
+        """Return the sum of an attribute of all events."""
+        return sum(getattr(event, attribute) for event in self._events)
 
     @property
     def mode(self) -> str:
         return self._chosen or (self._config.describe() if self._config else EAGER)
 
-    @cached_property
-    def graphs(self) -> Counter[str]:
-        graphs: Counter[str] = Counter()
-        for event in self.events("compile"):
-            graphs[event.target] += event.graphs
-        return graphs
-
     @property
     def targets(self) -> tuple[str, ...]:
-        return tuple(label(self.graphs[name]) for name, label in self.target_labels.items()) if self._config else ()
+        graphs: Counter[str] = Counter()
+        for event in self._events:
+            graphs[event.target] += event.graphs
+        labels = self.target_labels if self._config else {}
+        return tuple(label(graphs[name]) for name, label in labels.items())
 
     @property
     def saved_mib(self) -> float | None:
         saved: dict[str, float] = {}
-        for event in self.events("compile"):
+        for event in self._events:
             if event.saved_mib is not None:
                 saved[event.target] = max(saved.get(event.target, 0.0), event.saved_mib)
         return sum(saved.values()) if saved else None

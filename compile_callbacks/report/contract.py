@@ -199,11 +199,11 @@ def _figures(data: Any) -> dict[str, _Measurement]:
         # A single measurement. Other work on the machine can double it, or make it longer by as much as it did steps.
         stretched = max([2.0, *(high / low for low, high in filter(None, steps.values()))])
         add("compile_seconds", seconds, longest, low=seconds / stretched)
-    if (eager := steps["eager"]) and (ours := steps["compiled"]):
+    if (eager := steps["eager"]) and (compiled_ms := steps["compiled"]):
         medians = data["eager_step_ms"], data["compiled_step_ms"]
         slowing = _reasons(_events(data, "kind", "cudagraph_skip") + _events(data, "kind", "fallback"))
         reason = "eager {:.4g} ms, compiled {:.4g} ms".format(*medians) + (f"; {slowing}" if slowing else "")
-        add("speedup", medians[0] / medians[1], reason, eager[0] / ours[1], eager[1] / ours[0])
+        add("speedup", medians[0] / medians[1], reason, eager[0] / compiled_ms[1], eager[1] / compiled_ms[0])
     return figures
 
 

@@ -155,7 +155,7 @@ class PhaseReport(Figures):
     """Seconds in which torch traced the code, compiled forward and backward graphs, and recorded CUDA graphs. With a
     `Tune`, the sum over all candidates. Does not include verification and compiles of your own functions."""
     graphs: int = figure(
-        lambda facts: facts.graphs.total(), "compile", "count", default=0, scalar="compile/PHASE/graphs"
+        lambda facts: facts.total("graphs"), "compile", "count", default=0, scalar="compile/PHASE/graphs"
     )
     """Number of compiled graphs."""
     graph_breaks: int = count("graph_break", scalar="compile/PHASE/graph_breaks")

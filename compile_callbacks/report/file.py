@@ -38,7 +38,7 @@ def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> st
     path = f"{folder.rstrip('/')}/{FILE_NAME}"
     records: list[Any] = []
     try:
-        records = [found for found in _parse(filesystem.cat_file(path)) if isinstance(found, dict)]
+        records = [old for old in _parse(filesystem.cat_file(path)) if isinstance(old, dict)]
     except FileNotFoundError:
         pass
     except ValueError as error:
