@@ -16,6 +16,7 @@ from torch import nn
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.cli import main
+from compile_callbacks.report import contract
 from compile_callbacks.report.data import FILE_NAME
 from tests.support.models import CLASSES, FEATURES, Classifier, batches_of, fit
 from tests.support.step_times import Times
@@ -352,6 +353,15 @@ def test_memory_above_the_margin_is_a_breach(base, tmp_path, check):
             (tmp_path / FILE_NAME).write_text(json.dumps([record]))
             lines = check(tmp_path, tmp_path / "contract.json", status=status)
             assert [line[:43] for line in lines] == ["train.peak_memory_mib: 121, allowed 120: th"] * status
+
+
+def test_a_figure_with_a_limit_is_compared_without_other_code(base, monkeypatch):
+    (record,) = json.loads(base[0].read_text())
+    saved = record["report"]["train"]["net_seconds_saved"] = 10.0
+    monkeypatch.setitem(contract._MEASURED, "net_seconds_saved", "least")
+    for allowed, breaches in ((1.1 * saved, []), (1.3 * saved, ["train.net_seconds_saved: 10, allowed 10.83"])):
+        found, missing = contract.compare(record, {"margin": 0.2, "train": {"net_seconds_saved": allowed}})
+        assert ([str(breach).rpartition(": ")[0] for breach in found], missing) == (breaches, [])
 
 
 @pytest.mark.gpu
