@@ -24,27 +24,16 @@ from compile_callbacks.profiling.steps import StepKind
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseFacts:
-    """The measurements of a phase. With a `Tune`, most are those of the chosen candidate.
-
-    Attributes:
-        phase: The phase.
-        settings: The settings that the user asked for.
-        target_labels: By the name of each target, a function that returns its label from its number of graphs.
-        recorder: The recorder of the run.
-        timer: The timer of the run.
-        memory: The peak memory of the run.
-        trials: The candidates of a `Tune` as JSON-ready data.
-        with_details: Whether the verdict, the series and the events are needed.
-    """
+    """The measurements of a phase. With a `Tune`, most are those of the chosen candidate."""
 
     phase: Phase
     settings: Settings
-    target_labels: Mapping[str, Callable[[int], str]]
+    target_labels: Mapping[str, Callable[[int], str]]  # the label of a target, by its name, from its number of graphs
     recorder: CompileRecorder
     timer: StepTimer
     memory: PeakMemory
-    trials: tuple[dict[str, Any], ...] = ()
-    with_details: bool = True
+    trials: tuple[dict[str, Any], ...]
+    with_details: bool  # whether the verdict, the series and the events are needed
 
     @cached_property
     def _chosen(self) -> str | None:
@@ -69,9 +58,9 @@ class PhaseFacts:
         """Return the events of a kind."""
         return [event for event in self._events if event.kind == kind]
 
-    def total(self, attribute: str) -> int:
-        """Return the sum of an attribute of all events."""
-        return sum(getattr(event, attribute) for event in self._events)
+    def values(self, attribute: str) -> list[Any]:
+        """Return the values of an attribute of all events that have it."""
+        return [value for event in self._events if (value := getattr(event, attribute)) is not None]
 
     @property
     def mode(self) -> str:
@@ -165,6 +154,14 @@ class PhaseFacts:
         has_compiled = self.compile_seconds is not None
         return self.timer.savings(self.phase, self._seconds_outside_steps) if has_compiled else None
 
+    @property
+    def net_seconds(self) -> float | None:
+        return self.savings.net_seconds if self.savings else None
+
+    @property
+    def break_even_steps(self) -> float | None:
+        return self.savings.break_even_steps if self.savings and self.speedup else None
+
     @cached_property
     def verdict(self) -> Verdict | None:
         if not self.with_details:
@@ -172,7 +169,7 @@ class PhaseFacts:
         if self._config is not None and 2 * self.steps["eager"] > self.steps.total():
             return "not compiled"
         verdict = compare(self.times)
-        if verdict == "faster" and self.savings is not None and self.savings.net_seconds <= 0:
+        if verdict == "faster" and self.net_seconds is not None and self.net_seconds <= 0:
             return "compile time not repaid"
         return verdict or ("too few samples" if self._config is not None and self.steps.total() else None)
 

@@ -5,14 +5,14 @@ The strings below the figures are Markdown, because docs/reference/report.md sho
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
 from compile_callbacks.profiling.events import Verdict
-from compile_callbacks.report.figures import NOTHING, Data, Figures, Group, cell, count, figure
+from compile_callbacks.report.figures import COUNT, NOTHING, Data, Figures, cell, count, figure
 
 FILE_NAME = "compile_report.json"
 VERSION = 1
@@ -26,18 +26,20 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + more or NOTHING
 
 
-def _step(median: float | None, spread: float | None) -> str:
-    return cell(median, ".2f") + ("" if spread is None else f" ± {spread / 2:.2f}")
+def _step(side: str, report: PhaseReport) -> str:
+    median, spread = getattr(report, f"{side}_step_ms"), getattr(report.diagnostics, f"{side}_spread_ms")
+    return cell(median, "{:.2f}") + ("" if spread is None else f" ± {spread / 2:.2f}")
 
 
-def _peak(mib: float | None, at_most_mib: float | None) -> str:
-    return cell(mib, ".0f") if at_most_mib is None else f"at most {at_most_mib:.0f}"
+def _peak(prefix: str, details: PhaseDiagnostics) -> str:
+    mib, at_most_mib = (getattr(details, f"{prefix}peak_memory_{end}") for end in ("mib", "at_most_mib"))
+    return cell(mib, "{:.0f}") if at_most_mib is None else f"at most {at_most_mib:.0f}"
 
 
 def _samples(report: PhaseReport) -> str:
     eager, compiled = report.diagnostics.eager_samples, report.diagnostics.compiled_samples
     # A file of an older version contains only the smaller number.
-    return cell(report.samples, "d") if eager is None or compiled is None else f"{eager} / {compiled}"
+    return cell(report.samples, "{}") if eager is None or compiled is None else f"{eager} / {compiled}"
 
 
 def _cache(report: PhaseReport) -> str:
@@ -49,7 +51,7 @@ def _cache(report: PhaseReport) -> str:
 class PhaseDiagnostics(Figures):
     """The details of a `PhaseReport`. A figure that was not measured is ``None``."""
 
-    cache_misses: int = figure(lambda facts: facts.total("cache_misses"), default=0)
+    cache_misses: int = figure(lambda facts: sum(facts.values("cache_misses")), default=0)
     """Number of graphs that were not in torch's cache on disk."""
     eager_samples: int | None = figure(lambda facts: facts.samples and facts.samples[0])
     """Number of eager samples."""
@@ -62,7 +64,7 @@ class PhaseDiagnostics(Figures):
     eager_peak_memory_mib: float | None = figure(
         lambda facts: facts.memory.peak(facts.phase, EAGER).mib,
         "speed",
-        lambda details: _peak(details.eager_peak_memory_mib, details.eager_peak_memory_at_most_mib),
+        partial(_peak, "eager_"),
         row="eager peak memory MiB",
     )
     """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. The row shows `at most` if these
@@ -74,7 +76,7 @@ class PhaseDiagnostics(Figures):
     peak_memory_mib: float | None = figure(
         lambda facts: facts.memory.peak(facts.phase, facts.candidate).mib,
         "speed",
-        lambda details: _peak(details.peak_memory_mib, details.peak_memory_at_most_mib),
+        partial(_peak, ""),
         row="compiled peak memory MiB",
         scalar="step/PHASE/peak_memory_mib",
         limit="most",
@@ -87,17 +89,13 @@ class PhaseDiagnostics(Figures):
     saved_for_backward_mib: float | None = figure(
         lambda facts: facts.saved_mib,
         "speed",
-        lambda details: cell(round(details.saved_for_backward_mib or 0, 1) or None, ".1f"),
+        lambda details: cell(round(details.saved_for_backward_mib or 0, 1) or None, "{:.1f}"),
         row="saved for backward MiB",
     )
     """Memory of the activations that graphs save for their backward pass, in MiB. Each target counts with the graph
     that saves the most. Graphs from torch's cache do not count."""
     max_abs_error: float | None = figure(
-        lambda facts: max(
-            (e.max_abs_error for e in facts.events("verify") if e.max_abs_error is not None), default=None
-        ),
-        "correctness",
-        ".1e",
+        lambda facts: max(facts.values("max_abs_error"), default=None), "correctness", "{:.1e}"
     )
     """Largest absolute difference from eager in any output element, at the first call of each graph. Rounding alone
     causes small differences; verification compares [relative to the size of the tensor](limits.md#verification)."""
@@ -150,12 +148,12 @@ class PhaseReport(Figures):
     """Whether the verdict is about steps in which a target also ran eagerly. `diagnostics.steps` has the number of
     compiled, partly compiled and eager steps."""
     compile_seconds: float | None = figure(
-        lambda facts: facts.compile_seconds, "compile", ".1f", scalar="compile/PHASE/seconds", limit="most"
+        lambda facts: facts.compile_seconds, "compile", "{:.1f}", scalar="compile/PHASE/seconds", limit="most"
     )
     """Seconds in which torch traced the code, compiled forward and backward graphs, and recorded CUDA graphs. With a
     `Tune`, the sum over all candidates. Does not include verification and compiles of your own functions."""
     graphs: int = figure(
-        lambda facts: facts.total("graphs"), "compile", "count", default=0, scalar="compile/PHASE/graphs"
+        lambda facts: sum(facts.values("graphs")), "compile", COUNT, default=0, scalar="compile/PHASE/graphs"
     )
     """Number of compiled graphs."""
     graph_breaks: int = count("graph_break", scalar="compile/PHASE/graph_breaks")
@@ -165,7 +163,7 @@ class PhaseReport(Figures):
     fallbacks: int = count("fallback")
     """Number of compiler failures after which a target or a graph ran eagerly."""
     cache_hits: int = figure(
-        lambda facts: facts.total("cache_hits"),
+        lambda facts: sum(facts.values("cache_hits")),
         "compile",
         _cache,
         default=0,
@@ -181,19 +179,13 @@ class PhaseReport(Figures):
     dropout does, are not compared; `{"options": {"fallback_random": True}}` as the mode makes them comparable, but
     slower. `None` if no graph was compared."""
     eager_step_ms: float | None = figure(
-        lambda facts: facts.eager_ms,
-        "speed",
-        lambda report: _step(report.eager_step_ms, report.diagnostics.eager_spread_ms),
-        scalar="step/PHASE/eager_ms",
+        lambda facts: facts.eager_ms, "speed", partial(_step, "eager"), scalar="step/PHASE/eager_ms"
     )
     """Median time of the eager baseline steps, in milliseconds. The row also shows ± half of the interquartile range:
     the middle half of the samples lies in a range of twice this width. ± is the spread of single steps, not the error
     of the median, and needs four samples."""
     compiled_step_ms: float | None = figure(
-        lambda facts: facts.compiled_ms,
-        "speed",
-        lambda report: _step(report.compiled_step_ms, report.diagnostics.compiled_spread_ms),
-        scalar="step/PHASE/compiled_ms",
+        lambda facts: facts.compiled_ms, "speed", partial(_step, "compiled"), scalar="step/PHASE/compiled_ms"
     )
     """Median time of the compiled steps of the same workload, in milliseconds, and ± as above."""
     samples: int | None = figure(
@@ -205,25 +197,24 @@ class PhaseReport(Figures):
     """The number of eager samples or of compiled samples, whichever is smaller. Without a baseline, the number of
     compiled samples."""
     speedup: float | None = figure(
-        lambda facts: facts.speedup,
-        "speed",
-        lambda report: NOTHING if report.speedup is None else f"{report.speedup:.2f}x",
-        scalar="step/PHASE/speedup",
-        limit="least",
+        lambda facts: facts.speedup, "speed", "{:.2f}x", scalar="step/PHASE/speedup", limit="least"
     )
     """`eager_step_ms / compiled_step_ms`. `None` if there are fewer than five eager or five compiled samples, or if the
     95% confidence interval of the ratio (bootstrap of the medians) contains 1."""
     net_seconds_saved: float | None = figure(
-        lambda facts: facts.savings and facts.savings.net_seconds, "speed", ".1f", scalar="step/PHASE/net_seconds_saved"
+        lambda facts: facts.savings and facts.savings.net_seconds,
+        "speed",
+        "{:.1f}",
+        scalar="step/PHASE/net_seconds_saved",
     )
     """The seconds that all steps since the baseline saved. Each step is compared with the mean eager step of its stage.
     A step that compiles counts with its whole time, including verification and garbage collection. The import of the
     compiler, about a second, counts in the phase that compiles first. `None` if the baseline has fewer than five
     samples."""
     break_even_steps: float | None = figure(
-        lambda facts: facts.savings.break_even_steps if facts.savings and facts.speedup else None,
+        lambda facts: facts.break_even_steps,
         "speed",
-        lambda report: "never" if report.break_even_steps == math.inf else cell(report.break_even_steps, ".0f"),
+        "{:.0f}",
         row="break-even steps",
         scalar="step/PHASE/break_even_steps",
     )
@@ -231,11 +222,6 @@ class PhaseReport(Figures):
     `None` without a speedup. [Not the quotient](#break-even-steps) of compile time and median saving."""
     diagnostics: PhaseDiagnostics = figure(PhaseDiagnostics.of, default=PhaseDiagnostics)
     """The [details](#details-of-a-phase)."""
-
-    def cells(self) -> Iterator[tuple[Group, str, str]]:
-        """Yield the group, the label and the cell of each row of the main table."""
-        yield from super().cells()
-        yield from self.diagnostics.cells()
 
     def scalars(self, phase: Phase) -> dict[str, float]:
         """Return the figures by the names of the logged scalars."""

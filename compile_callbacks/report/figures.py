@@ -16,6 +16,9 @@ if TYPE_CHECKING:  # because ``compile-callbacks check`` does not import torch
 NOTHING = "-"
 """The cell of a figure that was not measured."""
 
+COUNT = "{:d}"
+"""The format of a count. A zero is shown like a figure that was not measured."""
+
 Group = Literal["speed", "compile", "correctness"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
@@ -26,8 +29,8 @@ class Figure(NamedTuple):
     Attributes:
         value: Computes the figure.
         group: The group of its row in the main table. Without a group, the figure has no row.
-        form: The format of its cell, or a function that returns the cell, from the object that has the figure. The
-            format ``"count"`` shows a zero like a figure that was not measured.
+        form: The format of its cell, such as ``"{:.1f}"``, or a function that returns the cell from the object that
+            has the figure.
         row: The label of its row, by default the name of the figure.
         scalar: The name of its logged scalar, with ``PHASE`` for the phase.
         limit: Whether a contract states the ``"most"`` or the ``"least"`` that is allowed.
@@ -35,7 +38,7 @@ class Figure(NamedTuple):
 
     value: Callable[[PhaseFacts], Any]
     group: Group | None = None
-    form: str | Callable[[Any], str] = ""
+    form: str | Callable[[Any], str] = "{}"
     row: str = ""
     scalar: str = ""
     limit: Literal["most", "least"] | None = None
@@ -55,7 +58,7 @@ def figure(
 
 def count(kind: str, scalar: str = "") -> Any:
     """Declare the number of events of a kind, which has a row if it is not zero."""
-    return figure(lambda facts: len(facts.events(kind)), "compile", "count", default=0, scalar=scalar)
+    return figure(lambda facts: len(facts.events(kind)), "compile", COUNT, default=0, scalar=scalar)
 
 
 class Data:
@@ -96,9 +99,12 @@ class Figures(Data):
     def cells(self) -> Iterator[tuple[Group, str, str]]:
         """Yield the group, the label and the cell of each row of the main table."""
         for name, f in self.declared().items():
+            value = getattr(self, name)
             if f.group:
-                shown = f.form(self) if callable(f.form) else cell(getattr(self, name), f.form)
+                shown = f.form(self) if callable(f.form) else cell(value, f.form)
                 yield f.group, f.row or name.replace("_", " "), shown
+            elif isinstance(value, Figures):
+                yield from value.cells()
 
     def scalars(self, phase: Phase) -> dict[str, float]:
         """Return the figures by the names of the logged scalars."""
@@ -107,14 +113,12 @@ class Figures(Data):
         return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-def cell(value: float | str | None, form: str) -> str:
+def cell(value: object, form: str) -> str:
     """Format a figure for a table."""
-    if value is None or (form == "count" and not value):
+    if value is None or (form == COUNT and not value):
         return NOTHING
-    if isinstance(value, str):
-        return value
-    text = format(value, "d" if form == "count" else form)
-    return text if float(text) else text.lstrip("-")
+    text = "never" if value == math.inf else form.format(value)
+    return text.lstrip("-") if text in ("-0.0", "-0.00") else text
 
 
 def _json_ready(value: Any) -> Any:

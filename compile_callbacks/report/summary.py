@@ -20,14 +20,6 @@ by a factor of 1.67, which is as much as compiling often gains."""
 
 _CLEAR_DIFFERENCE = 1.1  # the factor between two medians that a reader does not call equal
 
-_TRIALS = {
-    "failed": "failed",
-    "wrong": "is wrong",
-    "not compared": "could not be compared",
-    "not tried": "was not tried",
-    "chosen": "is chosen",
-}
-
 
 def verdict_lines(report: RunReport) -> list[str]:
     """Return one line for each phase that ran, which tells whether the phase repaid its compile time."""
@@ -113,9 +105,9 @@ def notes(report: RunReport) -> list[str]:
     for phase in PHASES:
         diagnostics, verdict = report.phase(phase).diagnostics, describe_verdict(phase, report.phase(phase))
         lines += [
-            f"{phase}: {trial['candidate']} {_TRIALS[trial['verdict']]}: {trial['reason']}"
+            f"{phase}: {trial['candidate']} {trial['verdict']}: {trial['reason']}"
             for trial in diagnostics.trials
-            if trial["verdict"] in _TRIALS and trial["reason"] and trial["reason"] not in verdict
+            if trial["reason"] and trial["reason"] not in verdict
         ]
         if diagnostics.restored:
             lines.append(f"{phase}: eager steps were measured in the run before this one")

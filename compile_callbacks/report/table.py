@@ -15,7 +15,7 @@ from compile_callbacks.report.summary import next_step, notes, verdict_lines
 
 _ZEROS = ("graph breaks", "recompiles", "fallbacks")
 _RESULTS = {"differs": "Differs from eager", "not compared": "Not compared with eager"}
-_TRIAL_FORMS = {"median_ms": ".2f", "p95_ms": ".2f", "samples": "d", "compile_seconds": ".1f"}
+_TRIAL_FORMS = {"median_ms": "{:.2f}", "p95_ms": "{:.2f}", "samples": "{}", "compile_seconds": "{:.1f}"}
 _SPECIAL = re.compile(r"([\\`*_\[\]|#])")
 
 

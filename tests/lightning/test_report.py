@@ -35,7 +35,7 @@ def test_never_and_nothing_survive_json():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithTokens(PhaseReport):
-    tokens: int = figure(lambda facts: 42, "speed", "count", default=0, scalar="step/PHASE/tokens")
+    tokens: int = figure(lambda facts: 42, "speed", default=0, scalar="step/PHASE/tokens")
 
 
 def test_a_new_figure_needs_only_its_declaration(monkeypatch):
