@@ -61,7 +61,7 @@ def _list_modes(device: torch.device) -> list[dict[str, Any]]:
     """Return the modes and templates as JSON-ready data. ``"lacks"`` names a missing requirement, or ``None``."""
     rows: list[tuple[Any, ...]] = []
     for name in _torch.inductor.mode_names():
-        options = _torch.inductor.resolve_options(name, {}, None)
+        options = _torch.inductor.options_of_mode(name)
         rows.append((name, "mode", _USED_FOR.get(name, ""), None, options, _lacks_cudagraphs(options, device)))
     for template in map(templates.get, templates.names()):
         lacks = template.falls_back(device) or _lacks_cudagraphs(template.resolved_options(device), device)

@@ -92,7 +92,7 @@ class InductorConfig:
         if self.mode == "default":
             return
         if self.options:
-            both = {**_torch.inductor.resolve_options(self.mode, {}, None), **self.options}
+            both = {**_torch.inductor.options_of_mode(self.mode), **self.options}
             text = (
                 f"mode={self.mode!r} and options={dict(self.options)!r} cannot be combined, as in torch.compile; set "
                 f"the options of both, options={both!r}"
@@ -154,12 +154,12 @@ class InductorConfig:
             device: The module's device. The method omits options that the device does not support. If ``None``, the
                 method omits nothing.
         """
-        options = _torch.inductor.resolve_options(self.mode, {}, self.dynamic)
+        options = _torch.inductor.options_of_mode(self.mode)
         if self.template is not None:
             options |= templates.get(self.template).resolved_options(device)
         if self.freezing is not None:
             options["freezing"] = self.freezing
-        return options | _torch.inductor.resolve_options(None, self.options, self.dynamic)
+        return {**options, **self.options}
 
     def template_falls_back(self, device: torch.device) -> str | None:
         """Return the reason why the template falls back on a device, and the fallback; or ``None`` if it does not."""

@@ -306,7 +306,9 @@ class InductorBackend:
         """Move and compile the module, and run each sample once. If this fails, restore the module."""
         home, checked, parts = _check_module(module), as_device(device), list(module.modules())
         arguments = CompileArguments(
-            configs={"train": None, "infer": self.config}, target_settings=self._settings, mode_argument="mode"
+            configs={"train": None, "infer": self.config},
+            target_settings=self._settings,
+            mode_arguments={"train": "mode", "infer": "mode"},
         )
         session = GradModeSession(module, [Target("forward", (Callee("forward", module),))], arguments)
         with contextlib.ExitStack() as undo:
