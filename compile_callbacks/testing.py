@@ -105,8 +105,8 @@ def assert_same_training(
         elif name.startswith(("loss", "output", "metric")):
             unclear.append((step, name))
     if differing:
-        (step, name), *others = sorted(differing, key=lambda key: -errors[key])
-        also = f"; also different: {', '.join(other for _, other in others[:3])}" if others else ""
+        (step, name), *further = sorted(differing, key=lambda key: -errors[key])
+        also = f"; also different: {', '.join(value for _, value in further[:3])}" if further else ""
         raise AssertionError(
             f"different: in step {step}, {name} has a relative error of {errors[step, name]:.2g}: "
             f"{_shown(ours.values, step, name)}, eager {_shown(eager.values, step, name)}{also}"
@@ -128,8 +128,8 @@ def _gradient_error(run: _Run, eager: _Run, step: int) -> float:
         (a.double(), b.double()) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     ]
     difference, norm = (
-        math.sqrt(sum(float(t.square().sum()) for t in found))
-        for found in ([a - b for a, b in tensors], [b for _, b in tensors])
+        math.sqrt(sum(float(t.square().sum()) for t in gradients))
+        for gradients in ([a - b for a, b in tensors], [b for _, b in tensors])
     )
     return difference / norm if norm else 0.0
 
@@ -211,16 +211,16 @@ class _Run(Callback):
         self.values |= {(self._step, name): leaf for name, leaf in _leaves(name.replace("_orig_mod.", ""), value)}
 
     def _keep_state(self, trainer: Trainer, module: LightningModule) -> None:
-        for kind, named in (("weight", module.named_parameters()), ("buffer", module.named_buffers())):
-            for name, tensor in named:
+        for kind, tensors in (("weight", module.named_parameters()), ("buffer", module.named_buffers())):
+            for name, tensor in tensors:
                 self._keep(f"{kind} {name}", tensor)
         for number, optimizer in enumerate(trainer.optimizers):
             self._keep(f"optimizer {number}", optimizer.state_dict())
         self._keep("metric", dict(trainer.callback_metrics))
-        for path, part in module.named_modules():
-            if "_orig_mod" not in part._modules:  # an attribute of `torch.compile(module)`
-                own = {name: value for name, value in vars(part).items() if name not in _OF_LIGHTNING}
-                self._keep(f"attribute of {path or 'the module'}", own)
+        for path, submodule in module.named_modules():
+            if "_orig_mod" not in submodule._modules:  # an attribute of `torch.compile(module)`
+                attributes = {name: value for name, value in vars(submodule).items() if name not in _OF_LIGHTNING}
+                self._keep(f"attribute of {path or 'the module'}", attributes)
         states = {"random": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state().tolist()}
         if torch.cuda.is_initialized():
             states["cuda"] = [state.tolist() for state in torch.cuda.get_rng_state_all()]
@@ -242,11 +242,11 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (int, float, str, bytes, type(None))):
         yield name, value
     elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _leaves(f"{name} {key}", part)
+        for key, item in value.items():
+            yield from _leaves(f"{name} {key}", item)
     elif isinstance(value, (list, tuple, deque)):
-        for number, part in enumerate(value):
-            yield from _leaves(f"{name} {number}", part)
+        for number, item in enumerate(value):
+            yield from _leaves(f"{name} {number}", item)
         yield f"length of {name}", len(value)
     elif isinstance(value, (set, frozenset)):
         yield from _leaves(name, sorted(map(repr, value)))

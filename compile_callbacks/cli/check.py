@@ -42,8 +42,9 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"compile-callbacks check: {error if isinstance(error, ContractError) else damaged}\n")
         return 2
     torch = record["environment"].get("torch")
-    other = contract.get("torch", torch) != torch
-    notes = [f"the contract is for torch {contract['torch']}, and the report is of torch {torch}"] if other else []
+    notes = []
+    if contract.get("torch", torch) != torch:
+        notes.append(f"the contract is for torch {contract['torch']}, and the report is of torch {torch}")
     if args.json:
         data = {"breaches": [breach._asdict() for breach in breaches], "missing": missing, "notes": notes}
         sys.stdout.write(json.dumps(data, indent=2) + "\n")

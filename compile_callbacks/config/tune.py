@@ -85,14 +85,14 @@ class Tune:
         """The graph passes of all candidates."""
         return tuple(graph_pass for config in self.configs for graph_pass in config.passes)
 
-    def check_beside(self, passes: Sequence[Any]) -> None:
+    def check_hook_points(self, passes: Sequence[Any]) -> None:
         """Refuse passes at a hook point that the options of a candidate set.
 
         Raises:
             ValueError: If a candidate sets the hook point of a pass.
         """
         for config in self.configs:
-            config.check_beside(passes)
+            config.check_hook_points(passes)
 
     def describe(self) -> str:
         """Return the candidates, and the arguments that differ from their defaults, in one line."""

@@ -145,8 +145,8 @@ def compare_with_eager(
     """Compare the outputs of a package with the outputs of the original module."""
 
     def run(function: Callable[..., Any], convert: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Results:
-        own_args, own_kwargs = tree_map_only(torch.Tensor, convert, (args, kwargs))
-        outputs = tree_leaves(function(*own_args, **own_kwargs))
+        copied_args, copied_kwargs = tree_map_only(torch.Tensor, convert, (args, kwargs))
+        outputs = tree_leaves(function(*copied_args, **copied_kwargs))
         return Results({f"output {i}": leaf for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)})
 
     def run_in_double(which: str, keep: Collection[str]) -> Results:
@@ -171,15 +171,15 @@ def compare_with_eager(
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Put a module into evaluation mode without gradients; restore its training flags and torch's generators after."""
-    modes = {part: part.training for part in module.modules()}
+    training_flags = {submodule: submodule.training for submodule in module.modules()}
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         with torch.no_grad(), torch.random.fork_rng(devices):
             module.eval()
             yield
     finally:
-        for part, training in modes.items():
-            part.training = training
+        for submodule, training in training_flags.items():
+            submodule.training = training
 
 
 class _ExportedCall:
@@ -205,11 +205,11 @@ class _ExportedCall:
         ids = set(map(id, batches.values()))
 
         def example(tensor: torch.Tensor) -> torch.Tensor:
-            own = copy_in_package_layout(tensor)
+            copied = copy_in_package_layout(tensor)
             if id(tensor) not in ids:
-                return own
+                return copied
             # torch.export makes a size of 1 a constant, so repeat the sample once. The program is the same.
-            self._batches.append(torch.cat([own, own]) if batch == 1 else own)
+            self._batches.append(torch.cat([copied, copied]) if batch == 1 else copied)
             return self._batches[-1]
 
         self.args, self.kwargs = tree_map_only(torch.Tensor, example, (bound.args, bound.kwargs))
@@ -289,10 +289,10 @@ def _describe_trace_error(error: Exception) -> str:
 def check_path(path: str | os.PathLike[str]) -> Path:
     """Check that the ``path`` argument is a path that ends in ``.pt2``."""
     check_type("path", path, (str, os.PathLike), "a path")
-    found = Path(path)
-    if found.suffix != ".pt2":
-        raise ValueError(with_code("CC205", f"path={str(found)!r} must end in '.pt2'"))
-    return found
+    path = Path(path)
+    if path.suffix != ".pt2":
+        raise ValueError(with_code("CC205", f"path={str(path)!r} must end in '.pt2'"))
+    return path
 
 
 def check_writable(path: Path) -> None:

@@ -106,7 +106,7 @@ class InductorBackend:
         self.state: State = "init"
         self.device: torch.device | None = None
         self._module: nn.Module | None = None
-        self._parts: list[nn.Module] = []  # the module and its submodules
+        self._modules: list[nn.Module] = []  # the module and its submodules
         self._samples: list[Sample] = []
         self._session: GradModeSession | None = None
         self._undo = contextlib.ExitStack()
@@ -157,10 +157,10 @@ class InductorBackend:
                 weights are on several devices.
             CompileError: If the compiler fails and ``on_error="raise"``, or results differ and ``verify="raise"``.
         """
-        after = self._after("build")
-        found, copies = _check_module(module), as_samples(samples)
-        self._start(module, copies, (found or "cpu") if device is None else device)
-        self._samples, self.state = copies, after
+        self._after("build")
+        home, copies = _check_module(module), as_samples(samples)
+        self._compile("build", module, copies, (home or "cpu") if device is None else device)
+        self._samples = copies
         return self
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ class InductorBackend:
         """
         if self._session is None:
             self._after("infer")
-        return _call(self._parts, self.device, args, kwargs)
+        return _call(self._modules, self.device, args, kwargs)
 
     def deactivate(self) -> None:
         """Free compiled code, frozen weights and CUDA graphs, and restore the module.
@@ -192,7 +192,7 @@ class InductorBackend:
         """
         after = self._after("deactivate")
         self._report = self.report
-        self._session, self._parts, self.state = None, [], after
+        self._session, self._modules, self.state = None, [], after
         self._finalizer.detach()
         try:
             self._undo.close()
@@ -208,9 +208,7 @@ class InductorBackend:
             ValueError: If the device cannot be used, or the module is already compiled.
             CompileError: For the reasons that `build` lists.
         """
-        after = self._after("activate")
-        self._start(self._module, self._samples, self.device)
-        self.state = after
+        self._compile("activate", self._module, self._samples, self.device)
 
     def deploy(self, device: str | torch.device | None = None) -> None:
         """Compile a loaded backend permanently, and delete its samples. A deployed backend only allows `infer`.
@@ -223,9 +221,8 @@ class InductorBackend:
             ValueError: For the reasons that `activate` lists.
             CompileError: For the reasons that `build` lists.
         """
-        after = self._after("deploy")
-        self._start(self._module, self._samples, self.device if device is None else device)
-        self._samples, self.state = [], after
+        self._compile("deploy", self._module, self._samples, self.device if device is None else device)
+        self._samples = []
 
     def to_dict(self) -> dict[str, Any]:
         """Return the backend as data that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
@@ -302,9 +299,10 @@ class InductorBackend:
             raise RuntimeError(with_code("CC606", text))
         return allowed[call]
 
-    def _start(self, module: Any, samples: Sequence[Sample], device: str | torch.device | None) -> None:
+    def _compile(self, call: str, module: Any, samples: Sequence[Sample], device: str | torch.device | None) -> None:
         """Move and compile the module, and run each sample once. If this fails, restore the module."""
-        home, checked, parts = _check_module(module), as_device(device), list(module.modules())
+        after = self._after(call)
+        home, target, modules = _check_module(module), as_device(device), list(module.modules())
         arguments = CompileArguments(
             configs={"train": None, "infer": self.config},
             target_settings=self._settings,
@@ -312,40 +310,40 @@ class InductorBackend:
         )
         session = GradModeSession(module, [Target("forward", (Callee("forward", module),))], arguments)
         with contextlib.ExitStack() as undo:
-            undo.callback(_restore, parts, list(map(_is_training, parts)), home)
+            undo.callback(_restore, modules, list(map(_is_training, modules)), home)
             undo.callback(_end, session)
-            module.to(checked).eval()
+            module.to(target).eval()
             session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
             before = Snapshot(module)
             try:
                 for sample in samples:
-                    args, kwargs = saved_state.on_device(sample, checked)
+                    args, kwargs = saved_state.on_device(sample, target)
                     session.allow_shapes(args, kwargs)
-                    _call(parts, checked, args, kwargs)
+                    _call(modules, target, args, kwargs)
             finally:
                 before.restore()
             session.check("infer")
             self._undo = undo.pop_all()
-        self._module, self._parts, self.device, self._session = module, parts, checked, session
+        self._module, self._modules, self.device, self._session, self.state = module, modules, target, session, after
         self._finalizer = weakref.finalize(self, _end, session)
         self._finalizer.atexit = False
 
 
-def _call(parts: list[nn.Module], device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a compiled module, the first of ``parts``, with tensors that the compiled graphs accept."""
-    if True in map(_is_training, parts):  # faster than any(...), because each call checks this
-        parts[0].eval()
+def _call(modules: list[nn.Module], device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a compiled module, the first of ``modules``, with tensors that the compiled graphs accept."""
+    if True in map(_is_training, modules):  # faster than any(...), because each call checks this
+        modules[0].eval()
     # In inference mode, Inductor would compile another graph, and code outside could not use the outputs.
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
-            return _call(parts, device, args, kwargs)
+            return _call(modules, device, args, kwargs)
     with_grad = torch.is_grad_enabled()
     _torch.autograd.set_grad_enabled(False)
     try:
         converted = [_accepted(value, device) for value in args]
         if kwargs:
             kwargs = {name: _accepted(value, device) for name, value in kwargs.items()}
-        return parts[0](*converted, **kwargs)
+        return modules[0](*converted, **kwargs)
     finally:
         _torch.autograd.set_grad_enabled(with_grad)
 
@@ -366,12 +364,12 @@ def _end(session: GradModeSession) -> None:
     session.free_compiled()
 
 
-def _restore(parts: list[nn.Module], training: list[bool], device: torch.device | None) -> None:
-    """Move a module, the first of ``parts``, to a device, and set its training flags."""
+def _restore(modules: list[nn.Module], training: list[bool], device: torch.device | None) -> None:
+    """Move a module, the first of ``modules``, to a device, and set its training flags."""
     if device is not None:
-        parts[0].to(device)
-    for part, flag in zip(parts, training, strict=True):
-        part.training = flag
+        modules[0].to(device)
+    for submodule, flag in zip(modules, training, strict=True):
+        submodule.training = flag
 
 
 def _check_module(module: nn.Module) -> torch.device | None:

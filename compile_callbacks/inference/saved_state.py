@@ -97,7 +97,7 @@ def _plain(value: Any, where: str) -> Any:
         text = f"{where}{keystr(path)} is of type {type(leaf).__name__}, which cannot be saved as plain data"
         raise ValueError(with_code("CC607", text))
 
-    return tree_map_with_path(plain, value, is_leaf=lambda part: type(part) not in (list, tuple, dict))
+    return tree_map_with_path(plain, value, is_leaf=lambda node: type(node) not in (list, tuple, dict))
 
 
 def check_saved(data: object) -> None:
@@ -106,8 +106,8 @@ def check_saved(data: object) -> None:
         text = f"state must be the mapping that InductorBackend.to_dict() returned, not {type(data).__name__}"
         raise TypeError(with_code("CC607", text))
     for name, expected in (("format", FORMAT), ("version", VERSION)):
-        if (found := data.get(name)) != expected:
-            text = f"state has the {name} {found!r}, and this library reads {name} {expected!r}"
+        if (value := data.get(name)) != expected:
+            text = f"state has the {name} {value!r}, and this library reads {name} {expected!r}"
             raise ValueError(with_code("CC607", text))
     for name in sorted(_FIELDS - data.keys()):
         raise ValueError(with_code("CC607", f"state has no {name!r}"))
@@ -117,13 +117,15 @@ def load_weights(data: Mapping[str, Any], module: nn.Module) -> None:
     """Load the saved weights into a module."""
     if data["module"] != (name := type(module).__qualname__):
         raise ValueError(with_code("CC607", f"state is of a module of class {data['module']!r}, not of {name!r}"))
-    states = (data["state_dict"], module.state_dict())
-    found, expected = ({key: _describe(value) for key, value in each.items()} for each in states)
+    saved, expected = (
+        {key: _describe(value) for key, value in weights.items()}
+        for weights in (data["state_dict"], module.state_dict())
+    )
     # `load_state_dict` also checks names and shapes, but only while it changes the weights, and it converts dtypes.
-    if odd := next((key for key in expected | found if expected.get(key) != found.get(key)), None):
+    if key := next((key for key in expected | saved if expected.get(key) != saved.get(key)), None):
         text = (
-            f"state['state_dict'] does not fit module: {odd!r} is {found.get(odd, 'missing')} in state, and "
-            f"{expected.get(odd, 'missing')} in module"
+            f"state['state_dict'] does not fit module: {key!r} is {saved.get(key, 'missing')} in state, and "
+            f"{expected.get(key, 'missing')} in module"
         )
         raise ValueError(with_code("CC607", text))
     module.load_state_dict(data["state_dict"])

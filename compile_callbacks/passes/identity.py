@@ -16,7 +16,7 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.fingerprints import digest, installed_version
 
 _MAX_ELEMENTS = 1000  # of a tensor
-_PLAIN = (
+_PLAIN: tuple[type, ...] = (
     *(bool, int, float, str, bytes, type(None), enum.Enum, torch.dtype, torch.device),
     *_torch.graphs.OPERATOR_TYPES,
 )

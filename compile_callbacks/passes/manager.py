@@ -149,9 +149,9 @@ def pass_options(
     """Return the Inductor options that run these passes, except ``skipped``, in one phase."""
     options = {}
     for hook, option in HOOK_OPTIONS.items():
-        here = tuple(p for p in passes if pass_hook(p) == hook and not any(p is other for other in skipped))
-        if here:
-            options[option] = PassManager(here, hook, phase, on_run)
+        run = tuple(p for p in passes if pass_hook(p) == hook and not any(p is failed for failed in skipped))
+        if run:
+            options[option] = PassManager(run, hook, phase, on_run)
     return options
 
 

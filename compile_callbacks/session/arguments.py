@@ -58,7 +58,7 @@ class CompileArguments:
         checked_passes = as_passes(passes, "passes")
         for config in configs.values():
             if config is not None:
-                config.check_beside(checked_passes)
+                config.check_hook_points(checked_passes)
         check_type("baseline_steps", baseline_steps, int, "an integer, 0 or more")
         if baseline_steps < 0:
             message = f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline"
