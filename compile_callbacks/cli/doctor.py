@@ -75,10 +75,9 @@ def check_package(package: str) -> Check:
     """Check that a package is installed, new enough for this library, and importable."""
     minimum, impact, fix = _PACKAGES[package]
     version = torch.__version__ if package == "torch" else installed_version(package)  # torch may be a source tree
-    if version is None and package in _OPTIONAL:
-        return Check("ok", f"not installed; {_OPTIONAL[package]}")
     if version is None:
-        return Check("failed", "not installed", impact, fix)
+        use = _OPTIONAL.get(package)
+        return Check("ok", f"not installed; {use}") if use else Check("failed", "not installed", impact, fix)
     if Version(version) < Version(minimum):
         return Check("failed", f"{version}, but this library needs {minimum} or newer", impact, fix)
     try:
@@ -163,8 +162,8 @@ def check_compile(device: str) -> Check:
         return Check("failed", in_one_line(cause), impact, fix)
     seconds = time.perf_counter() - started
     if torch.equal(total, x):
-        variables = "TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE and TORCHDYNAMO_SUPPRESS_ERRORS"
-        return Check("failed", "torch.compile does nothing", impact, f"unset {variables}")
+        fix = "unset TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE and TORCHDYNAMO_SUPPRESS_ERRORS"
+        return Check("failed", "torch.compile does nothing", impact, fix)
     if not torch.equal(total, x + number):
         impact = "compiled modules compute wrong results"
         return Check("failed", "a compiled addition returns a wrong sum", impact, "pip install --force-reinstall torch")
@@ -208,8 +207,8 @@ def run(args: argparse.Namespace) -> int:
     for name, check in checks.items():
         if check.impact:
             sys.stdout.write(f"\n{name}: {check.impact}\n  to fix it: {check.fix}\n")
-    next_step = "nothing failed: add InductorCompile() to your Trainer's callbacks"
-    sys.stdout.write(f"\n{failures} of {len(checks)} checks failed\n" if failures else f"\n{next_step}\n")
+    summary = "nothing failed: add InductorCompile() to your Trainer's callbacks"
+    sys.stdout.write(f"\n{failures} of {len(checks)} checks failed\n" if failures else f"\n{summary}\n")
     return 1 if failures else 0
 
 
