@@ -1,6 +1,6 @@
 """`TrainerCalls`: the running Trainer call of an `InductorCompile`, from ``setup`` to ``teardown``, and its session.
 
-A Trainer call is one ``trainer.fit``, ``validate``, ``test`` or ``predict``. When a call ends, `TrainerCalls` writes the
+A Trainer call is one ``trainer.fit``, ``validate``, ``test`` or ``predict``. When it ends, `TrainerCalls` writes the
 report to the loggers, a file and the terminal.
 """
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from compile_callbacks.report.contract import ContractError, compare, make_contract, read_contract, read_record
 
-_DESCRIPTION = "Compare a report with a contract. Exit status: 1 if it breaks the contract, 2 if it cannot be compared."
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
-    parser.description = _DESCRIPTION
+    parser.description = (
+        "Compare a report with a contract. Exit status: 1 if it breaks the contract, 2 if it cannot be compared."
+    )
     add = parser.add_argument
     add("report", type=Path, metavar="REPORT", help="a compile_report.json, or the folder that contains it")
     add("--against", type=Path, required=True, metavar="CONTRACT", help="the JSON file with the contract")

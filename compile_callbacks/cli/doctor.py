@@ -180,15 +180,13 @@ _CHECKS: dict[str, Callable[[], Check | None]] = {
     "compile on GPU": lambda: check_compile("cuda") if torch.cuda.is_available() else None,
 }
 
-_DESCRIPTION = """\
-Check everything that torch.compile needs, and compile an addition. If something is missing, print what will not work
-and how to fix it. The exit status is 1 if a check failed; a missing GPU is not a failure.
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
-    parser.description = _DESCRIPTION
+    parser.description = (
+        "Check everything that torch.compile needs, and compile an addition. If something is missing, print what will "
+        "not work and how to fix it. The exit status is 1 if a check failed; a missing GPU is not a failure."
+    )
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 
 
@@ -202,14 +200,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         data = {"ok": not failures, "checks": [{"name": name, **asdict(check)} for name, check in checks.items()]}
         sys.stdout.write(json.dumps(data, indent=2) + "\n")
-        return 1 if failures else 0
+        return int(failures > 0)
     print_texts(("check", "status", "found"), [(name, check.status, check.found) for name, check in checks.items()])
     for name, check in checks.items():
         if check.impact:
             sys.stdout.write(f"\n{name}: {check.impact}\n  to fix it: {check.fix}\n")
-    summary = "nothing failed: add InductorCompile() to your Trainer's callbacks"
-    sys.stdout.write(f"\n{failures} of {len(checks)} checks failed\n" if failures else f"\n{summary}\n")
-    return 1 if failures else 0
+    success = "nothing failed: add InductorCompile() to your Trainer's callbacks"
+    sys.stdout.write(f"\n{f'{failures} of {len(checks)} checks failed' if failures else success}\n")
+    return int(failures > 0)
 
 
 def run_checks() -> dict[str, Check]:

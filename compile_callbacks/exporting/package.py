@@ -107,7 +107,13 @@ def export(
         torch.Size([3, 2])
         >>> folder.cleanup()
     """
-    named = _check_inputs(module, args, kwargs)
+    check_type("module", module, nn.Module, "a torch.nn.Module")
+    check_not_sharded(module)
+    if not isinstance(args, tuple):
+        hint = "; pass one tensor as (tensor,)" if isinstance(args, torch.Tensor) else ""
+        text = f"args must be a tuple of positional inputs, not {type(args).__name__}{hint}"
+        raise TypeError(with_code("CC202", text))
+    check_type("kwargs", kwargs, (Mapping, type(None)), "a mapping of names to inputs, or None")
     path = check_path(path)
     check_choice("format", format, get_args(Format))
     check_choice("verify", verify, get_args(VerifyPackage))
@@ -115,7 +121,7 @@ def export(
     config = as_compiling_config(mode)
     if format == "export" and config != InductorConfig():
         warn_user("CC204", f"mode={config.describe()!r} has no effect with format='export', which compiles nothing")
-    call = _ExportedCall(_torch.dynamo.unwrap_dynamo(module), args, named, dynamic_batch=dynamic_batch)
+    call = _ExportedCall(_torch.dynamo.unwrap_dynamo(module), args, dict(kwargs or {}), dynamic_batch=dynamic_batch)
     metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
     check_writable(path)
     with atomic_write(path) as temporary, evaluating(module), _torch.export.own_warnings_off():
@@ -260,17 +266,6 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
                 raise ExportError(with_code("CC601", text)) from error
             skipped.append(failure.failed)
             warn_user("CC701", f"{in_one_line(str(failure))}; the package is compiled without this pass")
-
-
-def _check_inputs(module: nn.Module, args: object, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    check_type("module", module, nn.Module, "a torch.nn.Module")
-    check_not_sharded(module)
-    if not isinstance(args, tuple):
-        hint = "; pass one tensor as (tensor,)" if isinstance(args, torch.Tensor) else ""
-        text = f"args must be a tuple of positional inputs, not {type(args).__name__}{hint}"
-        raise TypeError(with_code("CC202", text))
-    check_type("kwargs", kwargs, (Mapping, type(None)), "a mapping of names to inputs, or None")
-    return dict(kwargs or {})
 
 
 def _describe_trace_error(error: Exception) -> str:
