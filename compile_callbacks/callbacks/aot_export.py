@@ -115,8 +115,8 @@ class AOTInductorExport(Callback):
         self.dynamic_batch = dynamic_batch
         self.report = ExportReport()
         self._batches: dict[str, Any] = {}
-        self._named_at_start: set[str] | None = None  # None until the training starts
-        self._written_here: set[str] = set()
+        self._paths_from_checkpoint: set[str] | None = None  # None until the training starts
+        self._paths_written: set[str] = set()
 
     # ------------------------------------------------------------------------------------------ hooks
 
@@ -124,7 +124,7 @@ class AOTInductorExport(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self.report, self._batches, self._named_at_start = ExportReport(), {}, None
+        self.report, self._batches, self._paths_from_checkpoint = ExportReport(), {}, None
         if trainer.is_global_zero:
             check_writable(self.path)
 
@@ -137,11 +137,11 @@ class AOTInductorExport(Callback):
         # Lightning has loaded a resumed checkpoint by now. The checkpoint names files that this process did not write.
         checkpoints = trainer.checkpoint_callback
         best, others = getattr(checkpoints, "best_model_path", ""), getattr(checkpoints, "best_k_models", ())
-        self._named_at_start = {str(path) for path in (best, *others)}
+        self._paths_from_checkpoint = {str(path) for path in (best, *others)}
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._keep(trainer, "train", batch)
+        self._store_batch(trainer, "train", batch)
 
     @override
     def on_validation_batch_start(
@@ -153,7 +153,7 @@ class AOTInductorExport(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if trainer.state.fn == "fit":
-            self._keep(trainer, "validate", batch)
+            self._store_batch(trainer, "validate", batch)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -183,9 +183,9 @@ class AOTInductorExport(Callback):
         started = time.perf_counter()
         device = trainer.strategy.root_device
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self._example_call(pl_module))
-        whole = copy.deepcopy(pl_module)  # a copy is not compiled
-        checkpoint = self._load_best(trainer, whole)
-        module = self._find_target(whole.to(device))
+        copied = copy.deepcopy(pl_module)  # a copy is not compiled
+        checkpoint = self._load_best(trainer, copied)
+        module = self._find_target(copied.to(device))
         with atomic_write(self.path) as temporary, evaluating(module), trainer.precision_plugin.forward_context():
             # The callback compares the package itself, for the report.
             export(
@@ -228,9 +228,9 @@ class AOTInductorExport(Callback):
             warn_user("CC610", message)
             return None
         # A resumed run without remaining training has written no checkpoint.
-        in_checkpoint = self._named_at_start is None or path in self._named_at_start
-        if not in_checkpoint or path in self._written_here:
-            self._written_here.add(path)
+        in_checkpoint = self._paths_from_checkpoint is None or path in self._paths_from_checkpoint
+        if not in_checkpoint or path in self._paths_written:
+            self._paths_written.add(path)
             load = trainer.strategy.checkpoint_io.load_checkpoint
             # This process wrote the file, so loading it is safe. It may contain hyperparameters of any class.
             trusting = {"weights_only": False} if "weights_only" in inspect.signature(load).parameters else {}
@@ -258,7 +258,7 @@ class AOTInductorExport(Callback):
         except AttributeError as error:
             raise ValueError(f"target={self.target!r} is not a submodule: {error}") from None
 
-    def _keep(self, trainer: Trainer, stage: str, batch: Any) -> None:
+    def _store_batch(self, trainer: Trainer, stage: str, batch: Any) -> None:
         """Keep the first batch of a stage, before a step changes it in place."""
         if stage not in self._batches and trainer.is_global_zero:
             self._batches[stage] = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), batch)
@@ -267,22 +267,22 @@ class AOTInductorExport(Callback):
         """Return the example inputs of the exported module, by position and by name."""
         example = pl_module.example_input_array if self.target is None else None
         if example is not None and self.inputs is None:
-            return _as_call(example)
+            return _args_and_kwargs(example)
         if not self._batches:
             text = "there is no example input: the fit ran no batch, and example_input_array is not set"
             raise ExportError(with_code("CC601", text))
         batch = self._batches.get("validate", self._batches.get("train"))
         if self.inputs is not None:
-            return _as_call(self.inputs(batch))
+            return _args_and_kwargs(self.inputs(batch))
         if not isinstance(batch, Mapping):
             return (batch[0] if isinstance(batch, (tuple, list)) and batch else batch,), {}
         parameters = inspect.signature(self._find_target(pl_module).forward).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         named = {name: value for name, value in batch.items() if takes_all or name in parameters}
-        return _as_call(named or (batch,))
+        return _args_and_kwargs(named or (batch,))
 
 
-def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _args_and_kwargs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Convert a tuple of positional inputs, a mapping of inputs by name, or a single input."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)

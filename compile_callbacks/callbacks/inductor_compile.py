@@ -130,7 +130,7 @@ class InductorCompile(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A session belongs to its process. A strategy that spawns processes pickles the callback for each of them.
-        calls = TrainerCalls(self.arguments, keep_compiled=self.keep_compiled, last=self._calls.last)
+        calls = TrainerCalls(self.arguments, keep_compiled=self.keep_compiled, last_report=self._calls.last_report)
         state = {name: value for name, value in vars(self).items() if name != "on_after_backward"}
         return {**state, "_calls": calls}
 

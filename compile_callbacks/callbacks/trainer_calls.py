@@ -61,11 +61,13 @@ class TrainerCalls:
     A nested call, such as ``trainer.validate(module)`` in a hook of a fit, runs eagerly and is not measured.
     """
 
-    def __init__(self, arguments: CompileArguments, *, keep_compiled: bool, last: LastReport | None = None) -> None:
+    def __init__(
+        self, arguments: CompileArguments, *, keep_compiled: bool, last_report: LastReport | None = None
+    ) -> None:
         self.arguments, self.keep_compiled = arguments, keep_compiled
         self.session: Session | None = None  # the session of the current or last call
         self.active: Session | None = None  # the session if it is running, except in a nested call
-        self.last = last or LastReport()
+        self.last_report = last_report or LastReport()
         self.earlier_state: object = None  # the state from a checkpoint that the next session resumes
         self._printed = False  # whether the report was printed
         self._call: TrainerCall | None = None
@@ -173,7 +175,7 @@ class TrainerCalls:
         """Return the report so far, or the report of a copy of the callback if only the copy ran."""
         if self.session is not None:
             return self.session.report()
-        return self.last.report or uncompiled_report(self.arguments.configs)
+        return self.last_report.report or uncompiled_report(self.arguments.configs)
 
     def log_scalars(self, trainer: Trainer, *, details: bool = True) -> None:
         """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
@@ -184,7 +186,7 @@ class TrainerCalls:
     def _write_report(self, call: TrainerCall, exception: BaseException | None) -> None:
         """Write the report to the loggers, a file and the terminal, and issue the warnings about the whole run."""
         trainer = call.trainer
-        report = self.last.report = self.report()
+        report = self.last_report.report = self.report()
         loggers.log_scalars(trainer.loggers, report.scalars(), trainer.global_step)
         loggers.log_summary(trainer.loggers, report, trainer.global_step, self.arguments.recorded_graphs())
         path = loggers.write_report(call.report_folder, trainer, report, exception)

@@ -15,7 +15,7 @@ from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments, reference_to
 from compile_callbacks._utils.messages import check_fields, check_type, part_of
 from compile_callbacks.config import templates
-from compile_callbacks.config.options import as_options, check_loaded, check_mode
+from compile_callbacks.config.options import as_options, check_loaded_settings, check_mode
 from compile_callbacks.passes.base import HOOK_OPTIONS, PASS_TYPES, as_passes, pass_hook, pass_identity, pass_name
 
 
@@ -199,7 +199,7 @@ class InductorConfig:
             TypeError: If ``data`` is not a mapping, or a value has the wrong type.
         """
         check_fields(data, InductorConfig)
-        check_loaded(data, allow_passes)
+        check_loaded_settings(data, allow_passes)
         return cls(**data)
 
     @functools.cached_property

@@ -244,7 +244,7 @@ class InductorBackend:
             "on_error": self._settings.on_error,
             "new_shapes": self._settings.new_shapes,
             "device": str(self.device),
-            **saved_state.saved(self._module, self._samples),
+            **saved_state.state_of(self._module, self._samples),
         }
 
     @classmethod
@@ -276,7 +276,7 @@ class InductorBackend:
                 values.
         """
         _check_module(module)
-        saved_state.check_saved(state)
+        saved_state.check_state(state)
         backend = cls(
             InductorConfig.from_dict(state["config"], allow_passes=allow_passes),
             verify=state["verify"],
@@ -285,7 +285,7 @@ class InductorBackend:
             name=state["name"],
         )
         backend.device = torch.device(state["device"])
-        backend._samples = as_samples(saved_state.with_values(state["samples"]) if samples is None else samples)
+        backend._samples = as_samples(saved_state.filled_samples(state["samples"]) if samples is None else samples)
         saved_state.load_weights(state, module)
         backend._module, backend.state = module, "checkpoint_loaded"
         return backend

@@ -56,7 +56,7 @@ def on_device(sample: Sample, device: torch.device) -> tuple[tuple[Any, ...], di
     return ((), copied) if isinstance(copied, dict) else (copied, {})
 
 
-def with_values(samples: Any) -> Any:
+def filled_samples(samples: Any) -> Any:
     """Replace the saved tensors, which have no values, by CPU tensors of random numbers, or of 0 for integers."""
 
     def synthetic(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def with_values(samples: Any) -> Any:
     return tree_map_only(torch.Tensor, synthetic, samples)
 
 
-def saved(module: nn.Module, samples: list[Sample]) -> dict[str, Any]:
+def state_of(module: nn.Module, samples: list[Sample]) -> dict[str, Any]:
     """Return the format, the weights, and the samples without the values of their tensors."""
     weights = module.state_dict()  # has an attribute with the versions of the modules, which `torch.save` keeps
     for name, value in weights.items():
@@ -100,7 +100,7 @@ def _plain(value: Any, where: str) -> Any:
     return tree_map_with_path(plain, value, is_leaf=lambda node: type(node) not in (list, tuple, dict))
 
 
-def check_saved(data: object) -> None:
+def check_state(data: object) -> None:
     """Check that this library can read the data."""
     if not isinstance(data, Mapping):
         text = f"state must be the mapping that InductorBackend.to_dict() returned, not {type(data).__name__}"

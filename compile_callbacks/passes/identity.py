@@ -43,26 +43,26 @@ def identity_of(kind: type, sources: list[str] | None, arguments: Any) -> str | 
                 return None  # code created the class, so its source does not describe it
         version, name = installed_version("compile-callbacks"), f"{kind.__module__}.{kind.__qualname__}"
         attributes = [_plain_attributes(base) for base in _users_classes(kind)]
-        return digest([version, name, sources, _text([attributes, arguments])])
+        return digest([version, name, sources, _stable_repr([attributes, arguments])])
     except Exception:  # a value has no description, or a file cannot be read
         return None
 
 
-def _text(value: Any) -> str:
+def _stable_repr(value: Any) -> str:
     """Return a text that is the same in every process."""
     if isinstance(value, _PLAIN):
         return f"{type(value).__qualname__}:{value!r}"
     if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}[{','.join(map(_text, value))}]"
+        return f"{type(value).__name__}[{','.join(map(_stable_repr, value))}]"
     if isinstance(value, dict):
-        return f"dict[{','.join(sorted(map(_text, value.items())))}]"
+        return f"dict[{','.join(sorted(map(_stable_repr, value.items())))}]"
     if isinstance(value, torch.Tensor) and value.numel() <= _MAX_ELEMENTS:
         return f"{value.dtype}{value.device}{list(value.shape)}{value.stride()}{value.tolist()}"
     if isinstance(value, types.FunctionType):
         captured = [cell.cell_contents for cell in value.__closure__ or ()]
         # The positions distinguish functions of the same name, such as two lambdas in one file.
         code = [_source(value), value.__qualname__, list(value.__code__.co_positions())]
-        return f"{code} {_text([captured, value.__defaults__, value.__kwdefaults__])}"
+        return f"{code} {_stable_repr([captured, value.__defaults__, value.__kwdefaults__])}"
     raise TypeError(f"{value!r} has no description")
 
 
