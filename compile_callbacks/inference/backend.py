@@ -58,14 +58,9 @@ class InductorBackend:
     Args:
         mode: The settings: a mode of ``torch.compile``, a template's name, an `InductorConfig`, or a mapping of its
             fields. ``freezing`` freezes the weights into the code.
-        verify: The reaction if a graph differs from eager by more than rounding explains, at its first execution.
-            ``"warn"`` warns, ``"eager"`` warns and runs the module eagerly, and ``"raise"`` raises a `CompileError`.
-            ``"off"`` skips the comparison.
-        on_error: The reaction if the compiler fails: ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises
-            a `CompileError`, and `build` does not change the backend.
-        new_shapes: The reaction to an input whose shape no sample has. ``"recompile"`` recompiles, up to torch's
-            recompile limit. ``"eager"`` runs new shapes eagerly, and compiles a shape that recurs often. ``"raise"``
-            raises a `CompileError`.
+        verify: The reaction if a graph differs from eager at its first execution. See `InductorCompile`.
+        on_error: The reaction if the compiler fails. See `InductorCompile`. A `build` that raises changes nothing.
+        new_shapes: The reaction to an input whose shape no sample has. See `InductorCompile`.
         name: The backend's name in messages. If ``None``, the name is ``"InductorBackend"``.
 
     Attributes:
@@ -263,8 +258,7 @@ class InductorBackend:
         Args:
             module: A module of the same class and architecture. The method loads the saved weights into the module.
             state: The data.
-            allow_passes: The import paths of the graph passes that may be imported, ``["module:name"]``. The method
-                refuses any other pass.
+            allow_passes: See `InductorConfig.from_dict`.
             samples: The samples to compile on, as `build` takes them. If ``None``, the backend makes tensors with the
                 saved shapes, dtypes and strides: floating-point tensors of random numbers, and other tensors of 0.
                 Pass samples if values decide the control flow, or if the module refuses a length of 0.

@@ -12,10 +12,7 @@ from torch.utils._pytree import keystr, tree_map_only, tree_map_with_path
 from compile_callbacks._utils.errors import with_code
 
 FORMAT = "compile_callbacks.InductorBackend"
-"""The name of the format that `to_dict` writes into the data."""
-
-VERSION = 1
-"""The version of the data. Increase it with each change that an older version of this library would misread."""
+VERSION = 1  # increase it with each change that an older version of this library would misread
 
 _FIELDS = {"name", "config", "verify", "on_error", "new_shapes", "device", "module", "state_dict", "samples"}
 
@@ -59,13 +56,13 @@ def on_device(sample: Sample, device: torch.device) -> tuple[tuple[Any, ...], di
 def filled_samples(samples: Any) -> Any:
     """Replace the saved tensors, which have no values, by CPU tensors of random numbers, or of 0 for integers."""
 
-    def synthetic(tensor: torch.Tensor) -> torch.Tensor:
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
         filled = torch.zeros_like(tensor, device="cpu")
         if filled.is_floating_point() or filled.is_complex():
             filled.copy_(torch.rand(filled.shape, generator=torch.Generator().manual_seed(0)))
         return filled
 
-    return tree_map_only(torch.Tensor, synthetic, samples)
+    return tree_map_only(torch.Tensor, fill, samples)
 
 
 def state_of(module: nn.Module, samples: list[Sample]) -> dict[str, Any]:
