@@ -196,7 +196,7 @@ class InductorCompile(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin_stage(trainer, pl_module, "train")
         if (session := self._calls.active) is not None and session.gpu.on_gpu:
-            # Only where it has an effect, because each hook takes time in each step.
+            # Only if it has an effect, because each hook takes time in each step.
             self.on_after_backward = self._keep_gradients  # type: ignore[method-assign]
 
     @override

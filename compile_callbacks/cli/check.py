@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("report", type=Path, metavar="REPORT", help="a compile_report.json, or the folder that contains it")
     add("--against", type=Path, required=True, metavar="CONTRACT", help="the JSON file with the contract")
-    add("--write", action="store_true", help="write the contract that allows what the report contains")
+    add("--write", action="store_true", help="write the contract that allows the figures of the report")
     add("--json", action="store_true", help="print the breaches as JSON")
 
 

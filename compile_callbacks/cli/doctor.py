@@ -50,7 +50,7 @@ class Check:
     """The result of one check."""
 
     status: Literal["ok", "warning", "failed"]  # "warning" if some features may not work, "failed" if compiling fails
-    found: str  # what the check found on this machine
+    found: str  # the result on this machine
     impact: str = ""  # the features that will not work
     fix: str = ""
 
