@@ -43,13 +43,9 @@ def has_cutlass() -> bool:
     return bool(try_import_cutlass())
 
 
-def resolve_options(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> dict[str, Any]:
-    """Resolve a mode and options to values of ``torch._inductor.config``, with the code of ``torch.compile``.
-
-    torch's code also sets the environment variables that CUDA graphs need.
-    """
-    wrapper = torch._TorchCompileInductorWrapper(mode, dict(options) or None, dynamic)
-    return dict(wrapper.config)
+def options_of_mode(name: str) -> dict[str, Any]:
+    """Return the Inductor options that a mode of ``torch.compile`` sets."""
+    return dict(torch._inductor.list_mode_options(name))
 
 
 def cpp_compiler() -> str:

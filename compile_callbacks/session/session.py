@@ -68,7 +68,7 @@ class Session:
         self._model_record: ModelRecord | None = None
         self._progress = CompileProgress(print_line)
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
-        self._recorder = CompileRecorder(progress=self._progress, mode_argument=arguments.mode_argument)
+        self._recorder = CompileRecorder(progress=self._progress, mode_arguments=arguments.mode_arguments)
         self._shapes = ShapeRecords()
         self._measurements = Measurements(module)
         self._policies = Policies(arguments, self._recorder, self._ranks, print_line)
