@@ -86,7 +86,7 @@ def with_figures(markdown: str) -> str:
         }
         rows = ["| field | row of the table | meaning |", "| --- | --- | --- |"]
         for name, figure in cls.declared().items():
-            label = f"`{figure.row or name.replace('_', ' ')}`" if figure.group else ""
+            label = f"`{figure.label(name)}`" if figure.group else ""
             rows.append(f"| `{name}` | {label} | {descriptions[name]} |")
             scalars += [f"| `{figure.scalar}` | `{name}` |"] if figure.scalar else []
         markdown = markdown.replace(f"<!-- figures of {cls.__name__} -->", "\n".join(rows))

@@ -62,10 +62,7 @@ class PhaseDiagnostics(Figures):
     compiled_spread_ms: float | None = figure(lambda facts: facts.compiled_spread_ms)
     """Interquartile range of the compiled step times, in milliseconds."""
     eager_peak_memory_mib: float | None = figure(
-        lambda facts: facts.memory.peak(facts.phase, EAGER).mib,
-        "speed",
-        partial(_peak, "eager_"),
-        row="eager peak memory MiB",
+        lambda facts: facts.memory.peak(facts.phase, EAGER).mib, "speed", partial(_peak, "eager_")
     )
     """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. The row shows `at most` if these
     steps did not raise the peak of the process."""
@@ -90,7 +87,6 @@ class PhaseDiagnostics(Figures):
         lambda facts: facts.saved_mib,
         "speed",
         lambda details: cell(round(details.saved_for_backward_mib or 0, 1) or None, "{:.1f}"),
-        row="saved for backward MiB",
     )
     """Memory of the activations that graphs save for their backward pass, in MiB. Each target counts with the graph
     that saves the most. Graphs from torch's cache do not count."""

@@ -43,6 +43,10 @@ class Figure(NamedTuple):
     scalar: str = ""
     limit: Literal["most", "least"] | None = None
 
+    def label(self, name: str) -> str:
+        """Return the label of the row."""
+        return self.row or name.replace("_", " ").replace("mib", "MiB")
+
 
 def figure(
     value: Callable[[PhaseFacts], Any], group: Group | None = None, *form: Any, default: Any = None, **more: Any
@@ -102,7 +106,7 @@ class Figures(Data):
             value = getattr(self, name)
             if f.group:
                 shown = f.form(self) if callable(f.form) else cell(value, f.form)
-                yield f.group, f.row or name.replace("_", " "), shown
+                yield f.group, f.label(name), shown
             elif isinstance(value, Figures):
                 yield from value.cells()
 
