@@ -14,5 +14,8 @@ Phase = Literal["train", "infer"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
+EAGER = "eager"
+"""The mode of a phase that this library does not compile, and the name of its variant."""
+
 MODE_ARGUMENTS: Mapping[Phase, str] = {"train": "train_mode", "infer": "infer_mode"}
 """The argument that sets the mode of a phase. Advice names it."""

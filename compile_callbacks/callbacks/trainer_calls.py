@@ -25,10 +25,9 @@ from compile_callbacks.callbacks import stack_chunks
 from compile_callbacks.callbacks.trainer_progress import is_stopping
 from compile_callbacks.profiling.steps import Stage
 from compile_callbacks.report import loggers
-from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.console import print_report
 from compile_callbacks.report.loggers import print_line
-from compile_callbacks.report.report import CompileReport
+from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason, unsupported_strategy_reason

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from compile_callbacks.report.contract import ContractError, compare, make_contract, read_contract, read_record
+from compile_callbacks.report.data import FILE_NAME
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Compare a report with a contract. Exit status: 1 if it breaks the contract, 2 if it cannot be compared."
     )
     add = parser.add_argument
-    add("report", type=Path, metavar="REPORT", help="a compile_report.json, or the folder that contains it")
+    add("report", type=Path, metavar="REPORT", help=f"a {FILE_NAME}, or the folder that contains it")
     add("--against", type=Path, required=True, metavar="CONTRACT", help="the JSON file with the contract")
     add("--write", action="store_true", help="write the contract that allows the figures of the report")
     add("--json", action="store_true", help="print the breaches as JSON")
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, and return the exit status."""
-    path = args.report / "compile_report.json" if args.report.is_dir() else args.report
+    path = args.report / FILE_NAME if args.report.is_dir() else args.report
     try:
         if args.write:
             contract, left_out = make_contract(read_record(path))

@@ -14,6 +14,7 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments, reference_to
 from compile_callbacks._utils.messages import check_fields, check_type, part_of
+from compile_callbacks._utils.phases import EAGER as EAGER
 from compile_callbacks.config import templates
 from compile_callbacks.config.options import as_options, check_loaded_settings, check_mode
 from compile_callbacks.passes.base import HOOK_OPTIONS, PASS_TYPES, as_passes, pass_hook, pass_identity, pass_name
@@ -227,9 +228,6 @@ def _as_text(value: object) -> str:
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return repr(value)
 
-
-EAGER = "eager"
-"""The mode of a phase that this library does not compile."""
 
 Mode = str | Mapping[str, Any] | InductorConfig | None
 """The type of a mode argument. ``Mapping`` comes before the class, so that LightningCLI passes a YAML mapping

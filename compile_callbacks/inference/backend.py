@@ -23,8 +23,7 @@ from compile_callbacks.graphs.failures import NewShapes, OnError, TargetSettings
 from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.inference import saved_state
 from compile_callbacks.inference.saved_state import Sample, SampleLike, as_samples
-from compile_callbacks.report.build import uncompiled_report
-from compile_callbacks.report.report import CompileReport
+from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.grad_mode import GradModeSession
 from compile_callbacks.targets.fsdp import check_not_sharded

@@ -145,7 +145,7 @@ def log_summary(
     loggers: Sequence[Logger],
     report: CompileReport,
     step: int,
-    graphs: Sequence[RecordedGraph] = (),
+    recorded_graphs: Sequence[RecordedGraph] = (),
 ) -> None:
     """Log the whole report to TensorBoard: text and images."""
     for logger in loggers if report.has_figures else ():
@@ -153,7 +153,7 @@ def log_summary(
             if _writes_tensorboard(logger):
                 logger.experiment.add_text("compile_report", to_markdown(report, environment()), step)
                 _add_plot(logger.experiment, report, step)
-                for graph in graphs:
+                for graph in recorded_graphs:
                     logger.experiment.add_text(f"graphs/{graph.title}", textwrap.indent(graph.text, "    "), step)
 
 

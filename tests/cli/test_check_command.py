@@ -15,7 +15,8 @@ from torch import nn
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.cli import main
-from compile_callbacks.report import contract, file
+from compile_callbacks.report import contract
+from compile_callbacks.report.data import FILE_NAME
 from tests.support.models import CLASSES, FEATURES, Classifier, batches_of, fit
 from tests.support.step_times import Times
 from tests.support.uncached import Slow, Uncached
@@ -65,7 +66,7 @@ def run(folder, *, make=Two, mode="default", infer_mode="default", train=12, acc
     callback = InductorCompile(mode, infer_mode, baseline_steps=5, **{"targets": ["net", "side"], **arguments})
     settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "default_root_dir": folder, "accelerator": accelerator}
     fit(callback, make=make, train=train, validation=10, **settings)
-    return folder / file.FILE_NAME
+    return folder / FILE_NAME
 
 
 @pytest.fixture
@@ -261,7 +262,7 @@ def test_json_has_the_breaches_and_another_torch_is_named(base, tmp_path, check)
 def test_what_cannot_be_compared_is_an_error(change, message, base, tmp_path, check):
     (record,), allowed = json.loads(base[0].read_text()), json.loads(base[1].read_text())
     change(allowed, record)
-    (tmp_path / file.FILE_NAME).write_text(json.dumps([record]))
+    (tmp_path / FILE_NAME).write_text(json.dumps([record]))
     (tmp_path / "contract.json").write_text(json.dumps(allowed))
     assert check(tmp_path, tmp_path / "contract.json", status=2) == []
     assert message in check.stderr
@@ -283,7 +284,7 @@ def test_figures_without_certainty_are_no_breach(base, tmp_path, check):
     for series in train["diagnostics"]["series"]:
         if series["kind"] == "compiled":
             series["ms"] = [6.0, 30.0] * 10
-    (tmp_path / file.FILE_NAME).write_text(json.dumps([record]))
+    (tmp_path / FILE_NAME).write_text(json.dumps([record]))
     assert check(tmp_path, base[1]) == []
     check(tmp_path, tmp_path / "contract.json", "--write")
     assert "left out train.speedup, because step times vary by more than the margin" in check.stderr
@@ -297,9 +298,18 @@ def test_memory_above_the_margin_is_a_breach(base, tmp_path, check):
     for name in ("peak_memory_mib", "peak_memory_at_most_mib"):
         for mib, status in ((119.0, 0), (121.0, 1)):
             record["report"]["train"]["diagnostics"] |= {"peak_memory_mib": None, name: mib}
-            (tmp_path / file.FILE_NAME).write_text(json.dumps([record]))
+            (tmp_path / FILE_NAME).write_text(json.dumps([record]))
             lines = check(tmp_path, tmp_path / "contract.json", status=status)
             assert [line[:43] for line in lines] == ["train.peak_memory_mib: 121, allowed 120: th"] * status
+
+
+def test_a_figure_with_a_limit_is_compared_without_other_code(base, monkeypatch):
+    (record,) = json.loads(base[0].read_text())
+    saved = record["report"]["train"]["net_seconds_saved"] = 10.0
+    monkeypatch.setitem(contract._MEASURED, "net_seconds_saved", "least")
+    for allowed, breaches in ((1.1 * saved, []), (1.3 * saved, ["train.net_seconds_saved: 10, allowed 10.83"])):
+        found, missing = contract.compare(record, {"margin": 0.2, "train": {"net_seconds_saved": allowed}})
+        assert ([str(breach).rpartition(": ")[0] for breach in found], missing) == (breaches, [])
 
 
 @pytest.mark.gpu
@@ -336,6 +346,17 @@ def test_check_answers_in_under_a_second_and_does_not_import_torch(base):
     assert min(float(words[3]) for words in printed) < 1
 
 
-def test_the_versions_and_names_of_the_report_are_those_of_the_writer():
-    assert contract.REPORT_VERSION == file.VERSION
-    assert file.FILE_NAME == "compile_report.json"
+@pytest.mark.parametrize(
+    ("contract", "message"),
+    [
+        ({"version": 1, "margin": -1, "train": {"speedup": 1.5}}, "margin=-1 must be a number from 0 on"),
+        ({"version": 1, "margin": float("nan"), "train": {"graphs": 1}}, "margin=nan must be a number from 0 on"),
+        ({"version": 1, "train": {"targets": [[1]]}}, "train.targets must be a list of names"),
+        ({"version": 1}, "checks nothing"),
+    ],
+)
+def test_contract_that_cannot_be_checked_is_refused(contract, message, tmp_path, capsys):
+    path = tmp_path / "contract.json"
+    path.write_text(json.dumps(contract))
+    assert main(["check", str(tmp_path / "none.json"), "--against", str(path)]) == 2
+    assert message in capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_a_recompile_is_a_line_with_its_reason_and_what_avoids_it(logged):
     fix = 'drop_last=True in the DataLoader, or train_mode={"dynamic": True}, avoids it'
     assert lines[0] == f"recompiling 'net' (train): batch size 2, was 8; {fix}"
     assert len(lines) == progress.MAX_LINES + 1
-    assert lines[-1].startswith("further recompiles in the train phase: 2; their reasons: ")
+    assert lines[-1].startswith("recompile: 2 more in the train phase; their reasons: ")
     recompiles = [e for e in callback.report.train.diagnostics.events if e["kind"] == "recompile"]
     assert [event["step"] for event in recompiles] == [3, 4, 5, 6, 7]
 
