@@ -34,7 +34,7 @@ class Input(NamedTuple):
         """Describe an input. Dimension 0 of a tensor is the batch if its size is ``batch``."""
         if not isinstance(value, torch.Tensor):
             return cls(repr(value))
-        has_batch = value.dim() > 0 and value.shape[0] == batch
+        has_batch = is_batch(value, batch)
         return cls(_text(value, has_batch), has_batch, str(_memory_format_of(value)))
 
 
@@ -88,10 +88,6 @@ class CallSpec:
             raise ValueError(self._mismatch(f"the inputs have different batch sizes, {sizes}"))
         return tensors
 
-    def batches(self, bound: inspect.BoundArguments) -> dict[str, torch.Tensor]:
-        """Return the tensors of a call whose dimension 0 is the batch, by name."""
-        return {name: value for name, value in _leaves(bound) if self.inputs[name].has_batch}
-
     def to_json(self) -> str:
         """Return the description as JSON, for a package."""
         kinds = {name: parameter.kind.name for name, parameter in self.signature.parameters.items()}
@@ -114,6 +110,11 @@ class CallSpec:
 
     def _mismatch(self, problem: str) -> str:
         return with_code("CC605", f"{problem}; the package takes {self}")
+
+
+def is_batch(tensor: torch.Tensor, size: int | None) -> bool:
+    """Return whether dimension 0 of an example tensor is the batch of this size."""
+    return tensor.dim() > 0 and tensor.shape[0] == size
 
 
 def copy_in_package_layout(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.files import atomic_write
 from compile_callbacks._utils.messages import check_choice, check_type, describe_failure, in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
-from compile_callbacks.exporting.call_check import CallSpec, copy_in_package_layout
+from compile_callbacks.exporting.call_check import CallSpec, copy_in_package_layout, is_batch
 from compile_callbacks.exporting.loaded_package import (
     METADATA_KEY,
     ExportedModule,
@@ -204,20 +204,17 @@ class _ExportedCall:
         batch = tensors[0].shape[0] if dynamic_batch else None
         self.spec = CallSpec.of(module.forward, args, kwargs, batch)
         self._module = module
-        bound = self.spec.bind(args, kwargs)
-        batches = self.spec.batches(bound)
-        self._batch_names = list(batches)
         self._batches: list[torch.Tensor] = []
-        ids = set(map(id, batches.values()))
 
         def example(tensor: torch.Tensor) -> torch.Tensor:
             copied = copy_in_package_layout(tensor)
-            if id(tensor) not in ids:
+            if not is_batch(tensor, batch):
                 return copied
             # torch.export makes a size of 1 a constant, so repeat the sample once. The program is the same.
             self._batches.append(torch.cat([copied, copied]) if batch == 1 else copied)
             return self._batches[-1]
 
+        bound = self.spec.bind(args, kwargs)
         self.args, self.kwargs = tree_map_only(torch.Tensor, example, (bound.args, bound.kwargs))
 
     def trace(self) -> Any:
@@ -238,7 +235,7 @@ class _ExportedCall:
             if "Constraints violated" in str(error):
                 guards = re.findall("generated guard (.+)", str(error))
                 why = f"assumes {guards[0].rstrip('.')}" if guards else "computes with the size as a number"
-                inputs = " and ".join(map(repr, self._batch_names))
+                inputs = " and ".join(repr(name) for name, each in self.spec.inputs.items() if each.has_batch)
                 text = f"{name} does not work for every batch size of input {inputs}: it {why}; dynamic_batch=False "
                 text += f"exports {name} for the batch size of the example"
             else:

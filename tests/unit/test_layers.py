@@ -64,7 +64,7 @@ def test_no_import_points_up():
     graph = {name: (found & set(files)) - {name} for name, found in files.items()}
     # ``from compile_callbacks._torch import autograd`` needs the file, and not what else the folder imports.
     for name, found in graph.items():
-        graph[name] = {one for one in found if not any(other.startswith(f"{one}.") for other in found)}
+        graph[name] = {module for module in found if not any(sub.startswith(f"{module}.") for sub in found)}
     TopologicalSorter(graph).prepare()  # raises if there is a circle
     guide = (ROOT.parent / "CONTRIBUTING.md").read_text().partition("## Layers")[2].partition("\n## ")[0]
     rows = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in guide.splitlines() if row.startswith("| `")]
@@ -72,10 +72,10 @@ def test_no_import_points_up():
     layer_of = {name: name.split(".")[1] for name in graph}
     assert set(height) == set(layer_of.values()) - {"__main__"}
     up = [
-        (name, other)
+        (name, imported)
         for name, found in graph.items()
-        for other in found
-        if height.get(layer_of[name], 1) < height[layer_of[other]]
+        for imported in found
+        if height.get(layer_of[name], 1) < height[layer_of[imported]]
     ]
     assert up == []
 
