@@ -21,9 +21,9 @@ from compile_callbacks.callbacks.trainer_progress import remaining_steps, stage_
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import (
     CompileArguments,
-    Mode,
     NewShapes,
     OnError,
+    PhaseMode,
     Verify,
     explain_unknown_arguments,
 )
@@ -90,8 +90,8 @@ class InductorCompile(Callback):
     @explain_unknown_arguments
     def __init__(
         self,
-        train_mode: Mode = "default",
-        infer_mode: Mode = "default",
+        train_mode: PhaseMode = "default",
+        infer_mode: PhaseMode = "default",
         *,
         targets: str | Sequence[str] | None = None,
         passes: Sequence[Any] = (),

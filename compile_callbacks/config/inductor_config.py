@@ -85,7 +85,7 @@ class InductorConfig:
             text = f"activation_memory_budget={budget!r} must be from 0 (recompute everything) to 1 (keep everything)"
             raise ValueError(with_code("CC205", text))
         object.__setattr__(self, "passes", as_passes(self.passes, "passes"))
-        self.check_beside(self.passes)
+        self.check_pass_hooks(self.passes)
 
     def _check_mode_is_alone(self) -> None:
         """Refuse a mode together with options or a template, because both would set the same options."""
@@ -102,7 +102,7 @@ class InductorConfig:
             text = f"mode={self.mode!r} and template={self.template!r} cannot be combined; a template includes a mode"
             raise ValueError(with_code("CC203", text))
 
-    def check_beside(self, passes: Sequence[Any]) -> None:
+    def check_pass_hooks(self, passes: Sequence[Any]) -> None:
         """Refuse a pass at a hook point that ``options`` also set, because torch runs only one pass there."""
         for graph_pass in passes:
             option = HOOK_OPTIONS[pass_hook(graph_pass)]

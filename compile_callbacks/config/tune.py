@@ -1,4 +1,4 @@
-"""`Tune`: candidates for the config of a phase. `as_settings` converts a ``train_mode`` or ``infer_mode``."""
+"""`Tune`: candidates for the config of a phase. `as_phase_config` converts a ``train_mode`` or ``infer_mode``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments
 from compile_callbacks._utils.messages import check_fields, check_type, part_of
-from compile_callbacks.config.inductor_config import EAGER, InductorConfig, as_config
-from compile_callbacks.config.inductor_config import Mode as OneMode
+from compile_callbacks.config.inductor_config import EAGER, InductorConfig, Mode, as_config
 
 LEAST_SAMPLES = 5
 """The minimum number of step times for a median. A median of fewer step times proves nothing."""
@@ -50,7 +49,7 @@ class Tune:
         'tune(default | reduce-overhead, budget_seconds=60)'
     """
 
-    candidates: str | Sequence[OneMode]
+    candidates: str | Sequence[Mode]
     _: KW_ONLY
     steps: int = 10
     budget_seconds: float | None = None
@@ -86,14 +85,14 @@ class Tune:
         """The graph passes of all candidates."""
         return tuple(graph_pass for config in self.configs for graph_pass in config.passes)
 
-    def check_beside(self, passes: Sequence[Any]) -> None:
+    def check_pass_hooks(self, passes: Sequence[Any]) -> None:
         """Refuse passes at a hook point that the options of a candidate set.
 
         Raises:
             ValueError: If a candidate sets the hook point of a pass.
         """
         for config in self.configs:
-            config.check_beside(passes)
+            config.check_pass_hooks(passes)
 
     def describe(self) -> str:
         """Return the candidates, and the arguments that differ from their defaults, in one line."""
@@ -109,14 +108,14 @@ class Tune:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
-Mode = str | Mapping[str, Any] | InductorConfig | Tune | None
-"""The type of ``train_mode`` and ``infer_mode``. `inductor_config.Mode` tells why ``Mapping`` comes first."""
+PhaseMode = str | Mapping[str, Any] | InductorConfig | Tune | None
+"""The type of ``train_mode`` and ``infer_mode``. `Mode` tells why ``Mapping`` comes first."""
 
-Settings = InductorConfig | Tune | None
-"""A converted `Mode`. ``None`` if the phase is not compiled."""
+PhaseConfig = InductorConfig | Tune | None
+"""A converted `PhaseMode`. ``None`` if the phase is not compiled."""
 
 
-def as_settings(value: object, argument: str) -> Settings:
+def as_phase_config(value: object, argument: str) -> PhaseConfig:
     """Convert a ``train_mode`` or ``infer_mode``. Return ``None`` if the phase is not compiled."""
     if isinstance(value, bool):
         hint = "'default' compiles" if value else "'eager' does not compile the phase"

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
-from compile_callbacks.config.tune import Settings, Tune
+from compile_callbacks.config.tune import PhaseConfig, Tune
 from compile_callbacks.profiling.events import CompileEvent, EventKind
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.recorder import CompileRecorder
@@ -30,7 +30,7 @@ class _Target(Protocol):
 
 def build_phase_report(
     phase: Phase,
-    settings: Settings,
+    phase_config: PhaseConfig,
     targets: Sequence[_Target],
     recorder: CompileRecorder,
     timer: StepTimer,
@@ -41,8 +41,8 @@ def build_phase_report(
 ) -> PhaseReport:
     """Build the report of a phase."""
     chosen = next((trial["candidate"] for trial in trials if trial["verdict"] == "chosen"), None)
-    config = None if chosen == EAGER else settings
-    candidate = chosen if isinstance(settings, Tune) else None
+    config = None if chosen == EAGER else phase_config
+    candidate = chosen if isinstance(phase_config, Tune) else None
 
     def of(kind: EventKind) -> list[CompileEvent]:
         events = recorder.events_of(phase, kind)
@@ -121,7 +121,7 @@ def build_phase_report(
     )
 
 
-def uncompiled_report(configs: Mapping[Phase, Settings]) -> CompileReport:
+def uncompiled_report(configs: Mapping[Phase, PhaseConfig]) -> CompileReport:
     """Return the report of a run that has not started."""
     phases = {p: PhaseReport(mode=config.describe() if config else EAGER) for p, config in configs.items()}
     return CompileReport(train=phases["train"], infer=phases["infer"])

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks._utils.errors import warn_user
 from compile_callbacks._utils.phases import PHASES
-from compile_callbacks.passes.testing import RecordedGraph
+from compile_callbacks.passes.recording import RecordedGraph
 from compile_callbacks.report import file as report_file
 from compile_callbacks.report.file import environment
 from compile_callbacks.report.report import CompileReport, ExportReport

@@ -16,14 +16,14 @@ from compile_callbacks._utils.messages import check_type
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.cache.folder import check_folder
 from compile_callbacks.config.inductor_config import EAGER
-from compile_callbacks.config.tune import Mode, Settings, as_settings
+from compile_callbacks.config.tune import PhaseConfig, PhaseMode, as_phase_config
 from compile_callbacks.graphs.failures import NewShapes, OnError, TargetSettings, Verify
 from compile_callbacks.passes.base import as_passes
-from compile_callbacks.passes.testing import RecordedGraph, RecordGraphs
+from compile_callbacks.passes.recording import RecordedGraph, RecordGraphs
 from compile_callbacks.targets.repeated import REPEATED
 from compile_callbacks.targets.resolve import check_target_names
 
-__all__ = ["CompileArguments", "Mode", "NewShapes", "OnError", "Verify", "explain_unknown_arguments"]
+__all__ = ["CompileArguments", "NewShapes", "OnError", "PhaseMode", "Verify", "explain_unknown_arguments"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -33,7 +33,7 @@ _R = TypeVar("_R")
 class CompileArguments:
     """The arguments of a `Session`. `InductorCompile` describes them."""
 
-    configs: Mapping[Phase, Settings]
+    configs: Mapping[Phase, PhaseConfig]
     targets: Sequence[str] | str | None = None
     target_settings: TargetSettings = field(default_factory=TargetSettings)
     baseline_steps: int = 0
@@ -54,11 +54,11 @@ class CompileArguments:
     ) -> CompileArguments:
         """Check the arguments that a user gave."""
         modes: dict[Phase, object] = {"train": train_mode, "infer": infer_mode}
-        configs = {phase: as_settings(mode, f"{phase}_mode") for phase, mode in modes.items()}
+        configs = {phase: as_phase_config(mode, f"{phase}_mode") for phase, mode in modes.items()}
         checked_passes = as_passes(passes, "passes")
         for config in configs.values():
             if config is not None:
-                config.check_beside(checked_passes)
+                config.check_pass_hooks(checked_passes)
         check_type("baseline_steps", baseline_steps, int, "an integer, 0 or more")
         if baseline_steps < 0:
             message = f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline"

@@ -111,19 +111,19 @@ class Session:
         self,
         *,
         precision: str = "",
-        together: bool = False,
+        all_ranks: bool = False,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin a Trainer run, and install the targets.
 
-        All processes of the default process group begin the run ``together``, or only this process. ``stopping`` must
+        ``all_ranks`` of the default process group begin the run, or only this process. ``stopping`` must
         not refer to the module.
         """
         self.running = True
         self._recorder.stopping = stopping
         device, sharded = device_of(self.module), is_sharded(self.module)
         self.gpu.begin(device)
-        self._ranks.join(together=together and self._arguments.compiles, decides=self._policies.decide_together)
+        self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=self._policies.decide_together)
         self._measurements.begin(device, precision, self._ranks.size)
         for phase in PHASES if self._ranks.is_global_zero else ():
             self._warnings.check_settings(phase, self._policies.chosen(phase).config, sharded=sharded, device=device)
