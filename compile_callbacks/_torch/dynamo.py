@@ -223,7 +223,7 @@ def without_odd_gradients() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def frames_with_frozen_draws() -> Iterator[list[str]]:
+def frames_with_constant_draws() -> Iterator[list[str]]:
     """Yield a list of the functions for which torch computes random numbers only once, while it traces them.
 
     Dynamo replays calls such as ``random.random()`` in each call of the compiled code. It executes others, such as

@@ -1,4 +1,4 @@
-"""`Dispatcher`: replaces the call of a target. `Recorder`: reports the call of what may become a target."""
+"""`Dispatcher`: replaces the call of a target. `CallProbe`: reports the call of what may become a target."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Dispatcher(CallSlot):
         super().remove()
 
 
-class Recorder(CallSlot):
+class CallProbe(CallSlot):
     """Stands above the slot of a module or a method, and passes each call to a `TargetSearch`.
 
     Attributes:
@@ -120,9 +120,9 @@ class Recorder(CallSlot):
 
     @property
     def below(self) -> Callable[..., Any]:
-        """The function that a call runs without this recorder."""
+        """The function that a call runs without this probe."""
         found = self._attributes.get(self._slot)
-        if not isinstance(found, Dispatcher):  # otherwise, the target was added while this recorder was removed
+        if not isinstance(found, Dispatcher):  # otherwise, the target was added while this probe was removed
             found = None if self._replaced is _ABSENT else self._replaced
         return found or self.eager
 

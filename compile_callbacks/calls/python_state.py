@@ -70,7 +70,7 @@ class ChangingState:
         """Whether enough eager calls were observed, and none of the state changes in each of them."""
         return len(self._changed) == EAGER_CALLS and not self.names
 
-    def frozen_in(self, changes: dict[str, bool]) -> list[str]:
+    def unchanged_in(self, changes: dict[str, bool]) -> list[str]:
         """Return the names that have not changed in a compiled call."""
         return sorted(name for name in self.names if changes.get(name) is False)
 

@@ -25,18 +25,17 @@ class EagerGraph:
     """
 
     graph: torch.fx.GraphModule
-    executions: Executions
     fallback: EagerFallback
     out_of_memory: Exception | None = None
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
-        self.executions.eager_calls += 1
+        self.fallback.recorder.executions.eager_calls += 1
         try:
             with _torch.modes.restored_after_error():  # takes 4 µs
                 outputs = self.graph.forward(*inputs)
         except torch.OutOfMemoryError:
-            self.fallback.call.compiles_again |= self.out_of_memory is not None
+            self.fallback.eventful_call().compiles_again |= self.out_of_memory is not None
             raise
         if self.out_of_memory is not None:
             self.fallback.compiler_failed(self.out_of_memory)
@@ -81,7 +80,7 @@ class CompiledGraph:
         with _torch.autograd.preserve_versions(self.statistics(inputs) if self.statistics else ()):
             outputs = self.compiled(*inputs) if verification is None else verification.call(inputs)
         if verification is not None and verification.rejected:
-            self.eager = EagerGraph(verification.eager, self.executions, verification.fallback)
+            self.eager = EagerGraph(verification.eager, verification.fallback)
             self.executions.eager_calls += 1
             return outputs
         self.executions.graphs += 1

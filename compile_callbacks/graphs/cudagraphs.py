@@ -9,7 +9,6 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks.graphs.failures import EagerFallback
-from compile_callbacks.profiling.events import CompileKey
 
 
 class CudaGraph:
@@ -20,12 +19,9 @@ class CudaGraph:
     that is an input or a view of an input is not copied.
     """
 
-    def __init__(
-        self, compiled: Callable[..., Any], device: torch.device, key: CompileKey, fallback: EagerFallback
-    ) -> None:
+    def __init__(self, compiled: Callable[..., Any], device: torch.device, fallback: EagerFallback) -> None:
         self._compiled = compiled
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._key = key
         self._fallback = fallback
         self._owned: list[int] | None = None  # positions of outputs in CUDA graph memory, the same in each call
 
@@ -43,8 +39,9 @@ class CudaGraph:
 
     def _report_repair(self) -> None:
         """Warn that the first run of a CUDA graph raised. The user may have caught the exception to skip a batch."""
+        target, phase = self._fallback.key[:2]
         message = (
-            f"target {self._key.target!r} ({self._key.phase} phase): the first run of a CUDA graph raised an exception "
+            f"target {target!r} ({phase} phase): the first run of a CUDA graph raised an exception "
             "before this call, such as OutOfMemoryError; torch runs and records that graph again at its next call"
         )
         self._fallback.warn("CC305", message)

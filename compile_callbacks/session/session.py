@@ -19,7 +19,7 @@ from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fingerprint
-from compile_callbacks.calls.new_shapes import ShapeRecords
+from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
 from compile_callbacks.profiling.progress import CompileProgress
@@ -68,7 +68,7 @@ class Session:
         self._progress = CompileProgress(print_line)
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(progress=self._progress, mode_argument=arguments.mode_argument)
-        self._shapes = ShapeRecords()
+        self._shapes = CallRecords()
         self._measurements = Measurements(module)
         self._policies = Policies(arguments, self._recorder, self._ranks, print_line)
         self._switch = PhaseSwitch(
@@ -102,7 +102,7 @@ class Session:
         self._policy: StepPolicy = self._policies.policy_of(self.stage)
         self._wanted = False  # whether the policy wants the running step to be timed
         self._counted: Step | None = None  # stands for the next untimed steps, which the session only counts
-        self._kept: dict[Phase, object] = {}  # the variants whose compiled code is kept
+        self._in_play: dict[Phase, object] = {}  # the variants whose compiled code is not freed
         self._before: CompileReport | None = None  # the report of the run that this run resumes
 
     # ------------------------------------------------------------------------------------------ a Trainer run
@@ -334,11 +334,11 @@ class Session:
     def _free_unused(self) -> None:
         """Free the compiled code of variants that will not run again."""
         for phase in PHASES:
-            if (variants := self._policies.in_play(phase)) != self._kept.get(phase):
+            if (variants := self._policies.in_play(phase)) != self._in_play.get(phase):
                 # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
                 self.after_backward()
-                self._kept[phase] = variants
-                self._switch.keep(phase, variants.names, on_trial=variants.on_trial)
+                self._in_play[phase] = variants
+                self._switch.free_other_variants(phase, variants.names, on_trial=variants.on_trial)
 
     def _reported_targets(self, phase: Phase) -> Sequence[Target]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""

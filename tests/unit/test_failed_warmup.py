@@ -48,7 +48,7 @@ def call():
 def graph_of(compiled, call):
     recorder = CompileRecorder()
     recorder.calling.current = call
-    return CudaGraph(compiled, torch.device("cuda", 0), KEY, EagerFallback(KEY, recorder, TargetSettings()))
+    return CudaGraph(compiled, torch.device("cuda", 0), EagerFallback(KEY, recorder, TargetSettings()))
 
 
 def test_the_call_after_a_first_run_that_raised_works_and_reports_it(manager, call):

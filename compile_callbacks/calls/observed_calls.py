@@ -1,4 +1,4 @@
-"""`ObservedShapes`: records which input dimensions of a target vary. `ShapePolicy`: decides which calls may compile."""
+"""`ObservedCalls`: records which input dimensions of a target vary. `ShapePolicy`: decides which calls may compile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPECIALIZED = (0, 1)
 """Sizes for which torch compiles a separate graph, even if the dimension is dynamic."""
 
 
-class ObservedShapes:
+class ObservedCalls:
     """Records which dimensions and integers of a target's inputs vary in the eager calls of one phase.
 
     `record` gets the inputs of eager calls and of calls that compile. A dimension varies if it had two sizes other than
@@ -34,7 +34,7 @@ class ObservedShapes:
     first graph then accepts all recorded sizes, and one recompile is enough for dimensions that vary later.
     """
 
-    def __init__(self, running: list[ObservedShapes] | None = None) -> None:
+    def __init__(self, running: list[ObservedCalls] | None = None) -> None:
         self.gradients_differentiated = False  # whether a backward pass through an eager call had create_graph=True
         self._running = [] if running is None else running  # the records of the eager calls that are running
         self.changing_state = ChangingState()
@@ -119,22 +119,22 @@ class ObservedShapes:
 
 
 CHANGING_STATE = "changing state"
-"""The key of `ChangingState.names` in `ShapeRecords.state`. The keys of inputs contain a colon."""
+"""The key of `ChangingState.names` in `CallRecords.state`. The keys of inputs contain a colon."""
 
 DIFFERENTIATED = "gradients are differentiated"
-"""The key of `ObservedShapes.gradients_differentiated` in `ShapeRecords.state`."""
+"""The key of `ObservedCalls.gradients_differentiated` in `CallRecords.state`."""
 
 
-class ShapeRecords:
-    """The `ObservedShapes` of each target and phase of a session."""
+class CallRecords:
+    """The `ObservedCalls` of each target and phase of a session."""
 
     def __init__(self) -> None:
-        self._records: dict[tuple[str, Phase], ObservedShapes] = {}
-        self._running: list[ObservedShapes] = []
+        self._records: dict[tuple[str, Phase], ObservedCalls] = {}
+        self._running: list[ObservedCalls] = []
 
-    def of(self, target: str, phase: Phase) -> ObservedShapes:
+    def of(self, target: str, phase: Phase) -> ObservedCalls:
         """Return the record of a target in a phase."""
-        return self._records.setdefault((target, phase), ObservedShapes(self._running))
+        return self._records.setdefault((target, phase), ObservedCalls(self._running))
 
     def state(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return the inputs that vary and the state that changes, by phase and target, as JSON-ready data."""
