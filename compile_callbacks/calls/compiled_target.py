@@ -105,7 +105,9 @@ class CompiledTarget:
             return member.eager(*args, **kwargs)
         compiled = function.call
         if compiled is None or self._frozen or hooks_changed:
-            compiled = self._current_function()
+            if self._frozen:
+                self._free_if_weights_changed()
+            compiled = function.get()
         if self._recorder.listener not in self._recorder.listeners:
             self._recorder.listen_after_reset()
         stance = self._stance(member, args, kwargs) if self._limits_shapes else None
@@ -140,7 +142,6 @@ class CompiledTarget:
         return result
 
     def _store_outcome(self, call: CallInProgress) -> None:
-        """Store the outcome of a call for later calls."""
         self._runs_target_eagerly |= call.runs_target_eagerly
         self._warnings += call.warnings
         self._function.raising_calls += bool(call.raising_frames)
@@ -160,7 +161,6 @@ class CompiledTarget:
         self._store_outcome(call)
 
     def _settle(self, call: CallInProgress, member: Callee) -> None:
-        """Act on what happened in a call."""
         if call.graphs:
             if len(self._members) > 1:
                 properties = (
@@ -236,12 +236,6 @@ class CompiledTarget:
             return True
         return bool(self._uncompilable) and signature(args, kwargs) in self._uncompilable
 
-    def _current_function(self) -> Callable[..., Any]:
-        """Return the function of torch.compile, after a check for changes that torch's guards do not notice."""
-        if self._frozen:
-            self._refreeze_if_weights_changed()
-        return self._function.get()
-
     def _stance(self, member: Callee, args: Any, kwargs: Any) -> str | None:
         policy = self._shapes[member]
         if self.on_trial:
@@ -302,7 +296,7 @@ class CompiledTarget:
         """Compare all weights at the next call. A stage begins, and a callback may have swapped the weights."""
         self._weights_are_suspect = True
 
-    def _refreeze_if_weights_changed(self) -> None:
+    def _free_if_weights_changed(self) -> None:
         if self._weights.changed(thorough=self._weights_are_suspect) and self.backend.graphs:
             self.free_compiled()  # because each set of frozen weights would stay in memory
         self._weights_are_suspect = False

@@ -15,7 +15,6 @@ from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.dispatcher import Dispatcher
 from compile_callbacks.calls.frozen_weights import unwatchable_reason
 from compile_callbacks.calls.observed_calls import CallRecords
-from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.profiling.recorder import CompileRecorder
@@ -39,9 +38,9 @@ class PhaseSwitch:
         recorder: CompileRecorder,
         settings: TargetSettings | None = None,
         warn: WarnOnce | None = None,
-        shapes: CallRecords | None = None,
+        observed: CallRecords | None = None,
     ) -> None:
-        self._shapes = shapes or CallRecords()
+        self._observed = observed or CallRecords()
         self._uncompiled = uncompiled
         self._recorder = recorder
         self._settings = settings or TargetSettings()
@@ -152,27 +151,22 @@ class PhaseSwitch:
             return dispatcher.compiled_by_user or dispatcher.eager
         config = variant.config
         if config is None:
-            return self._shapes.of(target.name, phase).recording(dispatcher.eager, dispatcher.callee.module)
+            return self._observed.of(target.name, phase).recording(dispatcher.eager, dispatcher.callee.module)
         frozen = weights_frozen and phase == "infer" and config.freezes and self._can_freeze(target)
         key = target, phase, variant.name, frozen
         if key not in self._compiled_targets:
-            self._compiled_targets[key] = self._new_compiled_target(target, phase, config, variant.name, frozen)
+            self._compiled_targets[key] = CompiledTarget(
+                target,
+                phase,
+                config,
+                recorder=self._recorder,
+                warn=self._warn,
+                settings=self._settings if variant.name is None else self._settings.for_trial(),
+                frozen=frozen,
+                candidate=variant.name,
+                observed=self._observed.of(target.name, phase),
+            )
         return functools.partial(self._compiled_targets[key].call, dispatcher.callee)
-
-    def _new_compiled_target(
-        self, target: Target, phase: Phase, config: InductorConfig, candidate: str | None, frozen: bool
-    ) -> CompiledTarget:
-        return CompiledTarget(
-            target,
-            phase,
-            config,
-            recorder=self._recorder,
-            warn=self._warn,
-            settings=self._settings if candidate is None else self._settings.for_trial(),
-            frozen=frozen,
-            candidate=candidate,
-            observed=self._shapes.of(target.name, phase),
-        )
 
     def _can_freeze(self, target: Target) -> bool:
         if target.shares_code or target.members[0].sharded:

@@ -143,7 +143,14 @@ class GraphBackend:
             runs: list[PassRun] = []
             passes = pass_options(self._passes, self._key.phase, runs.append, skipped=skipped)
             try:
-                compiled = self._compile_with_inductor(graph, inputs, {**options, **passes})
+                with _torch.inductor.generated_with_constants() as generated:
+                    compiled = _torch.inductor.compile_graph(
+                        graph,
+                        inputs,
+                        options={**options, **passes},
+                        activation_memory_budget=self._config.activation_memory_budget,
+                        on_backward_lowered=self._recorder.add_backward,
+                    )
             except _torch.dynamo.CONTROL_FLOW:
                 raise
             except Exception as error:
@@ -158,6 +165,7 @@ class GraphBackend:
                 skipped.append(failure.failed)
                 graph = again
             else:
+                self._generated += generated
                 self._record_passes(runs, skipped)
                 return compiled
 
@@ -187,20 +195,6 @@ class GraphBackend:
             f"callback.report.{phase}.diagnostics.events; on_error='raise' raises instead)"
         )
         self._fallback.warn("CC701", message, about=(target, phase, pass_name(failure.failed)))
-
-    def _compile_with_inductor(
-        self, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
-    ) -> Callable[..., Any]:
-        with _torch.inductor.generated_with_constants() as generated:
-            compiled = _torch.inductor.compile_graph(
-                graph,
-                inputs,
-                options=options,
-                activation_memory_budget=self._config.activation_memory_budget,
-                on_backward_lowered=self._recorder.add_backward,
-            )
-        self._generated += generated
-        return compiled
 
     # ------------------------------------------------------------------------------------------ memory
 

@@ -68,7 +68,7 @@ class Session:
         self._progress = CompileProgress(print_line)
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(progress=self._progress, mode_argument=arguments.mode_argument)
-        self._shapes = CallRecords()
+        self._observed = CallRecords()
         self._measurements = Measurements(module)
         self._policies = Policies(arguments, self._recorder, self._ranks, print_line)
         self._switch = PhaseSwitch(
@@ -77,7 +77,7 @@ class Session:
             recorder=self._recorder,
             settings=arguments.target_settings,
             warn=warn,
-            shapes=self._shapes,
+            observed=self._observed,
         )
         group = group_repeated if arguments.targets == REPEATED else group_targets
         self._search = TargetSearch(
@@ -134,7 +134,7 @@ class Session:
             self._cache.begin()
             self._model_record = ModelRecord(self._cache.folder, model, read_only=not self._ranks.is_global_zero)
             known = self._model_record.load()
-            self._shapes.restore(known["shapes"])
+            self._observed.restore(known["shapes"])
             self._progress.restore(known["compile_seconds"])
         if self._trace is not None:
             self._trace.start()
@@ -313,7 +313,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the report, the eager step times and the observed shapes as plain data for a checkpoint."""
-        state = {"version": STATE_VERSION, "report": self.report().to_dict(), "shapes": self._shapes.state()}
+        state = {"version": STATE_VERSION, "report": self.report().to_dict(), "shapes": self._observed.state()}
         return state | self._measurements.state_dict()
 
     def resume(self, state: object) -> None:
@@ -324,7 +324,7 @@ class Session:
         data = state if isinstance(state, Mapping) and state.get("version") == STATE_VERSION else {}
         if isinstance(report := data.get("report"), Mapping):
             self._before = CompileReport.from_dict({**report, "before": None})
-        self._shapes.restore(data.get("shapes"))
+        self._observed.restore(data.get("shapes"))
         same_device = data.get("device") == self._measurements.device_name()
         if all(self._ranks.gather(same_device)):
             self._policies.resume(self._measurements.resume(data))
@@ -348,7 +348,7 @@ class Session:
     def _save_record(self) -> None:
         """Write the observed shapes and the compile times to the model's file."""
         if self._model_record is not None:
-            for phase, varying in self._shapes.state().items():
+            for phase, varying in self._observed.state().items():
                 self._model_record.update("shapes", phase, varying)
             for phase, seconds in self._progress.state().items():
                 self._model_record.update("compile_seconds", phase, seconds)
