@@ -44,12 +44,9 @@ def has_cutlass() -> bool:
 
 
 def resolve_options(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> dict[str, Any]:
-    """Resolve a mode and options to values of ``torch._inductor.config``, with the code of ``torch.compile``.
-
-    torch's code also sets the environment variables that CUDA graphs need.
-    """
-    wrapper = torch._TorchCompileInductorWrapper(mode, dict(options) or None, dynamic)
-    return dict(wrapper.config)
+    """Return the options of a mode, and these options, in the form of ``torch._inductor.config``."""
+    of_mode = torch._inductor.list_mode_options(mode, dynamic) if mode else {}
+    return {name.replace("-", "_"): value for name, value in {**of_mode, **options}.items()}
 
 
 def cpp_compiler() -> str:
@@ -80,6 +77,8 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo with ``compile_fx``, as ``backend="inductor"`` does. This changes the graph.
 
+    As ``torch.compile`` does, the function sets the environment variables that CUDA graphs need.
+
     The function compiles the backward graph together with the forward graph (``force_non_lazy_backward_lowering``,
     which torch's ahead-of-time path also sets). Otherwise, a failure would occur in the user's ``backward()``, when the
     step can no longer run eagerly. The memory budget is a setting of AOTAutograd's partitioner. ``None`` does not
@@ -88,6 +87,7 @@ def compile_graph(
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    options = torch._TorchCompileInductorWrapper(None, dict(options), None).config
     settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
     if activation_memory_budget is not None:
         settings["activation_memory_budget"] = activation_memory_budget
@@ -116,7 +116,7 @@ def compile_graph(
         # torch compiles a backward region twice, for two layouts of a gradient.
         warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
         return compile_fx(  # type: ignore[return-value]
-            graph_module, example_inputs, inner_compile=compile_part, config_patches=dict(options)
+            graph_module, example_inputs, inner_compile=compile_part, config_patches=options
         )
 
 

@@ -13,8 +13,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.graphs.compiled_graph import CompiledGraph, EagerGraph
-from compile_callbacks.graphs.cudagraphs import CudaGraph
+from compile_callbacks.graphs.compiled_graph import CompiledGraph, CudaGraph, EagerGraph
 from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.verification import Verification
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name

@@ -62,7 +62,8 @@ class Session:
         self._finds_targets = finds_targets and arguments.compiles
         self._ranks = Ranks()
         warn = WarnOnce()
-        folder = arguments.cache_dir if arguments.compiles else None
+        settings = arguments.target_settings
+        folder = settings.cache_dir if arguments.compiles else None
         self._cache = CompileCache(folder, functools.partial(warn.warn, "CC401")) if folder else None
         self._model_record: ModelRecord | None = None
         self._progress = CompileProgress(print_line)
@@ -75,7 +76,7 @@ class Session:
             targets,
             uncompiled=arguments.uncompiled,
             recorder=self._recorder,
-            settings=arguments.target_settings,
+            settings=settings,
             warn=warn,
             observed=self._observed,
         )
@@ -91,7 +92,7 @@ class Session:
         self._warnings = SessionWarnings(
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
         )
-        self._trace = _torch.events.StructuredTrace(arguments.trace_dir) if arguments.trace_dir else None
+        self._trace = _torch.events.StructuredTrace(settings.trace_dir) if settings.trace_dir else None
         self.gpu = StepsOnGpu(module)
         self.running = False
         """Whether a Trainer run is in progress."""
@@ -343,7 +344,8 @@ class Session:
     def _reported_targets(self, phase: Phase) -> Sequence[Target]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
         called = self._switch.called_targets(phase)
-        return [one for one in self._switch.targets_of(phase) if not self._finds_targets or one.name in called]
+        targets = self._switch.targets_of(phase)
+        return [target for target in targets if not self._finds_targets or target.name in called]
 
     def _save_record(self) -> None:
         """Write the observed shapes and the compile times to the model's file."""

@@ -9,7 +9,7 @@ import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, CUDAWarmupNode, ExecutionState
 
-from compile_callbacks.graphs.cudagraphs import CudaGraph
+from compile_callbacks.graphs.compiled_graph import CudaGraph
 from compile_callbacks.graphs.failures import EagerFallback, TargetSettings
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
