@@ -115,10 +115,10 @@ class CompiledFunction:
     @property
     def _limit_factor(self) -> int:
         # Before torch 2.13, the graphs of both phases share the user's code object after a graph break.
-        phases = 2 if _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._key in self._recorder.with_graph_breaks else 1
+        shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._key.target in self._recorder.with_graph_breaks
         # torch compiles blocks that differ separately.
         many = len(self._members) > 1 and self._backend.graphs >= _torch.dynamo.recompile_limit()
-        return phases * (len(self._members) if many else 1)
+        return (2 if shares else 1) * (len(self._members) if many else 1)
 
     # ------------------------------------------------------------------------------------------ a frame
 

@@ -90,7 +90,8 @@ class CompileRecorder:
         """The runs of custom graph passes, in order."""
         self.stopping: Callable[[], bool] = lambda: False
         """Whether the process was asked to stop, so that no compile should begin. Must not refer to the module."""
-        self.with_graph_breaks: set[CompileKey] = set()
+        self.with_graph_breaks: set[str] = set()
+        """The targets with graph breaks."""
         self.import_seconds = 0.0
         """The time that the import of the compiler took, which belongs to the phase that compiles first."""
         self.trace_settings = _torch.events.TraceSettings(
@@ -233,7 +234,7 @@ class CompileRecorder:
             self._discarded.discard(key)
             self.record("recompile", key, reason="torch.compiler.reset() discarded the compiled graphs")
         for found in breaks:
-            self.with_graph_breaks.add(key)
+            self.with_graph_breaks.add(key.target)
             # torch counts a graph break once for each frame that contains it, and again for each recompile.
             if (key, found) not in self._breaks:
                 self._breaks.add((key, found))

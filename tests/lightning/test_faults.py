@@ -20,7 +20,7 @@ from torch import nn
 from compile_callbacks import CompileError, CompileWarning, InductorCompile, InductorConfig
 from tests.support.against_eager import assert_fits_as_eager
 from tests.support.faults import FAULTS, MATRIX, PLACES, RAGGED, RAGGED_BATCHES, Fault, Net, run_of
-from tests.support.models import Classifier, batches_of, fit
+from tests.support.models import Classifier, Wrapper, batches_of, fit
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
@@ -170,6 +170,30 @@ def test_shapes_beyond_the_recompile_limit_are_reported_as_eager():
     assert len([w for w in caught if issubclass(w.category, CompileWarning)]) == 1
     assert callback.report.train.graphs == 3
     assert callback.report.train.fallbacks >= 1
+
+
+class CountsBehindBreak(Wrapper):
+    """Counts its calls behind a graph break, so that torch recompiles the code behind the break in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        self.calls += 1
+        return self.net(x * (self.calls / self.calls))
+
+
+@pytest.mark.all_versions
+def test_one_phase_does_not_use_up_the_recompile_limit_of_the_other():
+    """Before torch 2.13, both phases share the code behind a graph break."""
+    callback = InductorCompile(targets=["net"], baseline_steps=0)
+    with torch._dynamo.config.patch(recompile_limit=4):
+        fit(callback, make=lambda: Classifier(CountsBehindBreak()), train=4, validation=batches_of(4))
+    for phase in (callback.report.train, callback.report.infer):
+        assert (phase.fallbacks, phase.diagnostics.steps.get("eager", 0)) == (0, 0)
+    assert callback.report.infer.graphs == 1
 
 
 # ------------------------------------------------------------------------------------------ errors of the user's code
