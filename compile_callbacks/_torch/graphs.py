@@ -35,8 +35,7 @@ def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for node in copied.graph.nodes:
         node.meta.clear()
-        # torch implements these two operators only for tracing. Workaround (until `tag_activation_checkpoint` restores
-        # the random state when it runs eagerly): torch 2.15 does not restore it.
+        # torch implements these two operators only for tracing.
         if node.target is torch.ops.higher_order.invoke_subgraph:
             node.target, node.args = _call_subgraph, (node.args[0], *node.args[2:])
         elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -54,6 +53,11 @@ def _call_subgraph(subgraph: torch.fx.GraphModule, *args: Any) -> Any:
 
 
 def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Run an activation checkpoint of a captured graph eagerly.
+
+    Workaround (until `tag_activation_checkpoint` restores the random state when it runs eagerly): torch 2.11 and 2.15
+    do not restore it.
+    """
     from torch.utils.checkpoint import checkpoint
 
     def run(*_: torch.Tensor) -> Any:
