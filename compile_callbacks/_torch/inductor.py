@@ -92,15 +92,15 @@ def compile_graph(
     if activation_memory_budget is not None:
         settings["activation_memory_budget"] = activation_memory_budget
 
-    def compile_part(part: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        regions.expose_aliases(part)
+    def compile_part(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        regions.expose_aliases(graph)
         is_backward = bool(kwargs.get("is_backward"))
         if not is_backward and not kwargs.get("is_inference"):
-            autograd.save_copies(part, buffers if _count_of_inputs(part) == count else ())
+            autograd.save_copies(graph, buffers if _count_of_inputs(graph) == count else ())
         started = time.perf_counter()
-        code = compile_fx_inner(part, *args, **kwargs)
+        code = compile_fx_inner(graph, *args, **kwargs)
         if is_backward:
-            on_backward_lowered(part, time.perf_counter() - started)
+            on_backward_lowered(graph, time.perf_counter() - started)
         return code
 
     count = len(example_inputs)  # torch keeps `compile_part`, which must not keep the inputs

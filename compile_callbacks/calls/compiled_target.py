@@ -326,4 +326,6 @@ class CompiledTarget:
         """Whether torch compiled each repeated block separately instead of sharing a graph."""
         if self._fallback.regions is not None:
             return self.backend.graphs > 0 and not self.backend.shares_regions
-        return self._shares_as_asked and any(len(found) == len(self._members) for found in self._compiled_of.values())
+        return self._shares_as_asked and any(
+            len(members) == len(self._members) for members in self._compiled_of.values()
+        )

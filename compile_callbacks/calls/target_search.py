@@ -76,7 +76,7 @@ class TargetSearch:
         """End a step, and remove the probes beneath the targets that it called."""
         self.in_step = False
         if self.called:
-            within = [part for probe in self.called for part in self._within(probe)]
+            within = [below for probe in self.called for below in self._within(probe)]
             self.called.clear()
             self._drop(within)
 
@@ -109,7 +109,7 @@ class TargetSearch:
             return probe.below(*args, **kwargs)
         if probe.covered is None:
             known = {_key(member) for target in self._switch.targets for member in target.members}
-            new = [one for one in compilable_parts(probe.callee) if _key(one) not in known]
+            new = [part for part in compilable_parts(probe.callee) if _key(part) not in known]
             probe.covered = not new or probe.callee.module is self._root
         if not probe.covered and self.in_step and not _torch.autograd.in_backward():
             if probe.callee.method is None:
@@ -129,7 +129,7 @@ class TargetSearch:
             result = probe.below(*args, **kwargs)
         finally:
             self._in_method = None
-        if any(one.callee.module is probe.callee.module and _is_call(one) for one in called):
+        if any(inner.callee.module is probe.callee.module and _is_call(inner) for inner in called):
             self._drop([probe])
         elif called or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             self._add(probe)
@@ -140,14 +140,14 @@ class TargetSearch:
         """Make a called module or method a target, with the equal blocks next to it."""
         assert self._group is not None
         probe.covered = True
-        others = [one.callee for one in self._standing]
+        callees = [standing.callee for standing in self._standing]
         known = {_key(member) for target in self._switch.targets for member in target.members}
         with self._without_failures(), _removed(list(self._standing), self._standing):
-            blocks = with_equal_blocks(self._root, probe.callee, others)
-            equal = [one for block in blocks for one in compilable_parts(block)]
-            self._switch.add(self._group(self._root, [one for one in equal if _key(one) not in known]))
-        for one in self._standing:
-            one.covered = one.covered or None
+            alike = with_equal_blocks(self._root, probe.callee, callees)
+            equal = [part for callee in alike for part in compilable_parts(callee)]
+            self._switch.add(self._group(self._root, [callee for callee in equal if _key(callee) not in known]))
+        for standing in self._standing:
+            standing.covered = standing.covered or None
 
     @contextlib.contextmanager
     def _without_failures(self) -> Iterator[None]:
@@ -163,7 +163,7 @@ class TargetSearch:
     def _within(self, probe: CallProbe) -> list[CallProbe]:
         """Return the probes of a module and its methods, and beneath it."""
         inside = {id(module) for module in probe.callee.module.modules()}
-        return [one for one in self._standing if id(one.callee.module) in inside]
+        return [standing for standing in self._standing if id(standing.callee.module) in inside]
 
     def _drop(self, probes: Iterable[CallProbe]) -> None:
         for probe in probes:
@@ -178,15 +178,15 @@ class TargetSearch:
         self.remove()
         resolved = resolve()
         self._tree = _tree(self._root)
-        parts = {number for _, number in self._tree}
+        present = {number for _, number in self._tree}
         identities = {_identity(target) for target in resolved}
         keys = {_key(member) for target in resolved for member in target.members}
         kept: list[Target] = []
         gone: list[Target] = []
         for target in self._switch.targets:
             was_called = target not in self._resolved and keys.isdisjoint(map(_key, target.members))
-            is_part = was_called and parts.issuperset(_modules_of(target))
-            (kept if is_part or _identity(target) in identities else gone).append(target)
+            is_present = was_called and present.issuperset(_modules_of(target))
+            (kept if is_present or _identity(target) in identities else gone).append(target)
         self._switch.discard(gone)
         known = {_identity(target) for target in kept}
         self._switch.add([target for target in resolved if _identity(target) not in known])

@@ -183,7 +183,7 @@ class GraphBackend:
         ran = {(run.name, run.hook) for run in runs}
         for graph_pass in self._passes:
             name, hook = pass_name(graph_pass), pass_hook(graph_pass)
-            if (name, hook) not in ran and not any(graph_pass is other for other in skipped):
+            if (name, hook) not in ran and not any(graph_pass is skipped_pass for skipped_pass in skipped):
                 self._recorder.pass_runs.append((self._key, {"name": name, "hook": hook, "from_cache": True}))
 
     def _report_failed_pass(self, failure: GraphPassError) -> None:

@@ -192,12 +192,12 @@ class Verification:
 
         try:
             with _unnoticed(None):
-                found = compare_results(expected, actual, tolerance(tensors, facts.dtypes), rerun)
+                comparison = compare_results(expected, actual, tolerance(tensors, facts.dtypes), rerun)
         except Exception as error:
             return _not_compared(error)
-        if found.verdict == "equal" and trains and not with_gradients:
-            return Comparison("outputs only", max_abs_error=found.max_abs_error)
-        return found
+        if comparison.verdict == "equal" and trains and not with_gradients:
+            return Comparison("outputs only", max_abs_error=comparison.max_abs_error)
+        return comparison
 
     def _has_constants(self) -> bool:
         return next(itertools.chain(self.eager.parameters(), self.eager.buffers()), None) is not None

@@ -151,7 +151,7 @@ class Session:
         self._recorder.stopping = lambda: False  # because the trainer stays interrupted after an exception
         cache = self._cache if self._cache is not None and self._cache.active else None
         chosen = {phase: self._policies.chosen(phase) for phase in PHASES}
-        parts = (
+        actions = (
             self._search.remove,
             self.gpu.end,
             self._ranks.leave,
@@ -160,9 +160,9 @@ class Session:
             *((self._warnings.check_cache_dir, cache.end, self._save_record) if cache is not None else ()),
             functools.partial(self._switch.select_by_grad_mode, chosen) if keep_compiled else self._switch.remove,
         )
-        with contextlib.ExitStack() as remaining:  # calls each part, even if another part raises
-            for part in reversed(parts):
-                remaining.callback(part)
+        with contextlib.ExitStack() as remaining:  # calls each action, even if another action raises
+            for action in reversed(actions):
+                remaining.callback(action)
 
     def free_compiled(self) -> None:
         """Free the memory of compiled code. The next call of a target compiles it again."""

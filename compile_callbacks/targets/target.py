@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,30 +25,25 @@ class Callee:
     name: str  # the dotted name in the root module; "forward" is the call of the root module itself
     module: nn.Module
     method: str | None = None
+    override: Callable[..., Any] | None = field(init=False)  # the attribute of the module that overrides the method
 
     def __post_init__(self) -> None:
         # An attribute of the module itself overrides its class: net.forward = patched. It may be a dispatcher.
-        own = vars(self.module).get(self.method) if self.method else None
-        callee = getattr(own, "callee", None)
-        object.__setattr__(self, "_own", callee.own_function if isinstance(callee, Callee) else own)
-
-    @property
-    def own_function(self) -> Callable[..., Any] | None:
-        """The function in an attribute of the module that overrides the method of its class, or ``None``."""
-        own: Callable[..., Any] | None = vars(self)["_own"]
-        return own
+        override = vars(self.module).get(self.method) if self.method else None
+        callee = getattr(override, "callee", None)
+        object.__setattr__(self, "override", callee.override if isinstance(callee, Callee) else override)
 
     @property
     def function(self) -> Callable[..., Any]:
         """The eager code with its hooks, as a function of the module."""
-        if (own := self.own_function) is None:
+        if (override := self.override) is None:
             function: Callable[..., Any] = getattr(type(self.module), self.method or "_call_impl")
             return function
-        if isinstance(own, types.MethodType) and own.__self__ is self.module:
-            return own.__func__
+        if isinstance(override, types.MethodType) and override.__self__ is self.module:
+            return override.__func__
 
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            return own(*args, **kwargs)
+            return override(*args, **kwargs)
 
         return call
 
@@ -98,7 +93,7 @@ class Target:
         if len(self.members) > 1:
             compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
             return f"{self.name} ({len(self.members)} blocks{compiled})"
-        blocks = [f"{len(found)} x {type(found[0]).__name__}" for found in self.regions]
+        blocks = [f"{len(modules)} x {type(modules[0]).__name__}" for modules in self.regions]
         return f"{self.name} ({', '.join(blocks)})" if blocks else self.name
 
 
@@ -113,7 +108,7 @@ def callees_of(name: str, module: nn.Module) -> list[Callee]:
     prefix = "" if name == "forward" else name.removesuffix(".forward")
     callees = []
     for path, unit in units:
-        unit_name = ".".join(part for part in (prefix, path) if part) or name
+        unit_name = ".".join(name for name in (prefix, path) if name) or name
         wrapped = fsdp1_wrapped(unit)
         callees.append(Callee(unit_name, unit, "forward") if wrapped is None else Callee(unit_name, wrapped))
     return callees
