@@ -55,8 +55,8 @@ def _call_subgraph(subgraph: torch.fx.GraphModule, *args: Any) -> Any:
 def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     """Run an activation checkpoint of a captured graph eagerly.
 
-    Workaround (until `tag_activation_checkpoint` restores the random state when it runs eagerly): torch 2.11 and 2.15
-    do not restore it.
+    Workaround (until `tag_activation_checkpoint` restores the random state when it runs eagerly): torch 2.15 does not
+    restore it.
     """
     from torch.utils.checkpoint import checkpoint
 

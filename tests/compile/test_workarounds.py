@@ -21,9 +21,6 @@ from tests.support.models import FEATURES
 from tests.support.stacks import Stack, blocks
 from tests.support.uncached import Uncached
 
-pytestmark = pytest.mark.all_versions
-
-OLDEST = torch.__version__.startswith("2.11.")
 NO_PUBLIC_FUNCTION = "look in the release notes for a public function"
 PARAMETERS = {
     *("model", "fullgraph", "dynamic", "backend", "mode", "options", "disable"),
@@ -177,14 +174,10 @@ NEEDED = {
 }
 """By workaround: whether torch needs it, the test that would fail otherwise, or what to do by hand."""
 
-ONLY_NEWEST = {"regions.region_of"}
-"""Workarounds for errors that the oldest supported torch does not have."""
 
-
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="the newest torch decides")
 @pytest.mark.parametrize("name", [name for name, needed in NEEDED.items() if callable(needed)])
 def test_torch_still_needs_the_workaround(name, monkeypatch):
-    if OLDEST and name in ONLY_NEWEST:
-        pytest.skip("only newer versions have this error")
     assert NEEDED[name](monkeypatch), f"delete {name}"
 
 
