@@ -32,7 +32,7 @@ from tables import print_columns
 
 ROOT = Path(__file__).parent.parent
 TITLE = "Small models of other packages: eager and with the callback"
-FAMILIES = ("test_loops", "test_graphs", "test_transformers", "test_vision", "test_forecasting")
+FAMILIES = ("loops", "texts", "vision", "test_forecasting")
 PACKAGES = (
     "lightly", "monai", "neuralforecast", "peft", "pytorch-forecasting", "segmentation-models-pytorch", "timm",
     "torch-geometric", "torchvision", "transformers",

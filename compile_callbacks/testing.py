@@ -28,11 +28,10 @@ from compile_callbacks.callbacks.inductor_compile import InductorCompile
 _GRADIENT_TOLERANCE = 1 / 64
 _NOISE_FACTOR = 10
 _TINY = 1e-7  # the error of a smaller element is relative to this
-_OF_LIGHTNING = frozenset(vars(LightningModule()))
-_OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+_LIGHTNING_ATTRIBUTES = frozenset(vars(LightningModule()))
+_DISABLED = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 _DTYPES = (("bf16", torch.bfloat16), ("16", torch.float16), ("", torch.float32))
 
-_Maker = Callable[[], Any]
 _Values = dict[tuple[int, str], Any]  # by step and name
 
 
@@ -105,8 +104,8 @@ def assert_same_training(
         elif name.startswith(("loss", "output", "metric")):
             unclear.append((step, name))
     if differing:
-        (step, name), *others = sorted(differing, key=lambda key: -errors[key])
-        also = f"; also different: {', '.join(other for _, other in others[:3])}" if others else ""
+        (step, name), *further = sorted(differing, key=lambda key: -errors[key])
+        also = f"; also different: {', '.join(value for _, value in further[:3])}" if further else ""
         raise AssertionError(
             f"different: in step {step}, {name} has a relative error of {errors[step, name]:.2g}: "
             f"{_shown(ours.values, step, name)}, eager {_shown(eager.values, step, name)}{also}"
@@ -128,8 +127,8 @@ def _gradient_error(run: _Run, eager: _Run, step: int) -> float:
         (a.double(), b.double()) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     ]
     difference, norm = (
-        math.sqrt(sum(float(t.square().sum()) for t in found))
-        for found in ([a - b for a, b in tensors], [b for _, b in tensors])
+        math.sqrt(sum(float(t.square().sum()) for t in gradients))
+        for gradients in ([a - b for a, b in tensors], [b for _, b in tensors])
     )
     return difference / norm if norm else 0.0
 
@@ -164,14 +163,16 @@ class _Run(Callback):
         self._noise, self._step = noise, 1
         self._hooks: list[str] = []
 
-    def train(self, makers: tuple[_Maker, _Maker], kwargs: Mapping[str, Any], *callbacks: Callback) -> _Run:
+    def train(
+        self, makers: tuple[Callable[[], Any], Callable[[], Any]], kwargs: Mapping[str, Any], *callbacks: Callback
+    ) -> _Run:
         with isolate_rng(), tempfile.TemporaryDirectory() as folder:
             _seed(0)
             module, data = (make() for make in makers)
             users = copy.deepcopy(kwargs.get("callbacks")) or []
             ignored = tuple(f"[Callback]{callback.state_key}." for callback in callbacks)
             settings = {
-                **dict.fromkeys(_OFF, False),
+                **dict.fromkeys(_DISABLED, False),
                 "default_root_dir": folder,
                 **kwargs,
                 "callbacks": [*(users if isinstance(users, list) else [users]), *callbacks, self],
@@ -181,7 +182,7 @@ class _Run(Callback):
             self.epsilon = next(torch.finfo(dtype).eps for name, dtype in _DTYPES if name in str(trainer.precision))
             _seed(1)
             trainer.fit(module, data)
-            self._keep_state(trainer, module)  # as the run left it
+            self._record_state(trainer, module)  # as the run left it
         return self
 
     @override
@@ -195,38 +196,40 @@ class _Run(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         for name, weight in pl_module.named_parameters():
-            self._keep(f"gradient of {name}", weight.grad)
+            self._record(f"gradient of {name}", weight.grad)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
-        self._keep("loss", outputs)
-        self._keep_state(trainer, pl_module)
+        self._record("loss", outputs)
+        self._record_state(trainer, pl_module)
         self._step += 1
 
     @override
     def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any, **_: Any) -> None:
-        self._keep(f"output of validation batch {args[1:]}", outputs)
+        self._record(f"output of validation batch {args[1:]}", outputs)
 
-    def _keep(self, name: str, value: Any) -> None:
+    def _record(self, name: str, value: Any) -> None:
         self.values |= {(self._step, name): leaf for name, leaf in _leaves(name.replace("_orig_mod.", ""), value)}
 
-    def _keep_state(self, trainer: Trainer, module: LightningModule) -> None:
-        for kind, named in (("weight", module.named_parameters()), ("buffer", module.named_buffers())):
-            for name, tensor in named:
-                self._keep(f"{kind} {name}", tensor)
+    def _record_state(self, trainer: Trainer, module: LightningModule) -> None:
+        for kind, tensors in (("weight", module.named_parameters()), ("buffer", module.named_buffers())):
+            for name, tensor in tensors:
+                self._record(f"{kind} {name}", tensor)
         for number, optimizer in enumerate(trainer.optimizers):
-            self._keep(f"optimizer {number}", optimizer.state_dict())
-        self._keep("metric", dict(trainer.callback_metrics))
-        for path, part in module.named_modules():
-            if "_orig_mod" not in part._modules:  # an attribute of `torch.compile(module)`
-                own = {name: value for name, value in vars(part).items() if name not in _OF_LIGHTNING}
-                self._keep(f"attribute of {path or 'the module'}", own)
+            self._record(f"optimizer {number}", optimizer.state_dict())
+        self._record("metric", dict(trainer.callback_metrics))
+        for path, submodule in module.named_modules():
+            if "_orig_mod" not in submodule._modules:  # an attribute of `torch.compile(module)`
+                attributes = {
+                    name: value for name, value in vars(submodule).items() if name not in _LIGHTNING_ATTRIBUTES
+                }
+                self._record(f"attribute of {path or 'the module'}", attributes)
         states = {"random": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state().tolist()}
         if torch.cuda.is_initialized():
             states["cuda"] = [state.tolist() for state in torch.cuda.get_rng_state_all()]
         for name, state in states.items():
-            self._keep(f"random generator {name}", hashlib.sha256(pickle.dumps(state)).hexdigest())
-        self._keep("hook", self._hooks)
+            self._record(f"random generator {name}", hashlib.sha256(pickle.dumps(state)).hexdigest())
+        self._record("hook", self._hooks)
         self._hooks.clear()
 
 
@@ -242,11 +245,11 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (int, float, str, bytes, type(None))):
         yield name, value
     elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _leaves(f"{name} {key}", part)
+        for key, item in value.items():
+            yield from _leaves(f"{name} {key}", item)
     elif isinstance(value, (list, tuple, deque)):
-        for number, part in enumerate(value):
-            yield from _leaves(f"{name} {number}", part)
+        for number, item in enumerate(value):
+            yield from _leaves(f"{name} {number}", item)
         yield f"length of {name}", len(value)
     elif isinstance(value, (set, frozenset)):
         yield from _leaves(name, sorted(map(repr, value)))

@@ -33,8 +33,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.report.console import report_parts
-from compile_callbacks.report.file import FILE_NAME, read_records, report_in
+from compile_callbacks.report.console import to_plain_text
+from compile_callbacks.report.data import FILE_NAME
+from compile_callbacks.report.file import read_records, report_in
 from compile_callbacks.report.loggers import PLOT_TAG
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,9 +117,7 @@ def show_terminal(logdir: Path) -> None:
     """Draw the table that a terminal shows at the end of a run."""
     report = report_in(read_records(logdir / next(iter(RUNS)) / FILE_NAME)[-1])
     console = Console(record=True, width=100, file=io.StringIO(), highlight=False)
-    verdicts, table, below = report_parts(report)
-    for part in ("torch.compile report", *verdicts, "", table, *below):
-        console.print(part)
+    console.print(f"torch.compile report\n{to_plain_text(report, 100)}", markup=False)
     page = console.export_html(theme=MONOKAI, inline_styles=True)
     with tempfile.TemporaryDirectory() as folder, browser.chromium(900, 900) as driver:
         file = Path(folder, "terminal.html")

@@ -1,11 +1,13 @@
 """Hooks of mkdocs: they generate the pages that have another source, and edit the HTML of the API reference.
 
 Generated are the messages (from the texts of ``compile-callbacks explain``), the notebook, the changelog and the page
-for contributors.
+for contributors, and the tables of the report's figures (from their declarations).
 """
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import re
 from pathlib import Path
@@ -62,6 +64,33 @@ def _output(output: dict[str, Any]) -> str:
         return f"![The output of the cell](data:image/png;base64,{data['image/png'].replace(chr(10), '')})"
     text = "".join(output.get("text") or data["text/plain"])
     return f"```text\n{text.rstrip()}\n```"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Add the tables of figures to the page about the report."""
+    return with_figures(markdown) if page.file.src_uri == "reference/report.md" else markdown
+
+
+def with_figures(markdown: str) -> str:
+    """Replace the comments that stand for tables of figures."""
+    from compile_callbacks.report import data
+
+    scalars = []
+    tree = ast.parse(Path(data.__file__).read_text())
+    for cls in (data.PhaseReport, data.PhaseDiagnostics):
+        (node,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+        descriptions = {  # the string below a field describes it
+            field.target.id: " ".join(text.value.value.split())
+            for field, text in itertools.pairwise(node.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+        }
+        rows = ["| field | row of the table | meaning |", "| --- | --- | --- |"]
+        for name, figure in cls.declared().items():
+            label = f"`{figure.row or name.replace('_', ' ')}`" if figure.group else ""
+            rows.append(f"| `{name}` | {label} | {descriptions[name]} |")
+            scalars += [f"| `{figure.scalar}` | `{name}` |"] if figure.scalar else []
+        markdown = markdown.replace(f"<!-- figures of {cls.__name__} -->", "\n".join(rows))
+    return markdown.replace("<!-- scalars -->", "\n".join(scalars))
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:

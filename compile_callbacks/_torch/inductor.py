@@ -43,10 +43,9 @@ def has_cutlass() -> bool:
     return bool(try_import_cutlass())
 
 
-def resolve_options(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> dict[str, Any]:
-    """Return the options of a mode, and these options, in the form of ``torch._inductor.config``."""
-    of_mode = torch._inductor.list_mode_options(mode, dynamic) if mode else {}
-    return {name.replace("-", "_"): value for name, value in {**of_mode, **options}.items()}
+def options_of_mode(name: str) -> dict[str, Any]:
+    """Return the Inductor options that a mode of ``torch.compile`` sets."""
+    return dict(torch._inductor.list_mode_options(name))
 
 
 def cpp_compiler() -> str:

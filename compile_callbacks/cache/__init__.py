@@ -1,1 +1,1 @@
-"""The folder for compiled code, and what it stores about a model."""
+"""The folder for compiled code, and a small file for each model."""

@@ -99,12 +99,12 @@ def _make_private(folder: Path, *, follow_links: bool = True) -> None:
     if not hasattr(os, "geteuid"):
         raise PermissionError("this platform does not report the owner of a file, so cached code is not safe to run")
     folder.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
-    found = folder.stat() if follow_links else folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.stat() if follow_links else folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{folder} is a symbolic link or a file, not a folder")
-    if found.st_uid not in (os.geteuid(), 0):
-        raise PermissionError(f"{folder} belongs to another user ({found.st_uid}), who could write code there")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"{folder} belongs to another user ({status.st_uid}), who could write code there")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"other users can write code to {folder}; `chmod go-w {folder}` prevents that")
 
 
@@ -178,7 +178,7 @@ def conditions(
         "device_key": device_fingerprint(device),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "model": model,
-        "passes": ", ".join(str(pass_identity(graph_pass)) for graph_pass in passes),
+        "passes": ", ".join(pass_identity(graph_pass) for graph_pass in passes),
         "precision": precision,
         "ranks": str(ranks),
         "targets": ", ".join(targets),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import os
 import time
@@ -31,7 +32,6 @@ from compile_callbacks.exporting.package import (
     evaluating,
     export,
 )
-from compile_callbacks.graphs.accuracy import Comparison
 from compile_callbacks.profiling.spans import call_times_ms
 from compile_callbacks.profiling.step_stats import median_ms
 from compile_callbacks.report.loggers import log_export, print_line
@@ -114,10 +114,9 @@ class AOTInductorExport(Callback):
         self.verify: VerifyPackage = verify
         self.dynamic_batch = dynamic_batch
         self.report = ExportReport()
-        self._compared: Comparison | None = None
         self._batches: dict[str, Any] = {}
-        self._named_at_start: set[str] | None = None  # None until the training starts
-        self._written_here: set[str] = set()
+        self._paths_from_checkpoint: set[str] | None = None  # None until the training starts
+        self._paths_written: set[str] = set()
 
     # ------------------------------------------------------------------------------------------ hooks
 
@@ -125,8 +124,7 @@ class AOTInductorExport(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self.report, self._compared, self._batches = ExportReport(), None, {}
-        self._named_at_start = None
+        self.report, self._batches, self._paths_from_checkpoint = ExportReport(), {}, None
         if trainer.is_global_zero:
             check_writable(self.path)
 
@@ -139,11 +137,11 @@ class AOTInductorExport(Callback):
         # Lightning has loaded a resumed checkpoint by now. The checkpoint names files that this process did not write.
         checkpoints = trainer.checkpoint_callback
         best, others = getattr(checkpoints, "best_model_path", ""), getattr(checkpoints, "best_k_models", ())
-        self._named_at_start = {str(path) for path in (best, *others)}
+        self._paths_from_checkpoint = {str(path) for path in (best, *others)}
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._keep(trainer, "train", batch)
+        self._store_batch(trainer, "train", batch)
 
     @override
     def on_validation_batch_start(
@@ -155,7 +153,7 @@ class AOTInductorExport(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if trainer.state.fn == "fit":
-            self._keep(trainer, "validate", batch)
+            self._store_batch(trainer, "validate", batch)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,57 +161,50 @@ class AOTInductorExport(Callback):
         if not trainer.is_global_zero:
             return
         try:
-            self.report = self._export(trainer, pl_module)
+            self._export(trainer, pl_module)
             print_line(trainer, f"AOTInductorExport: {self.report.describe()}")
         except Exception as error:
             reason = in_one_line(str(error) if isinstance(error, ExportError) else describe_failure(error), 600)
-            self.report = ExportReport(error=reason, **_verdict(self._compared))
-            if isinstance(error, ExportError) and self._differs and self.verify == "raise":
+            self.report = dataclasses.replace(self.report, error=reason)
+            if isinstance(error, ExportError) and self.report.verified == "differs" and self.verify == "raise":
                 raise
             message = f"AOTInductorExport: {self.path} was not written: {reason}"
-            rank_zero_warn(
-                message if isinstance(error, ExportError) else with_code("CC601", message), category=CompileWarning
-            )
+            message = message if isinstance(error, ExportError) else with_code("CC601", message)
+            rank_zero_warn(message, category=CompileWarning)
         self._batches = {}
         log_export(trainer.loggers, self.report, trainer.global_step)
 
     # ------------------------------------------------------------------------------------------ what hooks call
 
-    def _export(self, trainer: Trainer, pl_module: LightningModule) -> ExportReport:
+    def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
             text = f"{type(trainer.strategy).__name__} shards the weights, and export needs unsharded weights"
             raise ExportError(with_code("CC601", text))
         started = time.perf_counter()
         device = trainer.strategy.root_device
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self._example_call(pl_module))
-        whole = copy.deepcopy(pl_module)  # a copy is not compiled
-        checkpoint = self._load_best(trainer, whole)
-        module = self._find_target(whole.to(device))
-        with atomic_write(self.path) as temporary:
-            with evaluating(module), trainer.precision_plugin.forward_context():
-                export(
-                    module,
-                    args,
-                    temporary,
-                    kwargs=kwargs,
-                    mode=self.mode,
-                    verify="off",  # compared below, for the report
-                    dynamic_batch=self.dynamic_batch,
-                )
-                package = load_after_smoke_test(temporary, args, kwargs, device)
-                if self.verify != "off":
-                    self._compared = compare_with_eager(module, package, args, kwargs)
-                if self._differs:
-                    text = f"the package differs from eager: {self._compared.reason}"  # type: ignore[union-attr]
-                    raise ExportError(with_code("CC602", text))
-                seconds = time.perf_counter() - started
-                eager_ms = call_times_ms(lambda: module(*args, **kwargs), device=device)
-                package_ms = call_times_ms(lambda: package(*args, **kwargs), device=device)
+        copied = copy.deepcopy(pl_module)  # a copy is not compiled
+        checkpoint = self._load_best(trainer, copied)
+        module = self._find_target(copied.to(device))
+        with atomic_write(self.path) as temporary, evaluating(module), trainer.precision_plugin.forward_context():
+            # The callback compares the package itself, for the report.
+            export(
+                module, args, temporary, kwargs=kwargs, mode=self.mode, verify="off", dynamic_batch=self.dynamic_batch
+            )
+            package = load_after_smoke_test(temporary, args, kwargs, device)
+            if self.verify != "off":
+                compared = compare_with_eager(module, package, args, kwargs)
+                self.report = ExportReport(verified=compared.verdict, max_abs_error=compared.max_abs_error)
+                if compared.verdict == "differs":
+                    raise ExportError(with_code("CC602", f"the package differs from eager: {compared.reason}"))
+            seconds = time.perf_counter() - started
+            eager_ms = call_times_ms(lambda: module(*args, **kwargs), device=device)
+            package_ms = call_times_ms(lambda: package(*args, **kwargs), device=device)
             size_mib = temporary.stat().st_size / 2**20
-        if self._compared is not None and self._compared.verdict == "not compared":
-            message = f"package {self.path} was not compared with eager: {self._compared.reason}"
-            warn_user("CC602", message)
-        return ExportReport(
+        if self.report.verified == "not compared":
+            warn_user("CC602", f"package {self.path} was not compared with eager: {compared.reason}")
+        self.report = dataclasses.replace(
+            self.report,
             path=str(self.path),
             weights="last" if checkpoint is None else "best",
             checkpoint=checkpoint,
@@ -222,12 +213,7 @@ class AOTInductorExport(Callback):
             eager_ms=median_ms(eager_ms),
             package_ms=median_ms(package_ms),
             samples=min(len(eager_ms), len(package_ms)),
-            **_verdict(self._compared),
         )
-
-    @property
-    def _differs(self) -> bool:
-        return self._compared is not None and self._compared.verdict == "differs"
 
     def _load_best(self, trainer: Trainer, module: LightningModule) -> str | None:
         """Load the best checkpoint and return its path, or return ``None`` if the module keeps the last weights."""
@@ -241,9 +227,15 @@ class AOTInductorExport(Callback):
             )
             warn_user("CC610", message)
             return None
-        # If no training is left in a resumed run, this process has written no checkpoint.
-        is_foreign = self._named_at_start is None or path in self._named_at_start
-        if is_foreign and path not in self._written_here:
+        # A resumed run without remaining training has written no checkpoint.
+        in_checkpoint = self._paths_from_checkpoint is None or path in self._paths_from_checkpoint
+        if not in_checkpoint or path in self._paths_written:
+            self._paths_written.add(path)
+            load = trainer.strategy.checkpoint_io.load_checkpoint
+            # This process wrote the file, so loading it is safe. It may contain hyperparameters of any class.
+            trusting = {"weights_only": False} if "weights_only" in inspect.signature(load).parameters else {}
+            checkpoint = load(path, **trusting)
+        else:
             try:
                 with get_filesystem(path).open(path, "rb") as file:
                     checkpoint = torch.load(file, map_location="cpu", weights_only=True)
@@ -255,12 +247,6 @@ class AOTInductorExport(Callback):
                 )
                 warn_user("CC610", message)
                 return None
-        else:
-            self._written_here.add(path)
-            load = trainer.strategy.checkpoint_io.load_checkpoint
-            # This process wrote the file, so loading it is safe. It may contain hyperparameters of any class.
-            trusting = {"weights_only": False} if "weights_only" in inspect.signature(load).parameters else {}
-            checkpoint = load(path, **trusting)
         module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
         return path
 
@@ -272,7 +258,7 @@ class AOTInductorExport(Callback):
         except AttributeError as error:
             raise ValueError(f"target={self.target!r} is not a submodule: {error}") from None
 
-    def _keep(self, trainer: Trainer, stage: str, batch: Any) -> None:
+    def _store_batch(self, trainer: Trainer, stage: str, batch: Any) -> None:
         """Keep the first batch of a stage, before a step changes it in place."""
         if stage not in self._batches and trainer.is_global_zero:
             self._batches[stage] = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), batch)
@@ -281,29 +267,23 @@ class AOTInductorExport(Callback):
         """Return the example inputs of the exported module, by position and by name."""
         example = pl_module.example_input_array if self.target is None else None
         if example is not None and self.inputs is None:
-            return _as_call(example)
+            return _args_and_kwargs(example)
         if not self._batches:
             text = "there is no example input: the fit ran no batch, and example_input_array is not set"
             raise ExportError(with_code("CC601", text))
         batch = self._batches.get("validate", self._batches.get("train"))
         if self.inputs is not None:
-            return _as_call(self.inputs(batch))
+            return _args_and_kwargs(self.inputs(batch))
         if not isinstance(batch, Mapping):
             return (batch[0] if isinstance(batch, (tuple, list)) and batch else batch,), {}
         parameters = inspect.signature(self._find_target(pl_module).forward).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         named = {name: value for name, value in batch.items() if takes_all or name in parameters}
-        return _as_call(named or (batch,))
+        return _args_and_kwargs(named or (batch,))
 
 
-def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _args_and_kwargs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Convert a tuple of positional inputs, a mapping of inputs by name, or a single input."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return inputs if isinstance(inputs, tuple) else (inputs,), {}
-
-
-def _verdict(compared: Comparison | None) -> dict[str, Any]:
-    if compared is None:
-        return {}
-    return {"verified": compared.verdict, "max_abs_error": compared.max_abs_error}

@@ -15,7 +15,6 @@ from typing_extensions import override
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.callbacks import trainer_calls
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_steps, stage_of
 from compile_callbacks.report.report import CompileReport
@@ -131,7 +130,7 @@ class InductorCompile(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A session belongs to its process. A strategy that spawns processes pickles the callback for each of them.
-        calls = TrainerCalls(self.arguments, keep_compiled=self.keep_compiled, last=self._calls.last)
+        calls = TrainerCalls(self.arguments, keep_compiled=self.keep_compiled, last_report=self._calls.last_report)
         state = {name: value for name, value in vars(self).items() if name != "on_after_backward"}
         return {**state, "_calls": calls}
 
@@ -146,7 +145,7 @@ class InductorCompile(Callback):
 
         If only a copy of this callback ran, this is the report of the copy.
         """
-        return trainer_calls.current_report(self._calls)
+        return self._calls.report()
 
     # ------------------------------------------------------------------------------------------ a Trainer run
 
@@ -197,7 +196,7 @@ class InductorCompile(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin_stage(trainer, pl_module, "train")
         if (session := self._calls.active) is not None and session.gpu.on_gpu:
-            # Only where it has an effect, because each hook takes time in each step.
+            # Only if it has an effect, because each hook takes time in each step.
             self.on_after_backward = self._keep_gradients  # type: ignore[method-assign]
 
     @override
@@ -219,12 +218,12 @@ class InductorCompile(Callback):
             session.step_ends("train", batch, part)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
         if every and (batch_idx + 1) % every == 0:
-            trainer_calls.report_scalars(trainer, self._calls, details=False)
+            self._calls.log_scalars(trainer, details=False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_stage("train")
-        trainer_calls.report_scalars(trainer, self._calls)
+        self._calls.log_scalars(trainer)
 
     # ------------------------------------------------------------- infer phase: validation, test and predict alike
 
@@ -263,7 +262,7 @@ class InductorCompile(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_stage("infer")
         if not trainer.sanity_checking:
-            trainer_calls.report_scalars(trainer, self._calls)
+            self._calls.log_scalars(trainer)
         if trainer.state.fn == "fit":
             self._begin_stage(trainer, pl_module, "train")
 
@@ -288,5 +287,4 @@ class InductorCompile(Callback):
 
     def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         vars(self).pop("on_after_backward", None)
-        if (call := self._calls.end(trainer)) is not None:
-            trainer_calls.write_at_end(trainer, self._calls, call, exception)
+        self._calls.end(trainer, exception)

@@ -1,7 +1,7 @@
 """`TrainerCalls`: the running Trainer call of an `InductorCompile`, from ``setup`` to ``teardown``, and its session.
 
-A Trainer call is one ``trainer.fit``, ``validate``, ``test`` or ``predict``. When a call ends, `write_at_end` writes
-the report to the loggers, a file and the terminal.
+A Trainer call is one ``trainer.fit``, ``validate``, ``test`` or ``predict``. When it ends, `TrainerCalls` writes the
+report to the loggers, a file and the terminal.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from compile_callbacks.callbacks import stack_chunks
 from compile_callbacks.callbacks.trainer_progress import is_stopping
 from compile_callbacks.profiling.steps import Stage
 from compile_callbacks.report import loggers
-from compile_callbacks.report.build import uncompiled_report
 from compile_callbacks.report.console import print_report
 from compile_callbacks.report.loggers import print_line
-from compile_callbacks.report.report import CompileReport
+from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason, unsupported_strategy_reason
@@ -61,13 +60,15 @@ class TrainerCalls:
     A nested call, such as ``trainer.validate(module)`` in a hook of a fit, runs eagerly and is not measured.
     """
 
-    def __init__(self, arguments: CompileArguments, *, keep_compiled: bool, last: LastReport | None = None) -> None:
+    def __init__(
+        self, arguments: CompileArguments, *, keep_compiled: bool, last_report: LastReport | None = None
+    ) -> None:
         self.arguments, self.keep_compiled = arguments, keep_compiled
         self.session: Session | None = None  # the session of the current or last call
         self.active: Session | None = None  # the session if it is running, except in a nested call
-        self.last = last or LastReport()
+        self.last_report = last_report or LastReport()
         self.earlier_state: object = None  # the state from a checkpoint that the next session resumes
-        self.printed = False  # whether the report was printed
+        self._printed = False  # whether the report was printed
         self._call: TrainerCall | None = None
         self._nested: list[Trainer] = []  # the trainers of the nested calls, the outermost first
         self._outer_stage = Stage()  # the stage of the call around the nested calls
@@ -76,15 +77,17 @@ class TrainerCalls:
         """Begin a call, or a nested call."""
         if refused := unsupported_strategy_reason(trainer.strategy):
             raise MisconfigurationException(with_code("CC801", refused))
-        if self._call is not None:
-            if not self._is_over(self._call, trainer, fits=fits):
+        if (call := self._call) is not None:
+            # If another callback raised in ``on_exception``, the earlier call ended without our hook.
+            is_over = call.trainer.state.status != TrainerStatus.RUNNING or (call.trainer is trainer and fits)
+            if not is_over:
                 self._nested.append(trainer)
                 if self.active is not None:
                     self._outer_stage = self.active.stage
                     self.active.stage_begins(dataclasses.replace(self.active.stage, eager=True))
                     self.active = None
                 return
-            self._close(self._call)
+            self._close(call)
         self._nested.clear()
         self._call = TrainerCall(
             trainer=trainer,
@@ -130,32 +133,27 @@ class TrainerCalls:
         self.active = session
         return session
 
-    def end(self, trainer: Trainer) -> TrainerCall | None:
-        """End a call, and return it. Return ``None`` for a nested call, or if an exception prevented `begin`."""
+    def end(self, trainer: Trainer, exception: BaseException | None = None) -> None:
+        """End a call, and write its report. A nested call has no report."""
         if self._is_nested(trainer):
             self._nested.pop()
             if not self._nested and self.session is not None and self.session.running:
                 self.active = self.session
                 self.active.stage_begins(self._outer_stage)
-            return None
+            return
         call = self._call
-        if call is None or call.trainer is not trainer:
-            return None
+        if call is None or call.trainer is not trainer:  # an exception prevented `begin`
+            return
         self._call = self.active = None
         stack_chunks.remove_from(trainer)
         self._close(call)
-        return call
+        self._write_report(call, exception)
 
     def _is_nested(self, trainer: Trainer) -> bool:
         """Return whether a hook of a trainer belongs to a nested call."""
         while self._nested and self._nested[-1] is not trainer:  # another callback raised in ``on_exception``
             self._nested.pop()
         return bool(self._nested)
-
-    @staticmethod
-    def _is_over(call: TrainerCall, trainer: Trainer, *, fits: bool) -> bool:
-        """Return whether a call ended without our hook, because another callback raised in ``on_exception``."""
-        return call.trainer.state.status != TrainerStatus.RUNNING or (call.trainer is trainer and fits)
 
     def _close(self, call: TrainerCall) -> None:
         """Remove the hook and the compiled targets of a call."""
@@ -169,6 +167,38 @@ class TrainerCalls:
                 raise
             reason = in_one_line(describe_failure(error))
             warn_user("CC106", f"InductorCompile could not clean up after the run: {reason}")
+
+    # ------------------------------------------------------------------------------------------ the report
+
+    def report(self) -> CompileReport:
+        """Return the report so far, or the report of a copy of the callback if only the copy ran."""
+        if self.session is not None:
+            return self.session.report()
+        return self.last_report.report or uncompiled_report(self.arguments.configs)
+
+    def log_scalars(self, trainer: Trainer, *, details: bool = True) -> None:
+        """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
+        if self.active and trainer.loggers and trainer.is_global_zero:
+            scalars = self.active.report(details=details).scalars()
+            loggers.log_scalars(trainer.loggers, scalars, trainer.global_step)
+
+    def _write_report(self, call: TrainerCall, exception: BaseException | None) -> None:
+        """Write the report to the loggers, a file and the terminal, and issue the warnings about the whole run."""
+        trainer = call.trainer
+        report = self.last_report.report = self.report()
+        loggers.log_scalars(trainer.loggers, report.scalars(), trainer.global_step)
+        loggers.log_summary(trainer.loggers, report, trainer.global_step, self.arguments.recorded_graphs())
+        path = loggers.write_report(call.report_folder, trainer, report, exception)
+        if self.session is None or not report.has_figures:
+            return
+        if exception is None:
+            self.session.check_run()
+            if not trainer.is_global_zero or (trainer.state.fn != "fit" and self._printed):
+                return
+            self._printed = True
+            print_report(report)
+        if path is not None:
+            print_line(trainer, f"report: {path}")
 
 
 def _unwrap_compiled(pl_module: LightningModule, arguments: CompileArguments) -> None:
@@ -184,39 +214,3 @@ def _resolve_again(pl_module: LightningModule, arguments: CompileArguments) -> S
     """Return the targets of a module that changed during a run."""
     _unwrap_compiled(pl_module, arguments)
     return resolve_targets(pl_module, present_names(pl_module, arguments.targets), LightningModule)
-
-
-# ------------------------------------------------------------------------------------------ the report
-
-
-def current_report(calls: TrainerCalls) -> CompileReport:
-    """Return the report of a callback so far, or the report of its copy if only the copy ran."""
-    if calls.session is not None:
-        return calls.session.report()
-    return calls.last.report or uncompiled_report(calls.arguments.configs)
-
-
-def report_scalars(trainer: Trainer, calls: TrainerCalls, *, details: bool = True) -> None:
-    """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
-    session = calls.active
-    if session and trainer.loggers and trainer.is_global_zero:
-        loggers.log_scalars(trainer.loggers, session.report(details=details).scalars(), trainer.global_step)
-
-
-def write_at_end(trainer: Trainer, calls: TrainerCalls, call: TrainerCall, exception: BaseException | None) -> None:
-    """Write the report when a Trainer call ends, and issue the warnings about the whole run."""
-    report = calls.last.report = current_report(calls)
-    loggers.log_scalars(trainer.loggers, report.scalars(), trainer.global_step)
-    graphs = calls.arguments.recorded_graphs()
-    loggers.log_summary(trainer.loggers, report, trainer.global_step, graphs)
-    path = loggers.write_report(call.report_folder, trainer, report, exception)
-    if calls.session is None or not report.has_figures:
-        return
-    if exception is None:
-        calls.session.check_run()
-        if not trainer.is_global_zero or (trainer.state.fn != "fit" and calls.printed):
-            return
-        calls.printed = True
-        print_report(report)
-    if path is not None:
-        print_line(trainer, f"report: {path}")

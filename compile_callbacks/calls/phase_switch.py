@@ -17,6 +17,7 @@ from compile_callbacks.calls.frozen_weights import unwatchable_reason
 from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
+from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.targets.target import Target
 
@@ -174,7 +175,8 @@ class PhaseSwitch:
         if (reason := unwatchable_reason(target.members[0].module)) is None:
             return True
         message = f"freezing has no effect on target {target.name!r} in the infer phase: {reason}"
-        self._warn.warn("CC204", message, about=(target.name, "freezing"))
+        if self._warn.warn("CC204", message, about=(target.name, "freezing")):
+            self._recorder.record("freezing", CompileKey(target.name, "infer"), reason=message, show=False)
         return False
 
     # ------------------------------------------------------------------------------------------ compiled code

@@ -8,23 +8,24 @@ import sys
 from pathlib import Path
 
 from compile_callbacks.report.contract import ContractError, compare, make_contract, read_contract, read_record
-
-_DESCRIPTION = "Compare a report with a contract. Exit status: 1 if it breaks the contract, 2 if it cannot be compared."
+from compile_callbacks.report.data import FILE_NAME
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
-    parser.description = _DESCRIPTION
+    parser.description = (
+        "Compare a report with a contract. Exit status: 1 if it breaks the contract, 2 if it cannot be compared."
+    )
     add = parser.add_argument
-    add("report", type=Path, metavar="REPORT", help="a compile_report.json, or the folder that contains it")
+    add("report", type=Path, metavar="REPORT", help=f"a {FILE_NAME}, or the folder that contains it")
     add("--against", type=Path, required=True, metavar="CONTRACT", help="the JSON file with the contract")
-    add("--write", action="store_true", help="write the contract that allows what the report contains")
+    add("--write", action="store_true", help="write the contract that allows the figures of the report")
     add("--json", action="store_true", help="print the breaches as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare, and return the exit status."""
-    path = args.report / "compile_report.json" if args.report.is_dir() else args.report
+    path = args.report / FILE_NAME if args.report.is_dir() else args.report
     try:
         if args.write:
             contract, left_out = make_contract(read_record(path))
@@ -42,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"compile-callbacks check: {error if isinstance(error, ContractError) else damaged}\n")
         return 2
     torch = record["environment"].get("torch")
-    other = contract.get("torch", torch) != torch
-    notes = [f"the contract is for torch {contract['torch']}, and the report is of torch {torch}"] if other else []
+    notes = []
+    if contract.get("torch", torch) != torch:
+        notes.append(f"the contract is for torch {contract['torch']}, and the report is of torch {torch}")
     if args.json:
         data = {"breaches": [breach._asdict() for breach in breaches], "missing": missing, "notes": notes}
         sys.stdout.write(json.dumps(data, indent=2) + "\n")

@@ -50,7 +50,7 @@ class Check:
     """The result of one check."""
 
     status: Literal["ok", "warning", "failed"]  # "warning" if some features may not work, "failed" if compiling fails
-    found: str  # what the check found on this machine
+    found: str  # the result on this machine
     impact: str = ""  # the features that will not work
     fix: str = ""
 
@@ -75,10 +75,9 @@ def check_package(package: str) -> Check:
     """Check that a package is installed, new enough for this library, and importable."""
     minimum, impact, fix = _PACKAGES[package]
     version = torch.__version__ if package == "torch" else installed_version(package)  # torch may be a source tree
-    if version is None and package in _OPTIONAL:
-        return Check("ok", f"not installed; {_OPTIONAL[package]}")
     if version is None:
-        return Check("failed", "not installed", impact, fix)
+        use = _OPTIONAL.get(package)
+        return Check("ok", f"not installed; {use}") if use else Check("failed", "not installed", impact, fix)
     if Version(version) < Version(minimum):
         return Check("failed", f"{version}, but this library needs {minimum} or newer", impact, fix)
     try:
@@ -163,8 +162,8 @@ def check_compile(device: str) -> Check:
         return Check("failed", in_one_line(cause), impact, fix)
     seconds = time.perf_counter() - started
     if torch.equal(total, x):
-        variables = "TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE and TORCHDYNAMO_SUPPRESS_ERRORS"
-        return Check("failed", "torch.compile does nothing", impact, f"unset {variables}")
+        fix = "unset TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE and TORCHDYNAMO_SUPPRESS_ERRORS"
+        return Check("failed", "torch.compile does nothing", impact, fix)
     if not torch.equal(total, x + number):
         impact = "compiled modules compute wrong results"
         return Check("failed", "a compiled addition returns a wrong sum", impact, "pip install --force-reinstall torch")
@@ -181,15 +180,13 @@ _CHECKS: dict[str, Callable[[], Check | None]] = {
     "compile on GPU": lambda: check_compile("cuda") if torch.cuda.is_available() else None,
 }
 
-_DESCRIPTION = """\
-Check everything that torch.compile needs, and compile an addition. If something is missing, print what will not work
-and how to fix it. The exit status is 1 if a check failed; a missing GPU is not a failure.
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
-    parser.description = _DESCRIPTION
+    parser.description = (
+        "Check everything that torch.compile needs, and compile an addition. If something is missing, print what will "
+        "not work and how to fix it. The exit status is 1 if a check failed; a missing GPU is not a failure."
+    )
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 
 
@@ -203,14 +200,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         data = {"ok": not failures, "checks": [{"name": name, **asdict(check)} for name, check in checks.items()]}
         sys.stdout.write(json.dumps(data, indent=2) + "\n")
-        return 1 if failures else 0
+        return int(failures > 0)
     print_texts(("check", "status", "found"), [(name, check.status, check.found) for name, check in checks.items()])
     for name, check in checks.items():
         if check.impact:
             sys.stdout.write(f"\n{name}: {check.impact}\n  to fix it: {check.fix}\n")
-    next_step = "nothing failed: add InductorCompile() to your Trainer's callbacks"
-    sys.stdout.write(f"\n{failures} of {len(checks)} checks failed\n" if failures else f"\n{next_step}\n")
-    return 1 if failures else 0
+    success = "nothing failed: add InductorCompile() to your Trainer's callbacks"
+    sys.stdout.write(f"\n{f'{failures} of {len(checks)} checks failed' if failures else success}\n")
+    return int(failures > 0)
 
 
 def run_checks() -> dict[str, Check]:

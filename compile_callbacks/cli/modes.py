@@ -15,11 +15,6 @@ from compile_callbacks._utils.device import as_device
 from compile_callbacks.config import templates
 from compile_callbacks.report.console import print_texts
 
-_DESCRIPTION = """\
-List the names that train_mode and infer_mode accept: the modes of the installed torch, and the templates of options.
-The last column tells whether each mode or template works on this machine.
-"""
-
 _USED_FOR = {
     "default": "Fused kernels: the usual choice",
     "reduce-overhead": "CUDA graphs: a step is one launch, for CPU-bound models on a GPU",
@@ -31,7 +26,10 @@ _USED_FOR = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
-    parser.description = _DESCRIPTION
+    parser.description = (
+        "List the names that train_mode and infer_mode accept: the modes of the installed torch, and the templates of "
+        "options. The last column tells whether each mode or template works on this machine."
+    )
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
@@ -59,18 +57,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _list_modes(device: torch.device) -> list[dict[str, Any]]:
     """Return the modes and templates as JSON-ready data. ``"lacks"`` names a missing requirement, or ``None``."""
+
+    def lacks(options: Mapping[str, Any]) -> str | None:
+        without_effect = options.get("triton.cudagraphs") and device.type != "cuda"
+        return "its CUDA graphs have no effect without a GPU" if without_effect else None
+
     rows: list[tuple[Any, ...]] = []
     for name in _torch.inductor.mode_names():
-        options = _torch.inductor.resolve_options(name, {}, None)
-        rows.append((name, "mode", _USED_FOR.get(name, ""), None, options, _lacks_cudagraphs(options, device)))
+        options = _torch.inductor.options_of_mode(name)
+        rows.append((name, "mode", _USED_FOR.get(name, ""), None, options, lacks(options)))
     for template in map(templates.get, templates.names()):
-        lacks = template.falls_back(device) or _lacks_cudagraphs(template.resolved_options(device), device)
-        lacks = lacks and lacks.removeprefix(f"template {template.name!r} ")
-        rows.append((template.name, "template", template.description, template.mode, dict(template.options), lacks))
+        falls_back = template.falls_back(device)
+        reason = falls_back.removeprefix(f"template {template.name!r} ") if falls_back else None
+        reason = reason or lacks(template.resolved_options(device))
+        rows.append((template.name, "template", template.description, template.mode, dict(template.options), reason))
     return [dict(zip(("name", "kind", "description", "mode", "options", "lacks"), row, strict=True)) for row in rows]
-
-
-def _lacks_cudagraphs(options: Mapping[str, Any], device: torch.device) -> str | None:
-    if options.get("triton.cudagraphs") and device.type != "cuda":
-        return "its CUDA graphs have no effect without a GPU"
-    return None

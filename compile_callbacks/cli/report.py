@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compile_callbacks.report.console import grouped_table, print_report, print_table, print_texts, report_parts
-from compile_callbacks.report.file import FILE_NAME, read_records, report_in
+from compile_callbacks.report.console import grouped_table, print_report, print_table, print_texts
+from compile_callbacks.report.data import FILE_NAME
+from compile_callbacks.report.file import read_records, report_in
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.report.table import sections, zeros_line
 
@@ -75,7 +76,7 @@ def _read_calls(path: Path, errors: list[str]) -> list[_Call]:
         for number, record in enumerate(records, 1):
             try:
                 call = _Call(file, record, report_in(record))
-                report_parts(call.report), sections(call.report)  # raises if a part cannot be printed
+                str(call.report), sections(call.report)  # raises if the report cannot be printed
                 calls.append(call)
             except Exception as error:
                 errors.append(f"{file}, record {number} is damaged: {type(error).__name__}: {error}")

@@ -14,8 +14,9 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments, reference_to
 from compile_callbacks._utils.messages import check_fields, check_type, part_of
+from compile_callbacks._utils.phases import EAGER as EAGER
 from compile_callbacks.config import templates
-from compile_callbacks.config.options import as_options, check_loaded, check_mode
+from compile_callbacks.config.options import as_options, check_loaded_settings, check_mode
 from compile_callbacks.passes.base import HOOK_OPTIONS, PASS_TYPES, as_passes, pass_hook, pass_identity, pass_name
 
 
@@ -85,14 +86,14 @@ class InductorConfig:
             text = f"activation_memory_budget={budget!r} must be from 0 (recompute everything) to 1 (keep everything)"
             raise ValueError(with_code("CC205", text))
         object.__setattr__(self, "passes", as_passes(self.passes, "passes"))
-        self.check_pass_hooks(self.passes)
+        self.check_hook_points(self.passes)
 
     def _check_mode_is_alone(self) -> None:
         """Refuse a mode together with options or a template, because both would set the same options."""
         if self.mode == "default":
             return
         if self.options:
-            both = {**_torch.inductor.resolve_options(self.mode, {}, None), **self.options}
+            both = {**_torch.inductor.options_of_mode(self.mode), **self.options}
             text = (
                 f"mode={self.mode!r} and options={dict(self.options)!r} cannot be combined, as in torch.compile; set "
                 f"the options of both, options={both!r}"
@@ -102,7 +103,7 @@ class InductorConfig:
             text = f"mode={self.mode!r} and template={self.template!r} cannot be combined; a template includes a mode"
             raise ValueError(with_code("CC203", text))
 
-    def check_pass_hooks(self, passes: Sequence[Any]) -> None:
+    def check_hook_points(self, passes: Sequence[Any]) -> None:
         """Refuse a pass at a hook point that ``options`` also set, because torch runs only one pass there."""
         for graph_pass in passes:
             option = HOOK_OPTIONS[pass_hook(graph_pass)]
@@ -154,12 +155,12 @@ class InductorConfig:
             device: The module's device. The method omits options that the device does not support. If ``None``, the
                 method omits nothing.
         """
-        options = _torch.inductor.resolve_options(self.mode, {}, self.dynamic)
+        options = _torch.inductor.options_of_mode(self.mode)
         if self.template is not None:
             options |= templates.get(self.template).resolved_options(device)
         if self.freezing is not None:
             options["freezing"] = self.freezing
-        return options | _torch.inductor.resolve_options(None, self.options, self.dynamic)
+        return {**options, **self.options}
 
     def template_falls_back(self, device: torch.device) -> str | None:
         """Return the reason why the template falls back on a device, and the fallback; or ``None`` if it does not."""
@@ -199,7 +200,7 @@ class InductorConfig:
             TypeError: If ``data`` is not a mapping, or a value has the wrong type.
         """
         check_fields(data, InductorConfig)
-        check_loaded(data, allow_passes)
+        check_loaded_settings(data, allow_passes)
         return cls(**data)
 
     @functools.cached_property
@@ -227,9 +228,6 @@ def _as_text(value: object) -> str:
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return repr(value)
 
-
-EAGER = "eager"
-"""The mode of a phase that this library does not compile."""
 
 Mode = str | Mapping[str, Any] | InductorConfig | None
 """The type of a mode argument. ``Mapping`` comes before the class, so that LightningCLI passes a YAML mapping

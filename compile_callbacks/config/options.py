@@ -40,7 +40,7 @@ def as_options(options: Any) -> Mapping[str, Any]:
         if name in HOOK_OPTIONS.values():
             if value is not None:  # torch accepts a string here, but then compiles nothing
                 (value,) = as_passes((value,), f"options[{given!r}]")
-        elif not _fits(value, expected := _torch.inductor.option_type(name)):
+        elif not _has_type(value, expected := _torch.inductor.option_type(name)):
             name_of_type = expected.__name__ if isinstance(expected, type) else str(expected)
             text = f"options[{given!r}]={value!r} must be of type {name_of_type}, not {type(value).__name__}"
             raise TypeError(with_code("CC202", text))
@@ -48,7 +48,7 @@ def as_options(options: Any) -> Mapping[str, Any]:
     return types.MappingProxyType(checked)
 
 
-def check_loaded(data: Mapping[str, Any], allow_passes: Sequence[str]) -> None:
+def check_loaded_settings(data: Mapping[str, Any], allow_passes: Sequence[str]) -> None:
     """Refuse values of loaded settings that could run code: paths, commands and modules."""
     if isinstance(allow_passes, str) or not isinstance(allow_passes, Sequence):
         text = f"allow_passes={allow_passes!r} must be a list of import paths, 'module:name'"
@@ -83,15 +83,15 @@ def _option_name(given: object) -> str:
     raise ValueError(with_code("CC201", f"options key {given!r} is unknown in torch {torch.__version__}; {hint}"))
 
 
-def _fits(value: object, expected: Any) -> bool:
+def _has_type(value: object, expected: Any) -> bool:
     """Return whether a value has an annotated type. Annotations that cannot be checked accept every value."""
     origin = typing.get_origin(expected)
     if origin is typing.Literal:
         return value in typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, choice) for choice in typing.get_args(expected))
+        return any(_has_type(value, choice) for choice in typing.get_args(expected))
     if origin is not None:
-        return _fits(value, origin)
+        return _has_type(value, origin)
     if expected is Callable or not isinstance(expected, type):
         return True
     if isinstance(value, bool) and expected is not bool:  # isinstance accepts a boolean as an integer

@@ -47,7 +47,7 @@ class Template:
                 ``None``, the method omits nothing.
         """
         options = self.options if device is None or self.works_on(device) else {}
-        return {**_torch.inductor.resolve_options(self.mode, {}, None), **options}
+        return {**_torch.inductor.options_of_mode(self.mode), **options}
 
     def falls_back(self, device: torch.device) -> str | None:
         """Return a sentence with the reason and the fallback on a device, or ``None`` if the template needs none."""

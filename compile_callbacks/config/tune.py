@@ -85,14 +85,14 @@ class Tune:
         """The graph passes of all candidates."""
         return tuple(graph_pass for config in self.configs for graph_pass in config.passes)
 
-    def check_pass_hooks(self, passes: Sequence[Any]) -> None:
+    def check_hook_points(self, passes: Sequence[Any]) -> None:
         """Refuse passes at a hook point that the options of a candidate set.
 
         Raises:
             ValueError: If a candidate sets the hook point of a pass.
         """
         for config in self.configs:
-            config.check_pass_hooks(passes)
+            config.check_hook_points(passes)
 
     def describe(self) -> str:
         """Return the candidates, and the arguments that differ from their defaults, in one line."""
@@ -109,7 +109,7 @@ class Tune:
 
 
 PhaseMode = str | Mapping[str, Any] | InductorConfig | Tune | None
-"""The type of ``train_mode`` and ``infer_mode``. `Mode` tells why ``Mapping`` comes first."""
+"""The type of ``train_mode`` and ``infer_mode``. `inductor_config.Mode` tells why ``Mapping`` comes first."""
 
 PhaseConfig = InductorConfig | Tune | None
 """A converted `PhaseMode`. ``None`` if the phase is not compiled."""

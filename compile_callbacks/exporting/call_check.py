@@ -66,27 +66,27 @@ class CallSpec:
         try:
             return self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(self._misfit(str(error))) from None
+            raise TypeError(self._mismatch(str(error))) from None
 
     def tensors(self, bound: inspect.BoundArguments) -> list[torch.Tensor]:
         """Check the inputs of a call, and return its tensors in the order and layout of the package."""
         leaves = dict(_leaves(bound))
-        for odd in sorted(leaves.keys() ^ self.inputs.keys()):
-            raise TypeError(self._misfit(f"input {odd!r} {'was not exported' if odd in leaves else 'is missing'}"))
+        for name in sorted(leaves.keys() ^ self.inputs.keys()):
+            raise TypeError(self._mismatch(f"input {name!r} {'was not exported' if name in leaves else 'is missing'}"))
         batches: dict[int, str] = {}
-        found = []
+        tensors = []
         for name, (expected, has_batch, memory_format) in self.inputs.items():
             value = leaves[name]
             if _text(value, has_batch) != expected:
-                raise ValueError(self._misfit(f"input {name!r} is {_text(value)}"))
+                raise ValueError(self._mismatch(f"input {name!r} is {_text(value)}"))
             if memory_format is not None:
-                found.append(value.contiguous(memory_format=_FORMATS[memory_format]))
+                tensors.append(value.contiguous(memory_format=_FORMATS[memory_format]))
             if has_batch:
                 batches.setdefault(value.shape[0], name)
         if len(batches) > 1:
-            each = " and ".join(f"{size} in {name!r}" for size, name in batches.items())
-            raise ValueError(self._misfit(f"the inputs have different batch sizes, {each}"))
-        return found
+            sizes = " and ".join(f"{size} in {name!r}" for size, name in batches.items())
+            raise ValueError(self._mismatch(f"the inputs have different batch sizes, {sizes}"))
+        return tensors
 
     def batches(self, bound: inspect.BoundArguments) -> dict[str, torch.Tensor]:
         """Return the tensors of a call whose dimension 0 is the batch, by name."""
@@ -112,7 +112,7 @@ class CallSpec:
         inputs = self.inputs.items()
         return ", ".join(f"{name}{'=' if each.memory_format is None else ': '}{each.text}" for name, each in inputs)
 
-    def _misfit(self, problem: str) -> str:
+    def _mismatch(self, problem: str) -> str:
         return with_code("CC605", f"{problem}; the package takes {self}")
 
 

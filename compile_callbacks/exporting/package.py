@@ -107,7 +107,13 @@ def export(
         torch.Size([3, 2])
         >>> folder.cleanup()
     """
-    named = _check_inputs(module, args, kwargs)
+    check_type("module", module, nn.Module, "a torch.nn.Module")
+    check_not_sharded(module)
+    if not isinstance(args, tuple):
+        hint = "; pass one tensor as (tensor,)" if isinstance(args, torch.Tensor) else ""
+        text = f"args must be a tuple of positional inputs, not {type(args).__name__}{hint}"
+        raise TypeError(with_code("CC202", text))
+    check_type("kwargs", kwargs, (Mapping, type(None)), "a mapping of names to inputs, or None")
     path = check_path(path)
     check_choice("format", format, get_args(Format))
     check_choice("verify", verify, get_args(VerifyPackage))
@@ -115,7 +121,7 @@ def export(
     config = as_compiling_config(mode)
     if format == "export" and config != InductorConfig():
         warn_user("CC204", f"mode={config.describe()!r} has no effect with format='export', which compiles nothing")
-    call = _ExportedCall(_torch.dynamo.unwrap_dynamo(module), args, named, dynamic_batch=dynamic_batch)
+    call = _ExportedCall(_torch.dynamo.unwrap_dynamo(module), args, dict(kwargs or {}), dynamic_batch=dynamic_batch)
     metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
     check_writable(path)
     with atomic_write(path) as temporary, evaluating(module), _torch.export.own_warnings_off():
@@ -145,8 +151,8 @@ def compare_with_eager(
     """Compare the outputs of a package with the outputs of the original module."""
 
     def run(function: Callable[..., Any], convert: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Results:
-        own_args, own_kwargs = tree_map_only(torch.Tensor, convert, (args, kwargs))
-        outputs = tree_leaves(function(*own_args, **own_kwargs))
+        copied_args, copied_kwargs = tree_map_only(torch.Tensor, convert, (args, kwargs))
+        outputs = tree_leaves(function(*copied_args, **copied_kwargs))
         return Results({f"output {i}": leaf for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)})
 
     def run_in_double(which: str, keep: Collection[str]) -> Results:
@@ -171,15 +177,15 @@ def compare_with_eager(
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Put a module into evaluation mode without gradients; restore its training flags and torch's generators after."""
-    modes = {part: part.training for part in module.modules()}
+    training_flags = {submodule: submodule.training for submodule in module.modules()}
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         with torch.no_grad(), torch.random.fork_rng(devices):
             module.eval()
             yield
     finally:
-        for part, training in modes.items():
-            part.training = training
+        for submodule, training in training_flags.items():
+            submodule.training = training
 
 
 class _ExportedCall:
@@ -205,11 +211,11 @@ class _ExportedCall:
         ids = set(map(id, batches.values()))
 
         def example(tensor: torch.Tensor) -> torch.Tensor:
-            own = copy_in_package_layout(tensor)
+            copied = copy_in_package_layout(tensor)
             if id(tensor) not in ids:
-                return own
+                return copied
             # torch.export makes a size of 1 a constant, so repeat the sample once. The program is the same.
-            self._batches.append(torch.cat([own, own]) if batch == 1 else own)
+            self._batches.append(torch.cat([copied, copied]) if batch == 1 else copied)
             return self._batches[-1]
 
         self.args, self.kwargs = tree_map_only(torch.Tensor, example, (bound.args, bound.kwargs))
@@ -262,17 +268,6 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
             warn_user("CC701", f"{in_one_line(str(failure))}; the package is compiled without this pass")
 
 
-def _check_inputs(module: nn.Module, args: object, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    check_type("module", module, nn.Module, "a torch.nn.Module")
-    check_not_sharded(module)
-    if not isinstance(args, tuple):
-        hint = "; pass one tensor as (tensor,)" if isinstance(args, torch.Tensor) else ""
-        text = f"args must be a tuple of positional inputs, not {type(args).__name__}{hint}"
-        raise TypeError(with_code("CC202", text))
-    check_type("kwargs", kwargs, (Mapping, type(None)), "a mapping of names to inputs, or None")
-    return dict(kwargs or {})
-
-
 def _describe_trace_error(error: Exception) -> str:
     """Return the first lines of torch's message, and the line of the user's code."""
     reason = in_one_line(re.split("\n\n|For more information|The following call raised", str(error))[0], 400)
@@ -289,10 +284,10 @@ def _describe_trace_error(error: Exception) -> str:
 def check_path(path: str | os.PathLike[str]) -> Path:
     """Check that the ``path`` argument is a path that ends in ``.pt2``."""
     check_type("path", path, (str, os.PathLike), "a path")
-    found = Path(path)
-    if found.suffix != ".pt2":
-        raise ValueError(with_code("CC205", f"path={str(found)!r} must end in '.pt2'"))
-    return found
+    path = Path(path)
+    if path.suffix != ".pt2":
+        raise ValueError(with_code("CC205", f"path={str(path)!r} must end in '.pt2'"))
+    return path
 
 
 def check_writable(path: Path) -> None:

@@ -93,7 +93,7 @@ class Verification:
         settings, (target, phase) = self.fallback.settings, self.fallback.key[:2]
         fix = None
         if comparison.verdict == "not compared" and comparison.reason in (_DROPOUT, _RANDOM_NUMBERS):
-            mode = self.fallback.recorder.mode_argument(phase)
+            mode = self.fallback.recorder.mode_arguments[phase]
             fix = f'{mode}={{"options": {{"fallback_random": True}}}} makes it comparable, but slower'
         verdict, reason = comparison.verdict, comparison.reason
         self.fallback.recorder.record(

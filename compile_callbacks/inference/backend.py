@@ -23,8 +23,7 @@ from compile_callbacks.graphs.failures import NewShapes, OnError, TargetSettings
 from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.inference import saved_state
 from compile_callbacks.inference.saved_state import Sample, SampleLike, as_samples
-from compile_callbacks.report.build import uncompiled_report
-from compile_callbacks.report.report import CompileReport
+from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.grad_mode import GradModeSession
 from compile_callbacks.targets.fsdp import check_not_sharded
@@ -58,14 +57,9 @@ class InductorBackend:
     Args:
         mode: The settings: a mode of ``torch.compile``, a template's name, an `InductorConfig`, or a mapping of its
             fields. ``freezing`` freezes the weights into the code.
-        verify: The reaction if a graph differs from eager by more than rounding explains, at its first execution.
-            ``"warn"`` warns, ``"eager"`` warns and runs the module eagerly, and ``"raise"`` raises a `CompileError`.
-            ``"off"`` skips the comparison.
-        on_error: The reaction if the compiler fails: ``"eager"`` warns and runs the module eagerly; ``"raise"`` raises
-            a `CompileError`, and `build` does not change the backend.
-        new_shapes: The reaction to an input whose shape no sample has. ``"recompile"`` recompiles, up to torch's
-            recompile limit. ``"eager"`` runs new shapes eagerly, and compiles a shape that recurs often. ``"raise"``
-            raises a `CompileError`.
+        verify: The reaction if a graph differs from eager at its first execution. See `InductorCompile`.
+        on_error: The reaction if the compiler fails. See `InductorCompile`. A `build` that raises changes nothing.
+        new_shapes: The reaction to an input whose shape no sample has. See `InductorCompile`.
         name: The backend's name in messages. If ``None``, the name is ``"InductorBackend"``.
 
     Attributes:
@@ -106,7 +100,7 @@ class InductorBackend:
         self.state: State = "init"
         self.device: torch.device | None = None
         self._module: nn.Module | None = None
-        self._parts: list[nn.Module] = []  # the module and its submodules
+        self._modules: list[nn.Module] = []  # the module and its submodules
         self._samples: list[Sample] = []
         self._session: GradModeSession | None = None
         self._undo = contextlib.ExitStack()
@@ -157,10 +151,10 @@ class InductorBackend:
                 weights are on several devices.
             CompileError: If the compiler fails and ``on_error="raise"``, or results differ and ``verify="raise"``.
         """
-        after = self._after("build")
-        found, copies = _check_module(module), as_samples(samples)
-        self._start(module, copies, (found or "cpu") if device is None else device)
-        self._samples, self.state = copies, after
+        self._after("build")
+        home, copies = _check_module(module), as_samples(samples)
+        self._compile("build", module, copies, (home or "cpu") if device is None else device)
+        self._samples = copies
         return self
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +173,7 @@ class InductorBackend:
         """
         if self._session is None:
             self._after("infer")
-        return _call(self._parts, self.device, args, kwargs)
+        return _call(self._modules, self.device, args, kwargs)
 
     def deactivate(self) -> None:
         """Free compiled code, frozen weights and CUDA graphs, and restore the module.
@@ -192,7 +186,7 @@ class InductorBackend:
         """
         after = self._after("deactivate")
         self._report = self.report
-        self._session, self._parts, self.state = None, [], after
+        self._session, self._modules, self.state = None, [], after
         self._finalizer.detach()
         try:
             self._undo.close()
@@ -208,9 +202,7 @@ class InductorBackend:
             ValueError: If the device cannot be used, or the module is already compiled.
             CompileError: For the reasons that `build` lists.
         """
-        after = self._after("activate")
-        self._start(self._module, self._samples, self.device)
-        self.state = after
+        self._compile("activate", self._module, self._samples, self.device)
 
     def deploy(self, device: str | torch.device | None = None) -> None:
         """Compile a loaded backend permanently, and delete its samples. A deployed backend only allows `infer`.
@@ -223,9 +215,8 @@ class InductorBackend:
             ValueError: For the reasons that `activate` lists.
             CompileError: For the reasons that `build` lists.
         """
-        after = self._after("deploy")
-        self._start(self._module, self._samples, self.device if device is None else device)
-        self._samples, self.state = [], after
+        self._compile("deploy", self._module, self._samples, self.device if device is None else device)
+        self._samples = []
 
     def to_dict(self) -> dict[str, Any]:
         """Return the backend as data that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
@@ -247,7 +238,7 @@ class InductorBackend:
             "on_error": self._settings.on_error,
             "new_shapes": self._settings.new_shapes,
             "device": str(self.device),
-            **saved_state.saved(self._module, self._samples),
+            **saved_state.state_of(self._module, self._samples),
         }
 
     @classmethod
@@ -266,8 +257,7 @@ class InductorBackend:
         Args:
             module: A module of the same class and architecture. The method loads the saved weights into the module.
             state: The data.
-            allow_passes: The import paths of the graph passes that may be imported, ``["module:name"]``. The method
-                refuses any other pass.
+            allow_passes: See `InductorConfig.from_dict`.
             samples: The samples to compile on, as `build` takes them. If ``None``, the backend makes tensors with the
                 saved shapes, dtypes and strides: floating-point tensors of random numbers, and other tensors of 0.
                 Pass samples if values decide the control flow, or if the module refuses a length of 0.
@@ -279,7 +269,7 @@ class InductorBackend:
                 values.
         """
         _check_module(module)
-        saved_state.check_saved(state)
+        saved_state.check_state(state)
         backend = cls(
             InductorConfig.from_dict(state["config"], allow_passes=allow_passes),
             verify=state["verify"],
@@ -288,7 +278,7 @@ class InductorBackend:
             name=state["name"],
         )
         backend.device = torch.device(state["device"])
-        backend._samples = as_samples(saved_state.with_values(state["samples"]) if samples is None else samples)
+        backend._samples = as_samples(saved_state.filled_samples(state["samples"]) if samples is None else samples)
         saved_state.load_weights(state, module)
         backend._module, backend.state = module, "checkpoint_loaded"
         return backend
@@ -302,48 +292,51 @@ class InductorBackend:
             raise RuntimeError(with_code("CC606", text))
         return allowed[call]
 
-    def _start(self, module: Any, samples: Sequence[Sample], device: str | torch.device | None) -> None:
+    def _compile(self, call: str, module: Any, samples: Sequence[Sample], device: str | torch.device | None) -> None:
         """Move and compile the module, and run each sample once. If this fails, restore the module."""
-        home, checked, parts = _check_module(module), as_device(device), list(module.modules())
+        after = self._after(call)
+        home, target, modules = _check_module(module), as_device(device), list(module.modules())
         arguments = CompileArguments(
-            configs={"train": None, "infer": self.config}, target_settings=self._settings, mode_argument="mode"
+            configs={"train": None, "infer": self.config},
+            target_settings=self._settings,
+            mode_arguments={"train": "mode", "infer": "mode"},
         )
         session = GradModeSession(module, [Target("forward", (Callee("forward", module),))], arguments)
         with contextlib.ExitStack() as undo:
-            undo.callback(_restore, parts, list(map(_is_training, parts)), home)
+            undo.callback(_restore, modules, list(map(_is_training, modules)), home)
             undo.callback(_end, session)
-            module.to(checked).eval()
+            module.to(target).eval()
             session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
             before = Snapshot(module)
             try:
                 for sample in samples:
-                    args, kwargs = saved_state.on_device(sample, checked)
+                    args, kwargs = saved_state.on_device(sample, target)
                     session.allow_shapes(args, kwargs)
-                    _call(parts, checked, args, kwargs)
+                    _call(modules, target, args, kwargs)
             finally:
                 before.restore()
             session.check("infer")
             self._undo = undo.pop_all()
-        self._module, self._parts, self.device, self._session = module, parts, checked, session
+        self._module, self._modules, self.device, self._session, self.state = module, modules, target, session, after
         self._finalizer = weakref.finalize(self, _end, session)
         self._finalizer.atexit = False
 
 
-def _call(parts: list[nn.Module], device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a compiled module, the first of ``parts``, with tensors that the compiled graphs accept."""
-    if True in map(_is_training, parts):  # faster than any(...), because each call checks this
-        parts[0].eval()
+def _call(modules: list[nn.Module], device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a compiled module, the first of ``modules``, with tensors that the compiled graphs accept."""
+    if True in map(_is_training, modules):  # faster than any(...), because each call checks this
+        modules[0].eval()
     # In inference mode, Inductor would compile another graph, and code outside could not use the outputs.
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
-            return _call(parts, device, args, kwargs)
+            return _call(modules, device, args, kwargs)
     with_grad = torch.is_grad_enabled()
     _torch.autograd.set_grad_enabled(False)
     try:
         converted = [_accepted(value, device) for value in args]
         if kwargs:
             kwargs = {name: _accepted(value, device) for name, value in kwargs.items()}
-        return parts[0](*converted, **kwargs)
+        return modules[0](*converted, **kwargs)
     finally:
         _torch.autograd.set_grad_enabled(with_grad)
 
@@ -364,12 +357,12 @@ def _end(session: GradModeSession) -> None:
     session.free_compiled()
 
 
-def _restore(parts: list[nn.Module], training: list[bool], device: torch.device | None) -> None:
-    """Move a module, the first of ``parts``, to a device, and set its training flags."""
+def _restore(modules: list[nn.Module], training: list[bool], device: torch.device | None) -> None:
+    """Move a module, the first of ``modules``, to a device, and set its training flags."""
     if device is not None:
-        parts[0].to(device)
-    for part, flag in zip(parts, training, strict=True):
-        part.training = flag
+        modules[0].to(device)
+    for submodule, flag in zip(modules, training, strict=True):
+        submodule.training = flag
 
 
 def _check_module(module: nn.Module) -> torch.device | None:

@@ -12,10 +12,7 @@ from torch.utils._pytree import keystr, tree_map_only, tree_map_with_path
 from compile_callbacks._utils.errors import with_code
 
 FORMAT = "compile_callbacks.InductorBackend"
-"""The name of the format that `to_dict` writes into the data."""
-
-VERSION = 1
-"""The version of the data. Increase it with each change that an older version of this library would misread."""
+VERSION = 1  # increase it with each change that an older version of this library would misread
 
 _FIELDS = {"name", "config", "verify", "on_error", "new_shapes", "device", "module", "state_dict", "samples"}
 
@@ -56,19 +53,19 @@ def on_device(sample: Sample, device: torch.device) -> tuple[tuple[Any, ...], di
     return ((), copied) if isinstance(copied, dict) else (copied, {})
 
 
-def with_values(samples: Any) -> Any:
+def filled_samples(samples: Any) -> Any:
     """Replace the saved tensors, which have no values, by CPU tensors of random numbers, or of 0 for integers."""
 
-    def synthetic(tensor: torch.Tensor) -> torch.Tensor:
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
         filled = torch.zeros_like(tensor, device="cpu")
         if filled.is_floating_point() or filled.is_complex():
             filled.copy_(torch.rand(filled.shape, generator=torch.Generator().manual_seed(0)))
         return filled
 
-    return tree_map_only(torch.Tensor, synthetic, samples)
+    return tree_map_only(torch.Tensor, fill, samples)
 
 
-def saved(module: nn.Module, samples: list[Sample]) -> dict[str, Any]:
+def state_of(module: nn.Module, samples: list[Sample]) -> dict[str, Any]:
     """Return the format, the weights, and the samples without the values of their tensors."""
     weights = module.state_dict()  # has an attribute with the versions of the modules, which `torch.save` keeps
     for name, value in weights.items():
@@ -97,17 +94,17 @@ def _plain(value: Any, where: str) -> Any:
         text = f"{where}{keystr(path)} is of type {type(leaf).__name__}, which cannot be saved as plain data"
         raise ValueError(with_code("CC607", text))
 
-    return tree_map_with_path(plain, value, is_leaf=lambda part: type(part) not in (list, tuple, dict))
+    return tree_map_with_path(plain, value, is_leaf=lambda node: type(node) not in (list, tuple, dict))
 
 
-def check_saved(data: object) -> None:
+def check_state(data: object) -> None:
     """Check that this library can read the data."""
     if not isinstance(data, Mapping):
         text = f"state must be the mapping that InductorBackend.to_dict() returned, not {type(data).__name__}"
         raise TypeError(with_code("CC607", text))
     for name, expected in (("format", FORMAT), ("version", VERSION)):
-        if (found := data.get(name)) != expected:
-            text = f"state has the {name} {found!r}, and this library reads {name} {expected!r}"
+        if (value := data.get(name)) != expected:
+            text = f"state has the {name} {value!r}, and this library reads {name} {expected!r}"
             raise ValueError(with_code("CC607", text))
     for name in sorted(_FIELDS - data.keys()):
         raise ValueError(with_code("CC607", f"state has no {name!r}"))
@@ -117,13 +114,15 @@ def load_weights(data: Mapping[str, Any], module: nn.Module) -> None:
     """Load the saved weights into a module."""
     if data["module"] != (name := type(module).__qualname__):
         raise ValueError(with_code("CC607", f"state is of a module of class {data['module']!r}, not of {name!r}"))
-    states = (data["state_dict"], module.state_dict())
-    found, expected = ({key: _describe(value) for key, value in each.items()} for each in states)
+    saved, expected = (
+        {key: _describe(value) for key, value in weights.items()}
+        for weights in (data["state_dict"], module.state_dict())
+    )
     # `load_state_dict` also checks names and shapes, but only while it changes the weights, and it converts dtypes.
-    if odd := next((key for key in expected | found if expected.get(key) != found.get(key)), None):
+    if key := next((key for key in expected | saved if expected.get(key) != saved.get(key)), None):
         text = (
-            f"state['state_dict'] does not fit module: {odd!r} is {found.get(odd, 'missing')} in state, and "
-            f"{expected.get(odd, 'missing')} in module"
+            f"state['state_dict'] does not fit module: {key!r} is {saved.get(key, 'missing')} in state, and "
+            f"{expected.get(key, 'missing')} in module"
         )
         raise ValueError(with_code("CC607", text))
     module.load_state_dict(data["state_dict"])

@@ -6,7 +6,7 @@
 from compile_callbacks.passes.base import GraphPass, graph_pass
 from compile_callbacks.passes.library.max_pool_backward import TritonMaxPoolBackward
 from compile_callbacks.passes.manager import GraphPassError, PassRun
-from compile_callbacks.passes.recording import RecordedGraph, RecordGraphs
+from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes.rewriting import (
     PatternMatch,
     PatternPass,

@@ -157,10 +157,9 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
         the constructor's arguments, the hook point and this library's version. It does not cover other files that the
         code imports or reads.
 
-        An argument or a class attribute can be a number, string, enum, dtype, device, operator, small tensor, pass, a
-        function or class with a source file, or a list, set or mapping of these. For any other value, and for a class
-        that is defined in a function or in a notebook, this method returns ``None``, and torch does not cache the
-        graph.
+        An argument or a class attribute can be a number, string, enum, dtype, device, operator, small tensor, function
+        with a source file, or a list, tuple or dict of these. For any other value, and for a class that is defined in a
+        function or in a notebook, this method returns ``None``, and torch does not cache the graph.
         """
         return self._identity
 

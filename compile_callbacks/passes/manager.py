@@ -126,11 +126,10 @@ class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
         uuids = [graph_pass.uuid() for graph_pass in self.passes]
         return None if None in uuids else digest([self.hook, self.phase, *map(repr, uuids)])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PassManager:
+    def __deepcopy__(self, memo: object = None) -> PassManager:
         return self
 
-    def __copy__(self) -> PassManager:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> Any:
         # torch 2.11 pickles the options into its cache key, including the pass at "pre_grad".
@@ -149,9 +148,9 @@ def pass_options(
     """Return the Inductor options that run these passes, except ``skipped``, in one phase."""
     options = {}
     for hook, option in HOOK_OPTIONS.items():
-        here = tuple(p for p in passes if pass_hook(p) == hook and not any(p is other for other in skipped))
-        if here:
-            options[option] = PassManager(here, hook, phase, on_run)
+        run = tuple(p for p in passes if pass_hook(p) == hook and not any(p is failed for failed in skipped))
+        if run:
+            options[option] = PassManager(run, hook, phase, on_run)
     return options
 
 

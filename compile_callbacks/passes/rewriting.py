@@ -83,9 +83,10 @@ class PatternPass(GraphPass):
         check_type("where", where, (Callable, type(None)), "a function of a PatternMatch or None")  # type: ignore[arg-type]
         check_type("example_inputs", example_inputs, (list, tuple), "a list of tensors, one for each argument")
         check_choice("hook", hook, _HOOKS)
-        kinds = [_result_kind(*each, example_inputs) for each in (("pattern", pattern), ("replacement", replacement))]
-        if kinds[0] != kinds[1]:
-            text = f"pattern returns {kinds[0]} for example_inputs, and replacement returns {kinds[1]}"
+        result = _describe_result("pattern", pattern, example_inputs)
+        replaced = _describe_result("replacement", replacement, example_inputs)
+        if result != replaced:
+            text = f"pattern returns {result} for example_inputs, and replacement returns {replaced}"
             raise ValueError(with_code("CC702", text))
         self.pattern = pattern
         self.replacement = replacement
@@ -119,7 +120,7 @@ pattern_pass = PatternPass
 """The usual name of `PatternPass`, as `graph_pass` is for a pass that calls a function."""
 
 
-def _result_kind(argument: str, function: Any, inputs: Sequence[torch.Tensor]) -> str:
+def _describe_result(argument: str, function: Any, inputs: Sequence[torch.Tensor]) -> str:
     """Call a function with the example inputs, and return the dtype and the shape of its result."""
     check_type(argument, function, Callable, "a function of tensors")  # type: ignore[arg-type]
     try:

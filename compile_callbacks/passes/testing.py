@@ -1,4 +1,4 @@
-"""Tests a graph pass: `check_pass` shows the changes of a pass, and compares results with eager.
+"""`check_pass`: tests a graph pass. It records the graphs before and after the pass, and compares results with eager.
 
 Example::
 
@@ -23,12 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import check_choice, check_type
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.passes.base import (
-    as_passes,
-    pass_hook,
-)
+from compile_callbacks.passes.base import as_passes, pass_hook
 from compile_callbacks.passes.manager import find_pass_error, pass_options
-from compile_callbacks.passes.recording import RecordedGraph, RecordGraphs
+from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
 
 __all__ = ["PassCheck", "check_pass"]
 

@@ -7,22 +7,43 @@ from typing import Any, Literal, NamedTuple
 
 from compile_callbacks._utils.phases import Phase
 
-EventKind = Literal[
-    "compile",
-    "cache",
-    "graph_break",
-    "recompile",
-    "fallback",
-    "cudagraph_skip",
-    "verify",
-    "freezing",
-    "pass_skipped",
-    "template",
-    "whole_target",
-]
 
-Result = Literal["equal", "outputs only", "differs", "not compared"]
+class EventKindInfo(NamedTuple):
+    """How the report, the lines during a run and contracts show a kind of event."""
+
+    title: str  # of the report's table of reasons
+    name: str = ""  # of one event, in messages
+    line: str = ""  # printed during the run
+    limit: str = ""  # the field of a contract that limits the number of events
+
+
+EVENT_KINDS = {
+    "graph_break": EventKindInfo("Graph breaks", "graph break", "graph break in {target}{where}: {reason}"),
+    "recompile": EventKindInfo("Recompiles", "recompile", "recompiling {target}: {reason}", "recompiles"),
+    "fallback": EventKindInfo(
+        "Fallbacks to eager", "fallback to eager", "{target} falls back to eager: {reason}", "fallbacks"
+    ),
+    "cudagraph_skip": EventKindInfo(
+        "CUDA graphs not used", "skipped CUDA graph", "CUDA graph of {target} skipped: {reason}", "skipped_cudagraphs"
+    ),
+    "pass_skipped": EventKindInfo("Graph passes skipped"),
+    "freezing": EventKindInfo("Weights not frozen"),
+    "template": EventKindInfo("Templates that fell back"),
+    "whole_target": EventKindInfo("Repeated blocks compiled with the whole target"),
+    "cache": EventKindInfo("Not loaded from torch's cache"),
+    "compile": EventKindInfo("Compiles"),
+    "verify": EventKindInfo("Comparisons with eager"),
+}
+"""All kinds of events. A new kind is one entry here."""
+
+EventKind = str
+"""A key of `EVENT_KINDS`."""
+
+Result = Literal["differs", "equal", "outputs only", "not compared"]
 """The result of comparing a graph with eager. ``"outputs only"``: outputs are equal, gradients were not compared."""
+
+Verdict = Literal["faster", "no difference", "slower", "too few samples", "compile time not repaid", "not compiled"]
+"""The result of comparing the step times of a phase."""
 
 CompilePart = Literal["graph", "backward", "cudagraph"]
 
@@ -48,7 +69,7 @@ class CompileEvent:
     """An event of a target, such as a compile, a recompile or a graph break.
 
     Attributes:
-        kind: The kind of event.
+        kind: The kind of event, a key of `EVENT_KINDS`, such as ``"recompile"``.
         target: The name of the target.
         phase: The phase.
         candidate: The candidate, if the phase has a `Tune`.
@@ -89,6 +110,9 @@ class CompileEvent:
     verdict: Result | None = None
     max_abs_error: float | None = None
     code: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.kind in EVENT_KINDS
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as JSON-ready data, without the attributes that are ``None`` or 0."""

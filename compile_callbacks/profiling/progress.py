@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.profiling.events import CompileEvent, CompileKey
+from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent, CompileKey
 from compile_callbacks.profiling.recompiles import short_reason
 
 FIRST_LINE_SECONDS = 1.0
@@ -20,19 +20,6 @@ LINE_SECONDS = 8.0
 
 MAX_LINES = 3
 """The maximum number of lines for each kind of event and phase. `stage_ends` prints the number of further events."""
-
-_LINES = {
-    "recompile": "recompiling {target}: {reason}",
-    "graph_break": "graph break in {target}{where}: {reason}",
-    "fallback": "{target} falls back to eager: {reason}",
-    "cudagraph_skip": "CUDA graph of {target} skipped: {reason}",
-}
-_PLURALS = {
-    "recompile": "recompiles",
-    "graph_break": "graph breaks",
-    "fallback": "fallbacks to eager",
-    "cudagraph_skip": "skipped CUDA graphs",
-}
 
 
 class CompileProgress:
@@ -75,22 +62,23 @@ class CompileProgress:
 
     def show(self, event: CompileEvent) -> None:
         """Print the reason for an event, unless the phase already has `MAX_LINES` lines of this kind."""
-        if event.kind not in _LINES:
+        info = EVENT_KINDS[event.kind]
+        if not info.line:
             return
         self._events[event.kind, event.phase] += 1
         if self._events[event.kind, event.phase] <= MAX_LINES:
             where = f" at {Path(event.file).name}:{event.line}" if event.file else ""
             target = f"{event.target!r} ({event.phase})"
             reason = short_reason(event.reason or "torch gives no reason")
-            line = _LINES[event.kind].format(target=target, reason=reason, where=where)
+            line = info.line.format(target=target, reason=reason, where=where)
             self._print_line(f"{line}; {event.fix}" if event.fix else line)
 
     def stage_ends(self, phase: Phase) -> None:
         """Print the number of events that `show` did not print."""
         for (kind, of_phase), count in self._events.items():
             if of_phase == phase and count > MAX_LINES:
-                reasons = f"their reasons: callback.report.{phase}.diagnostics.events"
-                self._print_line(f"further {_PLURALS[kind]} in the {phase} phase: {count - MAX_LINES}; {reasons}")
+                further = f"{EVENT_KINDS[kind].name}: {count - MAX_LINES} more in the {phase} phase"
+                self._print_line(f"{further}; their reasons: callback.report.{phase}.diagnostics.events")
                 self._events[kind, phase] = MAX_LINES
 
     def _print_lines(self, key: CompileKey, started: float, over: threading.Event) -> None:

@@ -22,39 +22,39 @@ class Recompile(NamedTuple):
     fix: str | None = None  # advice that avoids the recompile
 
 
-def explain_recompile(torchs_reason: str, mode: str = "mode") -> Recompile:
+def explain_recompile(torchs_reason: str, mode_argument: str = "mode") -> Recompile:
     """Translate a failed guard of torch 2.11 to 2.15 that training often causes, and return torch's text of others.
-
-    ``mode`` is the argument with the settings, for the advice.
 
     Example::
 
         >>> explain_recompile("0/0: tensor 'args[0]' size mismatch at index 0. expected 32, actual 8").reason
         'batch size 8, was 32'
     """
-    first = re.sub(r"^\d+/\d+: ", "", torchs_reason.strip().splitlines()[0])
-    guard = re.sub(r"___as_tensor\((.+)\)\.item\(\)", r"\1", first.split("  #")[0].strip())
-    dynamic = f'{mode}={{"dynamic": True}}'
-    ragged = f"drop_last=True in the DataLoader, or {dynamic}, avoids it"
-    if found := re.match(r"tensor '(.*)' size mismatch at index (\d+)\. expected (\d+), actual (\d+)", guard):
-        of, dimension, before, now = _subject(found[1]), *found.groups()[1:]
+    first_line = re.sub(r"^\d+/\d+: ", "", torchs_reason.strip().splitlines()[0])
+    guard = re.sub(r"___as_tensor\((.+)\)\.item\(\)", r"\1", first_line.split("  #")[0].strip())
+    dynamic = f'{mode_argument}={{"dynamic": True}}'
+    drop_last = f"drop_last=True in the DataLoader, or {dynamic}, avoids it"
+    if match := re.match(r"tensor '(.*)' size mismatch at index (\d+)\. expected (\d+), actual (\d+)", guard):
+        tensor, (dimension, before, now) = _subject(match[1]), match.groups()[1:]
         if dimension != "0":
-            return Recompile(f"dimension {dimension} of {of}: {now}, was {before}", f"{dynamic} avoids it")
-        return Recompile(f"batch size {now}, was {before}{'' if of == 'argument 0' else f', of {of}'}", ragged)
-    if found := re.fullmatch(r"(\d+) <= (.+)\.size\(\)\[0\]", guard):
-        return Recompile(f"batch size of {_subject(found[2])} below {found[1]}", ragged)
-    if found := re.match(r"tensor '(.*)' dtype mismatch\. expected (\w+), actual (\w+)", guard):
-        return Recompile(f"dtype of {_subject(found[1])}: {found[3].lower()}, was {found[2].lower()}")
-    if found := re.match(r"tensor '(.*)' requires_grad mismatch\. expected requires_grad=(\d)", guard):
-        return Recompile(f"{_subject(found[1])} {'no longer' if found[2] == '1' else 'now'} requires grad")
+            return Recompile(f"dimension {dimension} of {tensor}: {now}, was {before}", f"{dynamic} avoids it")
+        return Recompile(
+            f"batch size {now}, was {before}{'' if tensor == 'argument 0' else f', of {tensor}'}", drop_last
+        )
+    if match := re.fullmatch(r"(\d+) <= (.+)\.size\(\)\[0\]", guard):
+        return Recompile(f"batch size of {_subject(match[2])} below {match[1]}", drop_last)
+    if match := re.match(r"tensor '(.*)' dtype mismatch\. expected (\w+), actual (\w+)", guard):
+        return Recompile(f"dtype of {_subject(match[1])}: {match[3].lower()}, was {match[2].lower()}")
+    if match := re.match(r"tensor '(.*)' requires_grad mismatch\. expected requires_grad=(\d)", guard):
+        return Recompile(f"{_subject(match[1])} {'no longer' if match[2] == '1' else 'now'} requires grad")
     keys = r"tensor '(.*)' dispatch key set mismatch\. expected .*Autograd.*, actual (?!.*Autograd)"
-    if found := re.match(keys, guard):
-        return Recompile(f"{_subject(found[1])} {OTHER_GRAD_MODE}", "Trainer(inference_mode=False) avoids it")
-    if found := re.fullmatch(r"(.+)\.training == (True|False)", guard):
-        now, before = ("eval", "train") if found[2] == "True" else ("train", "eval")
-        return Recompile(f"{_subject(found[1])} is in {now} mode, was in {before} mode")
-    if found := re.fullmatch(r"([\w\[\]'.]+) == (-?\d\S*)", guard):
-        return Recompile(f"value of {_subject(found[1])}: no longer {found[2]}", "passing a tensor avoids it")
+    if match := re.match(keys, guard):
+        return Recompile(f"{_subject(match[1])} {OTHER_GRAD_MODE}", "Trainer(inference_mode=False) avoids it")
+    if match := re.fullmatch(r"(.+)\.training == (True|False)", guard):
+        now, before = ("eval", "train") if match[2] == "True" else ("train", "eval")
+        return Recompile(f"{_subject(match[1])} is in {now} mode, was in {before} mode")
+    if match := re.fullmatch(r"([\w\[\]'.]+) == (-?\d\S*)", guard):
+        return Recompile(f"value of {_subject(match[1])}: no longer {match[2]}", "passing a tensor avoids it")
     return Recompile(guard)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.phases import Phase
+from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.profiling.events import CompileEvent, CompileKey, CompilePart, EventKind
 from compile_callbacks.profiling.executions import Executions
 from compile_callbacks.profiling.progress import CompileProgress
@@ -73,8 +73,9 @@ class CompileRecorder:
         clock: Callable[[], float] = time.perf_counter,
         *,
         progress: CompileProgress | None = None,
-        mode_argument: str = "{phase}_mode",
+        mode_arguments: Mapping[Phase, str] = MODE_ARGUMENTS,
     ) -> None:
+        self.mode_arguments = mode_arguments
         self.calling = _Calling()
         self.executions = Executions()
         self.events: list[CompileEvent] = []
@@ -100,11 +101,10 @@ class CompileRecorder:
         """Sets torch's settings while torch traces a target."""
         self._clock = clock
         self._progress = progress or CompileProgress()
-        self._mode_argument = mode_argument
         self._backward_seconds = 0.0
         self._saved_bytes = 0
         self._keys: dict[str, CompileKey] = {}  # by torch's compile id
-        self._maybe_cached: dict[str, Recompile] = {}  # by torch's compile id
+        self._recompiles_unless_cached: dict[str, Recompile] = {}  # by torch's compile id
         self._running: tuple[CompileKey | None, float] | None = None
         self._listening = False
         self.listener = self.compile_begins  # one object, because a comparison of two bound methods takes 0.3 µs
@@ -163,7 +163,7 @@ class CompileRecorder:
                 self._look_for_limit(record)
                 continue
             # Validation within and outside fit compiles the same graph twice. A cache hit takes almost no time.
-            explained = self._maybe_cached.pop(record.compile_id, None)
+            explained = self._recompiles_unless_cached.pop(record.compile_id, None)
             if explained is not None and (record.cache_misses or not record.cache_hits):
                 self.record("recompile", key, **explained._asdict())
             if record.cache_hits or record.cache_misses:
@@ -205,7 +205,7 @@ class CompileRecorder:
         if by_dynamo and (reason := _torch.events.recompile_reason()):
             explained = self._explain(key, reason)
             if OTHER_GRAD_MODE in explained.reason:
-                self._maybe_cached[args.compile_id] = explained
+                self._recompiles_unless_cached[args.compile_id] = explained
             else:
                 self.record("recompile", key, **explained._asdict())
         self._progress.compile_begins(key)
@@ -256,14 +256,10 @@ class CompileRecorder:
         """Return the events of one phase and kind."""
         return [event for event in self.events if event.phase == phase and event.kind == kind]
 
-    def mode_argument(self, phase: Phase) -> str:
-        """Return the name of the user's argument with the settings of a phase, for advice."""
-        return self._mode_argument.format(phase=phase)
-
     def _explain(self, key: CompileKey, torchs_reason: str | None) -> Recompile:
         if not torchs_reason or torchs_reason == "Unable to find recompilation reasons":
             return Recompile("torch gives no reason")
-        return explain_recompile(torchs_reason, self.mode_argument(key.phase))
+        return explain_recompile(torchs_reason, self.mode_arguments[key.phase])
 
     def count_graph(self) -> None:
         """Count a graph of the running compile. The backend of a target calls this method."""

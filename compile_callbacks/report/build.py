@@ -1,130 +1,195 @@
-"""Builds a `PhaseReport` from compile events, step times and memory. `Session.report` calls this module."""
+"""`PhaseFacts`: the measurements of a phase, from which `PhaseReport.of` computes each figure."""
+
+# ruff: noqa: D102  (`data` describes the figures)
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import PhaseConfig, Tune
-from compile_callbacks.profiling.events import CompileEvent, EventKind
+from compile_callbacks.profiling.events import CompileEvent, EventKind, Result, Verdict
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.profiling.saved_time import net_series
+from compile_callbacks.profiling.saved_time import Savings, net_series
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, speedup_interval, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
-from compile_callbacks.report.data import PhaseDiagnostics, PhaseReport, Verdict
-from compile_callbacks.report.report import CompileReport
-
-_RESULTS = ("differs", "equal", "outputs only", "not compared")
+from compile_callbacks.profiling.steps import StepKind
 
 
-class _Target(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class PhaseFacts:
+    """The measurements of a phase. With a `Tune`, most are those of the chosen candidate.
+
+    Attributes:
+        phase: The phase.
+        settings: The settings that the user asked for.
+        target_labels: By the name of each target, a function that returns its label from its number of graphs.
+        recorder: The recorder of the run.
+        timer: The timer of the run.
+        memory: The peak memory of the run.
+        trials: The candidates of a `Tune` as JSON-ready data.
+        with_details: Whether the verdict, the series and the events are needed.
+    """
+
+    phase: Phase
+    settings: PhaseConfig
+    target_labels: Mapping[str, Callable[[int], str]]
+    recorder: CompileRecorder
+    timer: StepTimer
+    memory: PeakMemory
+    trials: tuple[dict[str, Any], ...] = ()
+    with_details: bool = True
+
+    @cached_property
+    def _chosen(self) -> str | None:
+        return next((trial["candidate"] for trial in self.trials if trial["verdict"] == "chosen"), None)
+
     @property
-    def name(self) -> str: ...
+    def _config(self) -> PhaseConfig:
+        return None if self._chosen == EAGER else self.settings
 
-    def label(self, graphs: int) -> str: ...
+    @property
+    def candidate(self) -> str | None:
+        return self._chosen if isinstance(self.settings, Tune) else None
 
+    # ------------------------------------------------------------------------------------------ events
 
-def build_phase_report(
-    phase: Phase,
-    phase_config: PhaseConfig,
-    targets: Sequence[_Target],
-    recorder: CompileRecorder,
-    timer: StepTimer,
-    memory: PeakMemory,
-    *,
-    trials: Sequence[Mapping[str, Any]] = (),
-    details: bool = True,
-) -> PhaseReport:
-    """Build the report of a phase."""
-    chosen = next((trial["candidate"] for trial in trials if trial["verdict"] == "chosen"), None)
-    config = None if chosen == EAGER else phase_config
-    candidate = chosen if isinstance(phase_config, Tune) else None
+    @cached_property
+    def _events(self) -> list[CompileEvent]:
+        events = [event for event in self.recorder.events if event.phase == self.phase]
+        return [event for event in events if self.candidate is None or event.candidate in (None, self.candidate)]
 
-    def of(kind: EventKind) -> list[CompileEvent]:
-        events = recorder.events_of(phase, kind)
-        return [event for event in events if candidate is None or event.candidate in (None, candidate)]
+    def events(self, kind: EventKind) -> list[CompileEvent]:
+        """Return the events of a kind."""
+        return [event for event in self._events if event.kind == kind]
 
-    compiles = recorder.events_of(phase, "compile")
-    seconds = sum(event.seconds or 0 for event in compiles) if compiles else None
-    graphs: Counter[str] = Counter()
-    for event in of("compile"):
-        graphs[event.target] += event.graphs
-    times, steps = timer.times(phase, candidate), timer.steps(phase, candidate)
-    eager_ms, compiled_ms = median_ms(times.eager_ms), median_ms(times.compiled_ms)
-    outside = sum(event.seconds or 0 for event in compiles if event.step is None)
-    if next((event.phase for event in recorder.events if event.kind == "compile"), None) == phase:
-        outside += recorder.import_seconds
-    savings = timer.savings(phase, outside) if compiles else None
-    series = timer.series(phase) if details else ()
-    verdict = compare(times) if details else None
-    speedup = eager_ms / compiled_ms if verdict in ("faster", "slower") and eager_ms and compiled_ms else None
-    if verdict == "faster" and savings is not None and savings.net_seconds <= 0:
-        verdict = "compile time not repaid"
-    if details and config is not None and steps["eager"] > steps["compiled"] + steps["partly compiled"]:
-        verdict, speedup = "not compiled", None
-    elif verdict is None and details and config is not None and steps.total():
-        verdict = "too few samples"
-    saved: dict[str, float] = {}
-    for event in of("compile"):
-        if event.saved_mib is not None:
-            saved[event.target] = max(saved.get(event.target, 0.0), event.saved_mib)
-    counts = [len(side) for side in (times.eager_ms, times.compiled_ms) if side]
-    eager_peak, peak = memory.peak(phase, EAGER), memory.peak(phase, candidate)
-    errors = [event.max_abs_error for event in of("verify") if event.max_abs_error is not None]
-    return PhaseReport(
-        mode=chosen or (config.describe() if config else EAGER),
-        targets=tuple(target.label(graphs[target.name]) for target in targets) if config else (),
-        verdict=verdict,
-        partly_compiled=times.kind == "partly compiled",
-        compile_seconds=seconds,
-        graphs=graphs.total(),
-        graph_breaks=len(of("graph_break")),
-        recompiles=len(of("recompile")),
-        cache_hits=sum(event.cache_hits for event in of("cache")),
-        fallbacks=len(of("fallback")),
-        verified=_describe_comparisons(of("verify")),
-        eager_step_ms=eager_ms,
-        compiled_step_ms=compiled_ms,
-        speedup=speedup,
-        samples=min(counts) if counts else None,
-        break_even_steps=savings.break_even_steps if savings and speedup else None,
-        net_seconds_saved=savings.net_seconds if savings else None,
-        diagnostics=PhaseDiagnostics(
-            cache_misses=sum(event.cache_misses for event in of("cache")),
-            eager_samples=len(times.eager_ms) if counts else None,
-            compiled_samples=len(times.compiled_ms) if counts else None,
-            eager_spread_ms=spread_ms(times.eager_ms),
-            compiled_spread_ms=spread_ms(times.compiled_ms),
-            eager_peak_memory_mib=eager_peak.mib,
-            eager_peak_memory_at_most_mib=eager_peak.at_most_mib,
-            peak_memory_mib=peak.mib,
-            peak_memory_at_most_mib=peak.at_most_mib,
-            saved_for_backward_mib=sum(saved.values()) if saved else None,
-            max_abs_error=max(errors, default=None),
-            skipped_passes=len(of("pass_skipped")),
-            passes=tuple(
-                {"target": key.target, **run}
-                for key, run in recorder.pass_runs
-                if key.phase == phase and (candidate is None or key.candidate == candidate)
-            ),
-            steps=dict(steps.items()),
-            trials=tuple(dict(trial) for trial in trials if details),
-            series=series,
-            net_series=net_series(series, savings.net_seconds, outside) if savings and series else {},
-            restored=("eager_step_ms", "eager_spread_ms") if times.restored else (),
-            events=tuple(event.to_dict() for event in recorder.events if details and event.phase == phase),
-        ),
-    )
+    def total(self, attribute: str) -> int:
+        """Return the sum of an attribute of all events."""
+        return sum(getattr(event, attribute) for event in self._events)
 
+    @property
+    def mode(self) -> str:
+        return self._chosen or (self._config.describe() if self._config else EAGER)
 
-def uncompiled_report(configs: Mapping[Phase, PhaseConfig]) -> CompileReport:
-    """Return the report of a run that has not started."""
-    phases = {p: PhaseReport(mode=config.describe() if config else EAGER) for p, config in configs.items()}
-    return CompileReport(train=phases["train"], infer=phases["infer"])
+    @property
+    def targets(self) -> tuple[str, ...]:
+        graphs: Counter[str] = Counter()
+        for event in self._events:
+            graphs[event.target] += event.graphs
+        labels = self.target_labels if self._config else {}
+        return tuple(label(graphs[name]) for name, label in labels.items())
+
+    @property
+    def saved_mib(self) -> float | None:
+        saved: dict[str, float] = {}
+        for event in self._events:
+            if event.saved_mib is not None:
+                saved[event.target] = max(saved.get(event.target, 0.0), event.saved_mib)
+        return sum(saved.values()) if saved else None
+
+    @property
+    def comparisons(self) -> str | None:
+        counts: Counter[tuple[Result, str]] = Counter()
+        for event in self.events("verify"):
+            if event.verdict is not None:
+                why_not = f" ({(event.reason or '').partition(':')[0]})" if event.verdict == "not compared" else ""
+                counts[event.verdict, why_not] += 1
+        order = Result.__args__  # type: ignore[attr-defined]
+        ordered = sorted(counts.items(), key=lambda item: order.index(item[0][0]))
+        return ", ".join(f"{result} {count}{why_not}" for (result, why_not), count in ordered) or None
+
+    @property
+    def passes(self) -> tuple[dict[str, Any], ...]:
+        return tuple(
+            {"target": key.target, **run}
+            for key, run in self.recorder.pass_runs
+            if key.phase == self.phase and self.candidate in (None, key.candidate)
+        )
+
+    @property
+    def event_data(self) -> tuple[dict[str, Any], ...]:
+        events = self.recorder.events if self.with_details else ()
+        return tuple(event.to_dict() for event in events if event.phase == self.phase)
+
+    # ------------------------------------------------------------------------------------------ times and memory
+
+    @cached_property
+    def times(self) -> StepTimes:
+        return self.timer.times(self.phase, self.candidate)
+
+    @cached_property
+    def steps(self) -> Counter[StepKind]:
+        return self.timer.steps(self.phase, self.candidate)
+
+    @property
+    def samples(self) -> tuple[int, int] | None:
+        samples = len(self.times.eager_ms), len(self.times.compiled_ms)
+        return samples if any(samples) else None
+
+    @property
+    def eager_ms(self) -> float | None:
+        return median_ms(self.times.eager_ms)
+
+    @property
+    def compiled_ms(self) -> float | None:
+        return median_ms(self.times.compiled_ms)
+
+    @property
+    def eager_spread_ms(self) -> float | None:
+        return spread_ms(self.times.eager_ms)
+
+    @property
+    def compiled_spread_ms(self) -> float | None:
+        return spread_ms(self.times.compiled_ms)
+
+    @property
+    def compile_seconds(self) -> float | None:
+        compiles = self.recorder.events_of(self.phase, "compile")
+        return sum(event.seconds or 0 for event in compiles) if compiles else None
+
+    @property
+    def _seconds_outside_steps(self) -> float:
+        compiles = [event for event in self.recorder.events if event.kind == "compile"]
+        imports = self.recorder.import_seconds if compiles and compiles[0].phase == self.phase else 0.0
+        of_phase = (event for event in compiles if event.phase == self.phase and event.step is None)
+        return imports + sum(event.seconds or 0 for event in of_phase)
+
+    @cached_property
+    def savings(self) -> Savings | None:
+        has_compiled = self.compile_seconds is not None
+        return self.timer.savings(self.phase, self._seconds_outside_steps) if has_compiled else None
+
+    @cached_property
+    def verdict(self) -> Verdict | None:
+        if not self.with_details:
+            return None
+        if self._config is not None and 2 * self.steps["eager"] > self.steps.total():
+            return "not compiled"
+        verdict = compare(self.times)
+        if verdict == "faster" and self.savings is not None and self.savings.net_seconds <= 0:
+            return "compile time not repaid"
+        return verdict or ("too few samples" if self._config is not None and self.steps.total() else None)
+
+    @property
+    def speedup(self) -> float | None:
+        differ = self.verdict in ("faster", "slower", "compile time not repaid")
+        return self.eager_ms / self.compiled_ms if differ and self.eager_ms and self.compiled_ms else None
+
+    @cached_property
+    def series(self) -> tuple[dict[str, Any], ...]:
+        return self.timer.series(self.phase) if self.with_details else ()
+
+    @property
+    def net_series(self) -> dict[str, Any]:
+        if not (self.savings and self.series):
+            return {}
+        return net_series(self.series, self.savings.net_seconds, self._seconds_outside_steps)
 
 
 def compare(times: StepTimes) -> Verdict | None:
@@ -135,14 +200,3 @@ def compare(times: StepTimes) -> Verdict | None:
         return "too few samples"
     low, high = speedup_interval(times.eager_ms, times.compiled_ms)
     return "faster" if low > 1 else "slower" if high < 1 else "no difference"
-
-
-def _describe_comparisons(comparisons: Sequence[CompileEvent]) -> str | None:
-    """Describe the number of compared graphs by result: ``"equal 12, not compared 2 (dropout)"``."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for event in comparisons:
-        if event.verdict is not None:
-            why_not = f" ({(event.reason or '').partition(':')[0]})" if event.verdict == "not compared" else ""
-            counts[event.verdict, why_not] += 1
-    ordered = sorted(counts.items(), key=lambda item: _RESULTS.index(item[0][0]))
-    return ", ".join(f"{result} {count}{why_not}" for (result, why_not), count in ordered) or None

@@ -64,19 +64,17 @@ def to_text(table: Table, width: int = _UNLIMITED) -> str:
 
 
 def print_table(table: Table, plain_width: int = _UNLIMITED) -> None:
-    """Print a table as wide as the terminal, or as plain text if stdout is not a terminal."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(table)
-    else:
-        sys.stdout.write(to_text(table, plain_width) + "\n")
+    """Print a table as wide as the terminal, or ``plain_width`` if stdout is not a terminal."""
+    sys.stdout.write(to_text(table, _width(plain_width)) + "\n")
 
 
 def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """Print a table of texts, and wrap them at the width of the terminal."""
-    width = shutil.get_terminal_size((_PLAIN_TEXT_WIDTH, 0)).columns
-    print_table(make_table(head, rows, title=title, numbers=False), width)
+    print_table(make_table(head, rows, title=title, numbers=False), _PLAIN_TEXT_WIDTH)
+
+
+def _width(plain_width: int) -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else plain_width
 
 
 def grouped_table(
@@ -89,25 +87,16 @@ def grouped_table(
     return make_table(head, rows, width=width)
 
 
-def report_parts(report: RunReport) -> tuple[list[str], Table, list[str]]:
-    """Return the parts of a printed report: the verdicts, the table, and the lines below the table."""
+def to_plain_text(report: RunReport, width: int = _UNLIMITED) -> str:
+    """Render a report as plain text: the verdicts, the table, and the lines below the table."""
     phases, todo = report.compiled_phases, next_step(report)
     reports = [report.phase(phase) for phase in phases]
-    below = [zeros_line(reports), *notes(report), f"next: {todo}" if todo else ""]
-    return verdict_lines(report), grouped_table(("", *phases), reports), list(filter(None, below))
-
-
-def to_plain_text(report: RunReport) -> str:
-    """Render a report as plain text."""
-    verdicts, table, below = report_parts(report)
-    return "\n".join([*verdicts, *([""] if verdicts else []), to_text(table), *below])
+    table = to_text(grouped_table(("", *phases), reports), width)
+    below = filter(None, [zeros_line(reports), *notes(report), f"next: {todo}" if todo else ""])
+    return "\n".join([*verdict_lines(report), "", table, *below])
 
 
 def print_report(report: RunReport) -> None:
     """Print a report."""
-    verdicts, table, below = report_parts(report)
-    sys.stdout.write("\ntorch.compile report\n")
-    sys.stdout.write("".join(f"{line}\n" for line in verdicts) + "\n")
-    print_table(table)
-    sys.stdout.write("".join(f"{line}\n" for line in below) + "\n")
+    sys.stdout.write(f"\ntorch.compile report\n{to_plain_text(report, _width(_UNLIMITED))}\n\n")
     sys.stdout.flush()

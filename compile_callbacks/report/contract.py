@@ -1,6 +1,6 @@
 """Compares a record of ``compile_report.json`` with a contract, a short JSON file that a person edits.
 
-Imports neither torch nor other files of this folder, so that ``compile-callbacks check`` starts fast.
+Imports no torch, so that ``compile-callbacks check`` starts fast.
 """
 
 from __future__ import annotations
@@ -14,19 +14,25 @@ from statistics import quantiles
 from typing import Any, NamedTuple
 
 from compile_callbacks._utils.messages import unknown
-from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks._utils.phases import EAGER, PHASES, Phase
+from compile_callbacks.profiling.events import EVENT_KINDS
 from compile_callbacks.profiling.recompiles import short_reason
+from compile_callbacks.report.data import VERSION as REPORT_VERSION
+from compile_callbacks.report.data import PhaseDiagnostics, PhaseReport
 
-VERSION, REPORT_VERSION = 1, 1  # of contracts, and of the records that `report.file` writes
+VERSION = 1
+"""The version of contracts."""
+
 MARGIN = 0.2
 
-_EVENTS = {
-    "recompiles": ("kind", "recompile"),
-    "fallbacks": ("kind", "fallback"),
-    "skipped_cudagraphs": ("kind", "cudagraph_skip"),
-    "differing_graphs": ("verdict", "differs"),
+_EVENTS = {info.limit: ("kind", kind) for kind, info in EVENT_KINDS.items() if info.limit}
+_EVENTS["differing_graphs"] = ("verdict", "differs")
+_MEASURED = {
+    name: figure.limit
+    for figures in (PhaseReport, PhaseDiagnostics)
+    for name, figure in figures.declared().items()
+    if figure.limit
 }
-_MEASURED = ("peak_memory_mib", "compile_seconds", "speedup")
 _NUMBER = (int, float)
 _PHASE_FIELDS: dict[str, Any] = {"targets": list, "graphs": int, "graph_breaks": dict, "uncompared_graphs": int}
 _PHASE_FIELDS |= dict.fromkeys(_EVENTS, int) | dict.fromkeys(_MEASURED, _NUMBER)
@@ -54,17 +60,20 @@ class Breach(NamedTuple):
         return f"{self.phase}.{self.figure}: {value}, allowed {allowed}: {self.reason}"
 
 
-_Figure = tuple[float, str, float, float]
-"""A value, its reason, and the ends of its interval."""
+class _Measurement(NamedTuple):
+    value: float
+    reason: str
+    low: float  # the ends of the interval of the value
+    high: float
 
 
 def read_record(path: Path, call: str | None = None) -> dict[str, Any]:
     """Return the last record of a report file, or the last record of a trainer call, such as ``"fit"``."""
     records = _load(path)
-    found = [r for r in records if call in (None, r.get("call"))] if isinstance(records, list) else []
-    if not found:
+    records = [r for r in records if call in (None, r.get("call"))] if isinstance(records, list) else []
+    if not records:
         raise ContractError(f"{path} contains no record of a call of {call or 'the trainer'}")
-    record: dict[str, Any] = found[-1]
+    record: dict[str, Any] = records[-1]
     if record.get("version") != REPORT_VERSION:
         raise ContractError(f"{path}: the record has version {record.get('version')}, not {REPORT_VERSION}")
     if record["exception"]:
@@ -137,7 +146,7 @@ def compare(record: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[lis
         data, allowed = record["report"].get(phase), contract.get(phase)
         if allowed is None:
             continue
-        if not data or ((data["compile_seconds"], data["verdict"]) == (None, None) and data["mode"] not in _UNCOMPILED):
+        if not data or ((data["compile_seconds"], data["verdict"]) == (None, None) and data["mode"] != EAGER):
             missing.append(f"the report has no {phase} phase, or no step of it that could run compiled")
             continue
         figures, compiled = _figures(data), _compiled_targets(data)
@@ -149,25 +158,21 @@ def compare(record: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[lis
                 continue
             limit = allowed[figure_name].get(kind, 0) if kind else allowed[figure_name]
             margin = 1 + contract["margin"] if name in _MEASURED else 1
-            bound = limit / margin if name == "speedup" else limit * margin
-            if high < bound if name == "speedup" else low > bound:
+            at_least = _MEASURED.get(name) == "least"
+            bound = limit / margin if at_least else limit * margin
+            if high < bound if at_least else low > bound:
                 breaches.append(Breach(phase, name, value, bound, reason))
         absent = [name for name in _MEASURED if name in allowed and name not in figures and compiled]
         missing += [f"the report has no figure for {phase}.{name} ({_NEEDED})" for name in absent]
     return breaches, missing
 
 
-# --------------------------------------------------------------------------------------------- the figures of a report
-
-_UNCOMPILED = ("eager", "user")  # the modes of a phase that this library does not compile
-
-
-def _figures(data: Any) -> dict[str, _Figure]:
+def _figures(data: Any) -> dict[str, _Measurement]:
     """Return the figures of a phase that have a value. Each kind of graph break is a figure."""
-    found: dict[str, _Figure] = {}
+    figures: dict[str, _Measurement] = {}
 
     def add(name: str, value: float, reason: str, low: float | None = None, high: float | None = None) -> None:
-        found[name] = value, reason, value if low is None else low, value if high is None else high
+        figures[name] = _Measurement(value, reason, value if low is None else low, value if high is None else high)
 
     compiled, details = _compiled_targets(data), data["diagnostics"]
     add("graphs", compiled.total(), ", ".join(f"{target} {count}" for target, count in compiled.items()))
@@ -180,6 +185,10 @@ def _figures(data: Any) -> dict[str, _Figure]:
     not_compared, all_compared = _events(data, "verdict", "not compared"), _events(data, "kind", "verify")
     never = max(compiled.total() - len(all_compared), 0)
     add("uncompared_graphs", len(not_compared) + never, _reasons(not_compared) or "the run did not verify them")
+    for name in _MEASURED.keys() - {"compile_seconds", "speedup"}:
+        value = data[name] if name in data else details.get(name)
+        if value is not None:
+            add(name, value, "measured in the run")
     for name, why in (("peak_memory_mib", "a compiled step"), ("peak_memory_at_most_mib", "the process")):
         if details[name] is not None:
             add("peak_memory_mib", details[name], f"the highest peak of {why}")
@@ -190,12 +199,12 @@ def _figures(data: Any) -> dict[str, _Figure]:
         # A single measurement. Other work on the machine can double it, or make it longer by as much as it did steps.
         stretched = max([2.0, *(high / low for low, high in filter(None, steps.values()))])
         add("compile_seconds", seconds, longest, low=seconds / stretched)
-    if (eager := steps["eager"]) and (ours := steps["compiled"]):
+    if (eager := steps["eager"]) and (compiled_ms := steps["compiled"]):
         medians = data["eager_step_ms"], data["compiled_step_ms"]
         slowing = _reasons(_events(data, "kind", "cudagraph_skip") + _events(data, "kind", "fallback"))
         reason = "eager {:.4g} ms, compiled {:.4g} ms".format(*medians) + (f"; {slowing}" if slowing else "")
-        add("speedup", medians[0] / medians[1], reason, eager[0] / ours[1], eager[1] / ours[0])
-    return found
+        add("speedup", medians[0] / medians[1], reason, eager[0] / compiled_ms[1], eager[1] / compiled_ms[0])
+    return figures
 
 
 def _step_ms(data: Any, kind: str) -> tuple[float, float] | None:
@@ -204,7 +213,7 @@ def _step_ms(data: Any, kind: str) -> tuple[float, float] | None:
     An interval of the median would be too short: other programs slow down many steps in a row.
     """
     series = [series for series in _of_chosen(data, data["diagnostics"]["series"]) if series["kind"] == kind]
-    times = [ms for found in series for ms in found["ms"][_WARMUP_STEPS:]]
+    times = [ms for entry in series for ms in entry["ms"][_WARMUP_STEPS:]]
     if len(times) < _MIN_SAMPLES or data[f"{kind}_step_ms"] is None:
         return None
     deciles = quantiles(times, n=10, method="inclusive")
@@ -247,7 +256,7 @@ def _reasons(events: Sequence[Mapping[str, Any]]) -> str:
 
 def _why_not(data: Any, target: str) -> str:
     """Return why a target is not compiled."""
-    if data["mode"] in _UNCOMPILED:
+    if data["mode"] == EAGER:
         return f"the mode is {data['mode']!r}"
     events = [e for kind in ("fallback", "graph_break") for e in _events(data, "kind", kind) if e["target"] == target]
     return _reasons(events) or f"the run compiled {', '.join(_compiled_targets(data)) or 'nothing'}"

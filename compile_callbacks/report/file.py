@@ -13,10 +13,9 @@ import torch
 
 from compile_callbacks._utils.errors import warn_user
 from compile_callbacks._utils.fingerprints import installed_version
+from compile_callbacks.report.data import FILE_NAME, VERSION
 from compile_callbacks.report.report import CompileReport
 
-FILE_NAME = "compile_report.json"
-VERSION = 1
 _MAX_RECORDS = 100  # limited, because each call rewrites the file and a notebook may call validate many times
 _PACKAGES = ("torch", "triton", "lightning", "compile-callbacks")
 
@@ -39,7 +38,7 @@ def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> st
     path = f"{folder.rstrip('/')}/{FILE_NAME}"
     records: list[Any] = []
     try:
-        records = [found for found in _parse(filesystem.cat_file(path)) if isinstance(found, dict)]
+        records = [old for old in _parse(filesystem.cat_file(path)) if isinstance(old, dict)]
     except FileNotFoundError:
         pass
     except ValueError as error:

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks._utils.errors import warn_user
 from compile_callbacks._utils.phases import PHASES
-from compile_callbacks.passes.recording import RecordedGraph
+from compile_callbacks.passes.record_graphs import RecordedGraph
 from compile_callbacks.report import file as report_file
 from compile_callbacks.report.file import environment
 from compile_callbacks.report.report import CompileReport, ExportReport
@@ -145,7 +145,7 @@ def log_summary(
     loggers: Sequence[Logger],
     report: CompileReport,
     step: int,
-    graphs: Sequence[RecordedGraph] = (),
+    recorded_graphs: Sequence[RecordedGraph] = (),
 ) -> None:
     """Log the whole report to TensorBoard: text and images."""
     for logger in loggers if report.has_figures else ():
@@ -153,7 +153,7 @@ def log_summary(
             if _writes_tensorboard(logger):
                 logger.experiment.add_text("compile_report", to_markdown(report, environment()), step)
                 _add_plot(logger.experiment, report, step)
-                for graph in graphs:
+                for graph in recorded_graphs:
                     logger.experiment.add_text(f"graphs/{graph.title}", textwrap.indent(graph.text, "    "), step)
 
 

@@ -45,17 +45,17 @@ def plot_report(report: RunReport) -> Figure:
     figure = _NotebookFigure(figsize=(12, 3.9 * len(phases)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot, which would select a backend for the process and keep the figure in memory
     for phase, row in zip(phases, figure.subfigures(len(phases), 1, squeeze=False)[:, 0], strict=True):
-        found = report.phase(phase)
-        verdict = describe_verdict(phase, found) or "no verdict"
-        title = f"{phase}: {_shortened(found.mode, 40)} — {_shortened(verdict, 130)}"
+        phase_report = report.phase(phase)
+        verdict = describe_verdict(phase, phase_report) or "no verdict"
+        title = f"{phase}: {_shortened(phase_report.mode, 40)} — {_shortened(verdict, 130)}"
         row.suptitle(title, x=0.01, ha="left", fontsize=10)
         saved, times = row.subplots(1, 2, width_ratios=(3, 2))
-        last = max(max(part["steps"]) for part in found.diagnostics.series)
+        last = max(max(entry["steps"]) for entry in phase_report.diagnostics.series)
         edge = max(0.02 * last, 0.3)
-        _draw_saved(saved, found)
-        _draw_times(times, found, last)
+        _draw_saved(saved, phase_report)
+        _draw_times(times, phase_report, last)
         for axes in (saved, times):
-            _mark_compiles(axes, found)
+            _mark_compiles(axes, phase_report)
             axes.set_xlim(1 - edge, last + edge)
             axes.set_xlabel(f"{phase} step", fontsize=9)
             axes.tick_params(labelsize=8)
@@ -70,13 +70,13 @@ def plot_report(report: RunReport) -> Figure:
 def _draw_saved(axes: Axes, report: PhaseReport) -> None:
     """Draw the net seconds saved over the steps. The line is below zero until the compile time is repaid."""
     axes.set_title("net seconds saved", loc="left", fontsize=9)
-    found = report.diagnostics.net_series
-    if not found.get("steps"):
+    curve = report.diagnostics.net_series
+    if not curve.get("steps"):
         why = "no eager steps to compare with"
         axes.text(0.5, 0.5, why, ha="center", va="center", color=_EAGER, transform=axes.transAxes)
         axes.set_yticks([])
         return
-    steps, seconds = [found["steps"][0] - 1, *found["steps"]], [0.0, *found["seconds"]]
+    steps, seconds = [curve["steps"][0] - 1, *curve["steps"]], [0.0, *curve["seconds"]]
     axes.axhline(0, color="black", lw=0.8)
     axes.plot(steps, seconds, color=_COMPILED, lw=1.8)
     shades: Any = {"alpha": 0.15, "lw": 0, "interpolate": True}
@@ -98,20 +98,20 @@ def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
     axes.set_title("step time in ms", loc="left", fontsize=9)
     series = report.diagnostics.series
     candidates = iter(_CANDIDATES * len(series))
-    for part in sorted(series, key=lambda part: _ORDER.index(part["kind"])):
-        if part["kind"] == "compiling":
+    for entry in sorted(series, key=lambda entry: _ORDER.index(entry["kind"])):
+        if entry["kind"] == "compiling":
             continue
-        steps = part["steps"]
-        eager, ours = part["kind"] == "eager", part["candidate"] in (None, report.mode)
-        color = _EAGER if eager else _COMPILED if ours else next(candidates)
-        label = _shortened("eager" if eager else part["candidate"] or part["kind"]) + ("" if ours else ", tried")
+        steps = entry["steps"]
+        eager, is_chosen = entry["kind"] == "eager", entry["candidate"] in (None, report.mode)
+        color = _EAGER if eager else _COMPILED if is_chosen else next(candidates)
+        label = _shortened("eager" if eager else entry["candidate"] or entry["kind"]) + ("" if is_chosen else ", tried")
         known = report.eager_step_ms if eager else report.compiled_step_ms
-        median = known if ours and known is not None else statistics.median(part["ms"])
-        axes.scatter(steps, part["ms"], s=18 if len(steps) <= 60 else 6, color=color, alpha=0.55, lw=0, zorder=2)
+        median = known if is_chosen and known is not None else statistics.median(entry["ms"])
+        axes.scatter(steps, entry["ms"], s=18 if len(steps) <= 60 else 6, color=color, alpha=0.55, lw=0, zorder=2)
         # The eager median is the baseline of the whole run.
         ends, style = ((1, last), "--") if eager else ((min(steps), max(steps)), "-")
         axes.plot(ends, (median, median), color=color, lw=1.6, ls=style, zorder=4, label=f"{label}: {median:.3g} ms")
-    if report.eager_step_ms is not None and not any(part["kind"] == "eager" for part in series):
+    if report.eager_step_ms is not None and not any(entry["kind"] == "eager" for entry in series):
         label = f"eager, in the run before: {report.eager_step_ms:.3g} ms"
         axes.axhline(report.eager_step_ms, color=_EAGER, lw=1.4, ls="--", label=label)
     axes.set_ylim(0, _top(report))
@@ -119,7 +119,7 @@ def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
 
 def _mark_compiles(axes: Axes, report: PhaseReport) -> None:
     """Mark the steps that compiled. Mark compiles outside timed steps at the left edge."""
-    steps = [step for part in report.diagnostics.series if part["kind"] == "compiling" for step in part["steps"]]
+    steps = [step for entry in report.diagnostics.series if entry["kind"] == "compiling" for step in entry["steps"]]
     compiles = [event for event in report.diagnostics.events if event["kind"] == "compile"]
     outside = sum("step" not in event for event in compiles)
     lines: Any = {"transform": axes.get_xaxis_transform(), "lw": 1.1, "alpha": 0.8, "zorder": 1}
@@ -133,8 +133,8 @@ def _mark_compiles(axes: Axes, report: PhaseReport) -> None:
 
 def _top(report: PhaseReport) -> float:
     """Return the upper end of the axis, above all medians. A few slow steps would flatten the curve."""
-    times: list[list[float]] = [part["ms"] for part in report.diagnostics.series if part["kind"] != "compiling"]
-    times = times or [part["ms"] for part in report.diagnostics.series]
+    times: list[list[float]] = [entry["ms"] for entry in report.diagnostics.series if entry["kind"] != "compiling"]
+    times = times or [entry["ms"] for entry in report.diagnostics.series]
     medians = [report.eager_step_ms or 0.0, report.compiled_step_ms or 0.0, *map(statistics.median, times)]
     return 1.15 * min(max(*medians, *map(max, times)), 2 * max(medians))
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from compile_callbacks._utils.phases import EAGER, PHASES, Phase
+from compile_callbacks.config.tune import PhaseConfig
 from compile_callbacks.report.console import make_table, to_plain_text, to_text
-from compile_callbacks.report.data import RunReport
+from compile_callbacks.report.data import PhaseReport, RunReport
+from compile_callbacks.report.figures import Data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,8 +46,14 @@ class CompileReport(RunReport):
         return to_plain_text(self)
 
 
+def uncompiled_report(configs: Mapping[Phase, PhaseConfig]) -> CompileReport:
+    """Return the report of a run that has not started."""
+    train, infer = (PhaseReport(mode=config.describe() if (config := configs[p]) else EAGER) for p in PHASES)
+    return CompileReport(train=train, infer=infer)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ExportReport:
+class ExportReport(Data):
     """The report of an export. A figure that was not measured is ``None``.
 
     Attributes:
@@ -72,10 +82,6 @@ class ExportReport:
     verified: str | None = None
     max_abs_error: float | None = None
     error: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-ready data."""
-        return asdict(self)
 
     def scalars(self) -> dict[str, float]:
         """Return the figures by the names of the logged scalars."""

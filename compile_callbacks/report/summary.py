@@ -35,48 +35,55 @@ def verdict_lines(report: RunReport) -> list[str]:
 
 
 def describe_verdict(phase: Phase, report: PhaseReport) -> str:
-    """Return the verdict of a phase in a sentence, or an empty string if the phase has no verdict."""
-    verdict = _describe_verdict(phase, report)
-    if not (verdict and report.partly_compiled) or report.verdict == "not compiled":
-        return verdict
-    failed = _last_event(report, "fallback")
-    why = f" ({failed['target']} runs eagerly, {_code(failed)})" if failed else ""
-    return f"partly compiled{why}: {verdict}"
+    """Return the verdict of a phase in a sentence, or an empty string if the phase did not run or is left eager."""
+    claim = _claim(report)
+    if not claim:
+        return ""
+    if report.partly_compiled and report.verdict != "not compiled":
+        failed = _last_event(report, "fallback")
+        why = f" ({failed['target']} runs eagerly, {_code(failed)})" if failed else ""
+        claim = f"partly compiled{why}: {claim}"
+    net = report.net_seconds_saved or 0
+    if net <= -0.05 and report.verdict != "compile time not repaid":  # the table shows a smaller loss as 0.0
+        claim += f"; lost {_duration(-net)} so far"
+    without_effect = _last_event(report, "freezing") or _last_event(report, "cudagraph_skip")
+    if without_effect and (reason := _reason(without_effect)) not in claim:
+        claim += f"; {reason}"
+    compared = report.verdict in ("faster", "compile time not repaid", "slower", "no difference")
+    if compared and _is_noisy(report) and not _is_unclear(report):
+        vary = f"step times vary by ±{_variation(report):.0%}"
+        return f"{claim}; {vary}, so other programs may use the machine: measure again"
+    return f"{claim}; try {phase}_mode={EAGER!r}" if report.verdict == "slower" else claim
 
 
-def _describe_verdict(phase: Phase, report: PhaseReport) -> str:
-    eager_ms, compiled_ms, net = report.eager_step_ms, report.compiled_step_ms, report.net_seconds_saved
+def _claim(report: PhaseReport) -> str:
+    """Return the verdict line without losses, settings without effect and advice."""
+    eager_ms, compiled_ms, net = report.eager_step_ms, report.compiled_step_ms, report.net_seconds_saved or 0
     times = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms"
     compiling = _duration(report.compile_seconds or 0)
     speedup = report.speedup or 1.0
     earlier = "the eager steps of the earlier run" if report.diagnostics.restored else ""
     than, unlike = (f" than {earlier}", f" from {earlier}") if earlier else ("", "")
-    noise = ""
-    if _is_noisy(report):
-        vary = f"step times vary by ±{_variation(report):.0%}"
-        noise = f"; {vary}, so other programs may use the machine: measure again"
     match report.verdict:
         case "faster":
-            saved = f"saved {_duration(net or 0)} after {compiling} of compiling"
-            return f"{_times(speedup)} faster{than} ({times}), {saved}{noise}"
+            saved = f"saved {_duration(net)} after {compiling} of compiling"
+            return f"{_times(speedup)} faster{than} ({times}), {saved}"
         case "compile time not repaid":
             steps = report.break_even_steps
             when = "never" if steps is None or math.isinf(steps) else f"after {steps:,.0f} compiled steps"
-            return (
-                f"{_times(speedup)} faster{than} ({times}), but {compiling} compiling are not repaid: "
-                f"lost {_duration(-(net or 0))} so far, break-even {when}{noise}"
-            )
+            lost = f"{compiling} compiling are not repaid: lost {_duration(-net)} so far, break-even {when}"
+            return f"{_times(speedup)} faster{than} ({times}), but {lost}"
         case "slower":
             ratio = 1 / speedup
             slower = f"slower by {ratio - 1:.0%}" if ratio < 1.95 else f"{_times(ratio)} slower"
-            return f"{slower}{than} ({times}): {_why_slower(report)}{noise or f'; try {phase}_mode={EAGER!r}'}"
+            return f"{slower}{than} ({times}): {_why_slower(report)}"
         case "no difference":
             spread = max(report.diagnostics.eager_spread_ms or 0, report.diagnostics.compiled_spread_ms or 0)
             both = f"{_ms(eager_ms)} vs {_ms(compiled_ms)} ms, spread ±{_ms(spread / 2)}"
             if _is_unclear(report):
-                why = f"step times vary too much ({both})"
-                return f"no clear difference{unlike}: {why}, {compiling} spent compiling"
-            return f"no difference{unlike} ({both}), {compiling} spent compiling{noise}"
+                vary = f"step times vary too much ({both})"
+                return f"no clear difference{unlike}: {vary}, {compiling} spent compiling"
+            return f"no difference{unlike} ({both}), {compiling} spent compiling"
         case "too few samples" if eager_ms is None or compiled_ms is None:
             side = "eager" if eager_ms is None else "compiled"
             return f"too few samples: no {side} steps of the same workload to compare, {compiling} spent compiling"
@@ -85,6 +92,18 @@ def _describe_verdict(phase: Phase, report: PhaseReport) -> str:
         case "not compiled":
             why, code = _why_uncompiled(report)
             return f"not compiled: {why}" + (f", see {code}" if code else "")
+    trials = report.diagnostics.trials
+    if trials and report.mode == EAGER:
+        reason = next(trial["reason"] for trial in trials if trial["candidate"] == EAGER)
+        others = [trial for trial in trials if trial["candidate"] != EAGER]
+        if len(others) == 1:
+            reason = reason or others[0]["reason"]
+        results = ", ".join(f"{trial['candidate']} {trial['verdict']}" for trial in others)
+        return f"eager kept: {results}" + (f" ({reason})" if reason else "")
+    if trials and all(trial["verdict"] != "chosen" for trial in trials):
+        return "no candidate is chosen yet: the phase ran too few steps"
+    if report.mode != EAGER and report.eager_step_ms is not None:
+        return "not compiled yet: only eager baseline steps have run"
     return ""
 
 
@@ -92,14 +111,12 @@ def notes(report: RunReport) -> list[str]:
     """Return the lines below the table: results of the candidates of a `Tune`, and figures from an earlier run."""
     lines = []
     for phase in PHASES:
-        diagnostics = report.phase(phase).diagnostics
+        diagnostics, verdict = report.phase(phase).diagnostics, describe_verdict(phase, report.phase(phase))
         lines += [
             f"{phase}: {trial['candidate']} {_TRIALS[trial['verdict']]}: {trial['reason']}"
             for trial in diagnostics.trials
-            if trial["reason"] and trial["verdict"] in _TRIALS
+            if trial["verdict"] in _TRIALS and trial["reason"] and trial["reason"] not in verdict
         ]
-        if diagnostics.trials and all(trial["verdict"] != "chosen" for trial in diagnostics.trials):
-            lines.append(f"{phase}: no candidate is chosen yet, because the phase ran too few steps")
         if diagnostics.restored:
             lines.append(f"{phase}: eager steps were measured in the run before this one")
     return lines
@@ -108,8 +125,8 @@ def notes(report: RunReport) -> list[str]:
 def next_step(report: RunReport) -> str | None:
     """Return the advice about the most important problem, or ``None`` if there is no problem."""
     phases = [(phase, report.phase(phase)) for phase in PHASES]
-    found = (step for steps in zip(*(_next_steps(*pair) for pair in phases), strict=True) for step in steps if step)
-    return next(found, None)
+    ranks = zip(*(_next_steps(*pair) for pair in phases), strict=True)  # the same problem in both phases
+    return next((advice for rank in ranks for advice in rank if advice), None)
 
 
 def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
@@ -145,8 +162,8 @@ def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
 
 def _variation(report: PhaseReport) -> float:
     """Return the ± of the step time that varies more, eager or compiled, as a share of its median."""
-    found = report.diagnostics
-    sides = (report.eager_step_ms, found.eager_spread_ms), (report.compiled_step_ms, found.compiled_spread_ms)
+    details = report.diagnostics
+    sides = (report.eager_step_ms, details.eager_spread_ms), (report.compiled_step_ms, details.compiled_spread_ms)
     return max((spread / 2 / median for median, spread in sides if median and spread), default=0.0)
 
 
@@ -175,8 +192,6 @@ def _why_slower(report: PhaseReport) -> str:
 
 def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
     """Return the reason why a phase has no compiled graph, and the code of the message that explains the reason."""
-    if any(trial["candidate"] == EAGER and trial["verdict"] == "chosen" for trial in report.diagnostics.trials):
-        return "eager was the fastest candidate", ""
     if failed := _last_event(report, "fallback"):
         return f"{failed['target']!r} fell back to eager, because {_reason(failed)}", _code(failed)
     if broken := _last_event(report, "graph_break"):
@@ -188,7 +203,9 @@ def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
 
 
 def _last_event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
-    events = [event for event in report.diagnostics.events if event.get("kind") == kind]
+    """Return the last event of a kind, with a `Tune` of the chosen candidate."""
+    candidates = (None, report.mode) if report.diagnostics.trials else (None,)
+    events = [e for e in report.diagnostics.events if e.get("kind") == kind and e.get("candidate") in candidates]
     return events[-1] if events else None
 
 

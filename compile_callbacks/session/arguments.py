@@ -12,13 +12,13 @@ from typing import Any, ParamSpec, TypeVar
 
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
-from compile_callbacks._utils.phases import Phase
+from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.cache.folder import check_folder
 from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.tune import PhaseConfig, PhaseMode, as_phase_config
 from compile_callbacks.graphs.failures import NewShapes, OnError, TargetSettings, Verify
 from compile_callbacks.passes.base import as_passes
-from compile_callbacks.passes.recording import RecordedGraph, RecordGraphs
+from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.targets.repeated import REPEATED
 from compile_callbacks.targets.resolve import check_target_names
 
@@ -36,7 +36,7 @@ class CompileArguments:
     targets: Sequence[str] | str | None = None
     target_settings: TargetSettings = field(default_factory=TargetSettings)
     baseline_steps: int = 0
-    mode_argument: str = "{phase}_mode"  # the name of the user's argument with the settings of a phase
+    mode_arguments: Mapping[Phase, str] = field(default_factory=lambda: MODE_ARGUMENTS)
 
     @classmethod
     def checked(
@@ -57,7 +57,7 @@ class CompileArguments:
         checked_passes = as_passes(passes, "passes")
         for config in configs.values():
             if config is not None:
-                config.check_pass_hooks(checked_passes)
+                config.check_hook_points(checked_passes)
         check_type("baseline_steps", baseline_steps, int, "an integer, 0 or more")
         if baseline_steps < 0:
             message = f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline"

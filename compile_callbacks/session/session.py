@@ -25,7 +25,8 @@ from compile_callbacks.calls.target_search import TargetSearch
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.steps import Stage, Step, StepKind
-from compile_callbacks.report.build import build_phase_report
+from compile_callbacks.report.build import PhaseFacts
+from compile_callbacks.report.data import PhaseReport
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.measurements import Measurements
@@ -68,7 +69,7 @@ class Session:
         self._model_record: ModelRecord | None = None
         self._progress = CompileProgress(print_line)
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
-        self._recorder = CompileRecorder(progress=self._progress, mode_argument=arguments.mode_argument)
+        self._recorder = CompileRecorder(progress=self._progress, mode_arguments=arguments.mode_arguments)
         self._observed = CallRecords()
         self._measurements = Measurements(module)
         self._policies = Policies(arguments, self._recorder, self._ranks, print_line)
@@ -298,17 +299,19 @@ class Session:
         if details:
             self._measurements.timer.synchronize()
         phases = {
-            phase: build_phase_report(
-                phase,
-                config,
-                self._reported_targets(phase),
-                self._recorder,
-                self._measurements.timer,
-                self._measurements.memory,
-                trials=[trial.to_dict() for trial in self._policies.trials(phase)],
-                details=details,
+            phase: PhaseReport.of(
+                PhaseFacts(
+                    phase=phase,
+                    settings=settings,
+                    target_labels={target.name: target.label for target in self._reported_targets(phase)},
+                    recorder=self._recorder,
+                    timer=self._measurements.timer,
+                    memory=self._measurements.memory,
+                    trials=tuple(trial.to_dict() for trial in self._policies.trials(phase)),
+                    with_details=details,
+                )
             )
-            for phase, config in self._arguments.configs.items()
+            for phase, settings in self._arguments.configs.items()
         }
         return CompileReport(train=phases["train"], infer=phases["infer"], before=self._before)
 

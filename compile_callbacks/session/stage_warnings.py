@@ -11,7 +11,7 @@ from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.variant import Variant
-from compile_callbacks.profiling.events import CompileEvent, CompileKey, EventKind
+from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent, CompileKey, EventKind
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
@@ -24,11 +24,7 @@ RECENT_SAMPLES = 20
 LEAST_SHARE = 0.2
 """The share of a target's weights that its graphs must use. With a smaller share, most of it may run eagerly."""
 
-_CAUSES: dict[EventKind, str] = {
-    "recompile": "recompile",
-    "fallback": "fallback to eager",
-    "cudagraph_skip": "CUDA graph that was skipped",
-}
+_CAUSES: tuple[EventKind, ...] = ("recompile", "fallback", "cudagraph_skip")
 _NAME_OTHERS = (
     "Name the modules or methods that the steps call in targets=[...]. A call inside a function that you compiled with "
     "torch.compile belongs to the graph of that function"
@@ -92,6 +88,8 @@ class SessionWarnings:
             if compiled_target.ran and not compiled_target.on_trial:
                 self._check_graphs(compiled_target.key)
                 self._check_share(compiled_target)
+                if variant.name is None and variant.config is not None and variant.config.freezes:
+                    self._record_unfrozen(compiled_target.key)
                 if compiled_target.blocks_differ:
                     self._warn_of_differing_blocks(compiled_target.key)
         self.check_step_times(phase, variant)
@@ -155,6 +153,12 @@ class SessionWarnings:
             for target in self._switch.targets:
                 self._recorder.record(kind, CompileKey(target.name, phase), reason=reason, show=False)
 
+    def _record_unfrozen(self, key: CompileKey) -> None:
+        """Record why a target is not frozen. This is no warning, because `validate` may freeze it later."""
+        if not key.frozen and not self._reasons("freezing", key):
+            reason = "freezing has no effect while weights may change, as during fit"
+            self._recorder.record("freezing", key, reason=reason, show=False)
+
     def _warn_of_limit(self, key: CompileKey, reason: str) -> None:
         message = (
             f"target {key.target!r} reached torch's recompile limit in the {key.phase} phase. Inputs that none of its "
@@ -213,5 +217,5 @@ def _describe(cause: CompileEvent | None) -> str:
         none = "torch reports no recompile, no fallback and no skipped CUDA graph"
         return f"{none}. Other programs that use the machine are a possible cause"
     reason = " ".join((cause.reason or "torch gives no reason").split())
-    last = f"the last {_CAUSES[cause.kind]} of target {cause.target!r} ({reason})"
+    last = f"the last {EVENT_KINDS[cause.kind].name} of target {cause.target!r} ({reason})"
     return f"Possible causes are {last}, and other programs that use the machine"

@@ -9,8 +9,8 @@ import pytest
 
 from compile_callbacks import CompileReport, InductorCompile, PhaseReport
 from compile_callbacks.cli import main
-from compile_callbacks.report.data import PhaseDiagnostics
-from compile_callbacks.report.file import FILE_NAME, make_record
+from compile_callbacks.report.data import FILE_NAME, PhaseDiagnostics
+from compile_callbacks.report.file import make_record
 from tests.support.models import Classifier, loader, trainer
 
 BREAK = {"kind": "graph_break", "target": "net", "phase": "train", "file": "m.py", "line": 3, "reason": "print\nmore"}

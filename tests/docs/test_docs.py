@@ -15,8 +15,9 @@ import torch._dynamo.config
 import yaml
 from lightning.pytorch import LightningDataModule
 
-from compile_callbacks import cli
+from compile_callbacks import PhaseReport, cli
 from compile_callbacks.passes.testing import check_pass
+from compile_callbacks.report.data import PhaseDiagnostics
 from tests.support.models import CLASSES, FEATURES, Classifier, loader
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,21 @@ def check_the_recipe_of_the_page(namespace):
     assert fields["train"].keys() >= json.loads(Path("compile_contract.json").read_text())["train"].keys()
     namespace["test_compiled_training_is_eager_training"]()
     namespace["test_the_settings_of_our_runs_train_as_eager_does"]()
+
+
+def test_the_page_of_the_report_describes_each_figure_and_scalar():
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    lines = hooks.with_figures(PAGES["docs/reference/report.md"].read_text()).splitlines()
+    for figures in (PhaseReport, PhaseDiagnostics):
+        for name, figure in figures.declared().items():
+            row = f"`{figure.row or name.replace('_', ' ')}`" if figure.group else ""
+            (line,) = (line for line in lines if line.startswith(f"| `{name}` | {row} | "))
+            assert line.endswith(". |")
+            assert not figure.scalar or f"| `{figure.scalar}` | `{name}` |" in lines
+    assert "| `eager_step_ms` | `eager step ms` | Median time" in "\n".join(lines)
 
 
 def test_the_drawing_of_the_data_path_names_functions_that_exist():

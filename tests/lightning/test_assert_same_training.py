@@ -11,7 +11,6 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.testing import assert_same_training
@@ -92,21 +91,12 @@ class Spectral(Wrapper):
         nn.utils.spectral_norm(self.net[2])
 
 
-class NegatesRelu(CustomGraphPass):
-    def __call__(self, graph):
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
-            node.target = torch.ops.aten.neg.default
-
-    def uuid(self):
-        return None
-
-
 BY_HAND = {
     "random_sample": (Samples, {}, "random generator random"),
     "full_deque": (Remembers, {}, "gradient"),
     "own_function": (OwnFunction, {}, "gradient of net.weight"),
     "spectral_norm": (Spectral, {}, "net.net.2.weight_"),
-    "wrong_pass": (Wrapper, {"post_grad_custom_post_pass": NegatesRelu()}, "gradient"),
+    "wrong_pass": (Wrapper, {"post_grad_custom_post_pass": WrongForward(None)}, "gradient"),
 }
 EAGER_BY_HAND = {"random_sample": OLD, "own_function": not OLD}
 """Cases in which torch's own code is right on one of the versions."""

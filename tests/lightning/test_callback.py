@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases
-from tests.support.models import FEATURES, Classifier, fit, loader, mlp, seeded, trainer
+from tests.support.models import FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
 from tests.support.uncached import Uncached
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
@@ -51,25 +51,13 @@ def test_a_copy_made_while_training_uses_its_own_weights():
     assert answers == [0.0, 0.0, 0.0]
 
 
-class Uncompilable(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = mlp()
-
-    @torch._dynamo.disable
-    def forward(self, x):
-        return self.inner(x)
-
-
-class OneUnused(Classifier):
-    def __init__(self) -> None:
-        super().__init__(Uncompilable())
-        self.spare = nn.Linear(2, 2)
+class Uncompilable(Wrapper):
+    forward = torch._dynamo.disable(Wrapper.forward)
 
 
 def test_a_target_that_ran_uncompiled_is_warned_about_by_name():
     with pytest.warns(CompileWarning) as caught:
-        trainer(InductorCompile("default", None, baseline_steps=0)).fit(OneUnused(), loader(2))
+        trainer(InductorCompile("default", None, baseline_steps=0)).fit(Classifier(Uncompilable()), loader(2))
     (warning,) = [warning for warning in caught if warning.category is CompileWarning]
     assert str(warning.message).startswith("target 'net' ran in the train phase without a compiled graph: ")
     assert "disable" in str(warning.message)
@@ -93,20 +81,11 @@ class Backend:
         return call
 
 
-class Net(nn.Module):
-    """A network with its own forward: torch 2.11 compiles nothing of a module of torch.nn that is compiled itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
 class PlainStep(Classifier):
+    """Its network has its own forward: torch 2.11 compiles nothing of a module of torch.nn that is compiled itself."""
+
     def __init__(self) -> None:
-        super().__init__(Net())
+        super().__init__(Wrapper())
 
     def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -162,14 +141,14 @@ def test_an_uncompiled_phase_runs_the_users_compiled_module(how, mode, shown, ca
 
 @pytest.mark.parametrize("mode", [None, "eager"])
 def test_compile_phases_runs_an_uncompiled_phase_as_the_user_compiled_it(mode):
-    backend, net = Backend(), Net()
+    backend, net = Backend(), Wrapper()
     net.compile(backend=backend)
     compile_phases(net, train_mode=mode)
     net(torch.ones(2, FEATURES))
     with torch.no_grad():
         net(torch.ones(2, FEATURES))
     assert backend.calls == {"train": 1, "infer": 0}
-    assert type(net) is Net
+    assert type(net) is Wrapper
 
 
 # ------------------------------------------------------------------------------------------ arguments

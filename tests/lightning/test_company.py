@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from compile_callbacks import InductorCompile
-from compile_callbacks.report.file import FILE_NAME
+from compile_callbacks.report.data import FILE_NAME
 from tests.support.against_eager import (
     assert_run_equals_eager,
     assert_same_module,

@@ -102,6 +102,8 @@ def test_validation_in_fit_follows_the_weights_without_recompiling_each_epoch():
     callback = frozen()
     assert_fits_as_eager(callback, make=convolutional, train=2, max_epochs=4)
     assert callback.report.infer.graphs == 1
+    (line,) = (line for line in str(callback.report).splitlines() if line.startswith("infer "))
+    assert line.endswith("; freezing has no effect while weights may change, as during fit")
 
 
 # ------------------------------------------------------------------------------------------ other kinds of weights

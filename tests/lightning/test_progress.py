@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
@@ -14,14 +12,9 @@ from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.report import console
 from tests.support.models import batches_of, fit
-from tests.support.uncached import Uncached
+from tests.support.uncached import Slow
 
 NET = CompileKey("net", "train")
-
-
-class Slow(Uncached):
-    def __call__(self, graph, is_inference):
-        time.sleep(1)
 
 
 @pytest.fixture
@@ -32,7 +25,7 @@ def impatient(monkeypatch):
 
 def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took_last_time(impatient, logged, tmp_path):
     def run():
-        callback = InductorCompile("default", None, passes=[Slow()], baseline_steps=0, cache_dir=tmp_path / "cache")
+        callback = InductorCompile("default", None, passes=[Slow(1)], baseline_steps=0, cache_dir=tmp_path / "cache")
         with pytest.warns(CompileWarning, match="cache_dir has no effect"):  # torch caches no graph with such a pass
             fit(callback, train=2)
 
@@ -47,7 +40,7 @@ def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took_last_t
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_lines_live_with_progress_bars(bar, impatient, monkeypatch, capsys):
     monkeypatch.setattr(console.sys.stdout, "isatty", lambda: True, raising=False)
-    callbacks = InductorCompile("default", None, passes=[Slow()], baseline_steps=0), bar()
+    callbacks = InductorCompile("default", None, passes=[Slow(1)], baseline_steps=0), bar()
     fit(*callbacks, train=2, enable_progress_bar=True)
     shown = "".join(capsys.readouterr())
     assert "compiling 'net' for the train phase ..." in shown
@@ -63,7 +56,7 @@ def test_a_recompile_is_a_line_with_its_reason_and_what_avoids_it(logged):
     fix = 'drop_last=True in the DataLoader, or train_mode={"dynamic": True}, avoids it'
     assert lines[0] == f"recompiling 'net' (train): batch size 2, was 8; {fix}"
     assert len(lines) == progress.MAX_LINES + 1
-    assert lines[-1].startswith("further recompiles in the train phase: 2; their reasons: ")
+    assert lines[-1].startswith("recompile: 2 more in the train phase; their reasons: ")
     recompiles = [e for e in callback.report.train.diagnostics.events if e["kind"] == "recompile"]
     assert [event["step"] for event in recompiles] == [3, 4, 5, 6, 7]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -14,8 +15,10 @@ from compile_callbacks import CompileReport, CompileWarning, InductorCompile, Ph
 from compile_callbacks.profiling.saved_time import net_series
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from compile_callbacks.report.data import PhaseDiagnostics
+from compile_callbacks.report.figures import figure
 from compile_callbacks.report.summary import describe_verdict
-from tests.support.models import FEATURES, Classifier, fit, loader, trainer
+from compile_callbacks.report.table import to_markdown
+from tests.support.models import FEATURES, Classifier, RecordingLogger, fit, loader, trainer
 from tests.support.step_times import TimedSteps, Times
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -28,6 +31,25 @@ def test_never_and_nothing_survive_json():
     assert data["infer"]["speedup"] is None
     assert CompileReport.from_dict(data) == report
     assert "never" in str(report)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithTokens(PhaseReport):
+    tokens: int = figure(lambda facts: 42, "speed", "count", default=0, scalar="step/PHASE/tokens")
+
+
+def test_a_new_figure_needs_only_its_declaration(monkeypatch):
+    monkeypatch.setattr("compile_callbacks.session.session.PhaseReport", WithTokens)
+    callback, logger = InductorCompile("default", None, baseline_steps=0), RecordingLogger()
+    fit(callback, train=4, validation=None, logger=logger)
+    report = callback.report
+    assert report.train.tokens == 42
+    assert [line.split() for line in str(report).splitlines() if "tokens" in line] == [["tokens", "42"]]
+    assert "| tokens | 42 |" in to_markdown(report, {})
+    assert logger.calls[-1][0]["step/train/tokens"] == 42
+    data = json.loads(json.dumps(report.to_dict()))["train"]
+    assert WithTokens.from_dict(data) == report.train
+    assert WithTokens.from_dict({**data, "tokens": "many"}).tokens == 0
 
 
 def test_a_row_whose_figures_are_all_zero_is_not_in_the_table():

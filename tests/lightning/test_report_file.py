@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
-from compile_callbacks.report.file import FILE_NAME
+from compile_callbacks.report.data import FILE_NAME
 from tests.support import models
 from tests.support.models import Classifier, RecordingLogger, loader, trainer
 from tests.support.wrong_passes import WrongForward

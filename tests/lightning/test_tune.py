@@ -71,6 +71,15 @@ def test_candidates_that_fail_or_differ_are_out_without_a_warning(monkeypatch):
     assert (report.fallbacks, report.verified, report.diagnostics.skipped_passes) == (0, f"equal {report.graphs}", 0)
 
 
+def test_the_report_of_a_tune_that_keeps_eager_says_why_and_what_it_cost(monkeypatch):
+    Times(monkeypatch, train={"eager": 5, "default": 10})
+    ours = InductorCompile(Tune(["default"], steps=5), None)
+    fit(ours, train=30, validation=None)
+    assert ours.report.train.mode == "eager"
+    assert "train   eager kept: default not faster (" in str(ours.report)
+    assert "s so far" in str(ours.report)
+
+
 def test_run_that_ends_early_decides_nothing_and_the_next_one_tunes(monkeypatch):
     class EndsWithTheFirstCompile(pl.Callback):
         def on_after_backward(self, trainer, pl_module):
@@ -84,7 +93,7 @@ def test_run_that_ends_early_decides_nothing_and_the_next_one_tunes(monkeypatch)
         trainer(ours, EndsWithTheFirstCompile()).fit(module, loader(30))
     assert ours.report.train.mode == "tune(default, steps=5)"
     assert verdicts(ours.report.train) == {"eager": "undecided", "default": "undecided"}
-    assert "train: no candidate is chosen yet" in str(ours.report)
+    assert "train   no candidate is chosen yet" in str(ours.report)
     trainer(ours).fit(module, loader(40))
     assert ours.report.train.mode == "default"
     graphs = ours.report.train.graphs

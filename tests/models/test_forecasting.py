@@ -6,10 +6,9 @@ import functools
 import time
 from typing import Any
 
-import pytest
 import torch
 
-from tests.models.trial import Run, Trial, check, compare, figures
+from tests.models.trial import Run, Trial, check, compare
 
 
 @functools.cache
@@ -74,11 +73,6 @@ TRIALS = [
     )
     for name, kind, make in [("TFT", "tft", tft), ("N-BEATS", "nbeats", nbeats)]
 ]
-
-
-@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
-def test_time_series_equal_eager(trial):
-    check(figures(trial))
 
 
 def neuralforecast_run(*callbacks: Any) -> Run:

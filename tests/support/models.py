@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from typing import Any
@@ -141,6 +142,12 @@ def fit(
     loaders = [loader(given) if isinstance(given, int) else given for given in (train, validation)]
     trainer(*callbacks, **settings).fit(module, *loaders, ckpt_path=ckpt_path)
     return module
+
+
+def expected(module: Classifier, x: torch.Tensor) -> torch.Tensor:
+    """The outputs of a classifier's net in evaluation mode."""
+    with torch.no_grad():
+        return copy.deepcopy(module.net).eval()(x)
 
 
 class Manual(Classifier):

@@ -1,6 +1,8 @@
-"""A pass that keeps torch's cache out of a test."""
+"""Passes that keep torch's cache out of a test."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 
@@ -15,3 +17,13 @@ class Uncached(GraphPass):
 
     def uuid(self) -> None:
         return None
+
+
+class Slow(Uncached):
+    """Takes this time for each graph."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        time.sleep(self.seconds)

@@ -20,7 +20,7 @@ class WrongForward(GraphPass):
         self.batch_sizes = set(batch_sizes)
 
     def __call__(self, graph, is_inference):
-        sizes = {size for node in graph.find_nodes(op="placeholder") for size in node.meta["val"].shape[:1]}
+        sizes = (size for node in graph.find_nodes(op="placeholder") for size in node.meta["val"].shape[:1])
         if self.phase != self.wrong_phase or (self.batch_sizes and self.batch_sizes.isdisjoint(sizes)):
             return
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):

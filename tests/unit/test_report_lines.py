@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
 
 import pytest
 
@@ -10,8 +10,6 @@ from compile_callbacks import CompileReport, PhaseReport
 from compile_callbacks.report.data import PhaseDiagnostics
 from compile_callbacks.report.summary import describe_verdict, next_step
 from compile_callbacks.report.table import main_table
-
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "report.md"
 
 pytestmark = pytest.mark.all_versions
 
@@ -129,21 +127,44 @@ def test_the_table_shows_the_samples_of_both_sides(samples, details, cell):
     assert dict(rows).get("samples, eager / compiled") == cell
 
 
-def test_the_page_explains_each_row_of_the_table():
-    details = PhaseDiagnostics(
-        cache_misses=1,
-        eager_peak_memory_mib=1.0,
-        peak_memory_mib=1.0,
-        saved_for_backward_mib=1.0,
-        max_abs_error=0.0,
-        skipped_passes=1,
-        trials=({"candidate": "NAME", "median_ms": 1.0, "verdict": "chosen"},),
-    )
-    figures = {"samples": 5, "speedup": 2.0, "net_seconds_saved": 1.0, "break_even_steps": 9.0, "targets": ("net",)}
-    counts = dict.fromkeys(("graphs", "graph_breaks", "recompiles", "fallbacks"), 1)
-    times = {"compile_seconds": 1.0, "eager_step_ms": 2.0, "compiled_step_ms": 1.0, "verified": "equal 1"}
-    found = PhaseReport(**figures, **counts, **times, diagnostics=details)
-    labels = [row[0] for group in main_table([found]) for row in group.rows]
-    assert len(labels) == 21
-    section = PAGE.read_text().partition("## Rows of the table")[2].partition("\n## ")[0]
-    assert [label for label in labels if f"`{label}`" not in section] == []
+# ------------------------------------------------------------------------------------------ a verdict for each phase
+
+
+@pytest.mark.parametrize("verdict", ["slower", "no difference", "too few samples", "not compiled"])
+def test_a_line_names_the_net_loss_that_the_table_shows(verdict):
+    phase = report(verdict, 17.1, 83.1, (1.0, 1.0))
+    for net, loss in ((-62.3, "; lost 1 min 2 s so far"), (-0.04, ""), (61.0, ""), (None, "")):
+        text = describe_verdict("train", dataclasses.replace(phase, net_seconds_saved=net))
+        assert (loss in text) if loss else ("lost" not in text), text
+
+
+def test_a_line_names_a_setting_without_effect():
+    reason = "freezing has no effect while weights may change, as during fit"
+    text = line("faster", 558.0, 291.0, events=({"kind": "freezing", "target": "net", "reason": reason},))
+    assert text == f"1.92x faster (558 → 291 ms), {SAVED}; {reason}"
+
+
+def tuned(*trials, mode="eager", **figures):
+    """The line of a phase with a `Tune`, from the candidate, the verdict and the reason of each trial."""
+    names = ("candidate", "verdict", "reason")
+    trials = tuple({**dict(zip(names, trial, strict=True)), "median_ms": None} for trial in trials)
+    return describe_verdict("train", PhaseReport(mode=mode, diagnostics=PhaseDiagnostics(trials=trials), **figures))
+
+
+def test_a_line_says_why_a_tune_keeps_eager():
+    eager, short = ("eager", "chosen", None), "the 3 steps that remain could save 0.1 s at best"
+    one = tuned(eager, ("default", "not tried", short))
+    assert one == f"eager kept: default not tried ({short})"
+    two = tuned(eager, ("default", "not faster", "1.01x"), ("m", "not tried", short), net_seconds_saved=-20.0)
+    assert two == "eager kept: default not faster, m not tried; lost 20 s so far"
+    budget = tuned(("eager", "chosen", "the budget was used up"), ("default", "beaten", None), ("m", "not tried", "x"))
+    assert budget == "eager kept: default beaten, m not tried (the budget was used up)"
+    undecided = tuned(("eager", "undecided", None), ("default", "undecided", None), mode="tune(default)")
+    assert undecided == "no candidate is chosen yet: the phase ran too few steps"
+
+
+def test_a_phase_with_only_baseline_steps_says_so():
+    phase = PhaseReport(mode="default", eager_step_ms=3.0)
+    assert describe_verdict("infer", phase) == "not compiled yet: only eager baseline steps have run"
+    assert describe_verdict("infer", PhaseReport(mode="default")) == ""
+    assert describe_verdict("infer", dataclasses.replace(phase, mode="eager")) == ""

@@ -14,7 +14,7 @@ from compile_callbacks._utils.files import atomic_write, read_json, write_json
 from compile_callbacks._utils.import_ref import resolve
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.report.console import make_table, to_text
-from compile_callbacks.report.table import _listed
+from compile_callbacks.report.data import _listed
 
 
 def test_a_file_is_replaced_only_when_all_of_it_is_written(tmp_path):

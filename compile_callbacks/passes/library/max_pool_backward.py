@@ -13,7 +13,7 @@ from compile_callbacks.passes.base import GraphPass
 from compile_callbacks.passes.rewriting import call_before, find_nodes
 
 _aten = torch.ops.aten
-_SAME = (_aten.clone.default, _aten.reshape.default, torch.ops.prims.convert_element_type.default)
+_COPIES_AND_CASTS = (_aten.clone.default, _aten.reshape.default, torch.ops.prims.convert_element_type.default)
 
 
 class TritonMaxPoolBackward(GraphPass):
@@ -55,7 +55,7 @@ class TritonMaxPoolBackward(GraphPass):
             offsets, kernel, size, stride, padding, dilation = indices.args
             if any(step != 1 for step in dilation):  # type: ignore[union-attr]
                 continue
-            pooling = _one_operator(indices) or _scattered(indices)
+            pooling = _from_one_operator(indices) or _from_scatter_add(indices)
             if pooling is not None and self._supports(*pooling, offsets):
                 gradient, grad_output = pooling
                 args = (grad_output, offsets, size, kernel, stride, padding)
@@ -72,7 +72,7 @@ class TritonMaxPoolBackward(GraphPass):
         )
 
 
-def _one_operator(indices: Node) -> tuple[Node, Node] | None:
+def _from_one_operator(indices: Node) -> tuple[Node, Node] | None:
     """Return the gradients of input and output, if one operator computes the gradient, as in torch 2.11."""
     for user in indices.users:
         if user.target is _aten.max_pool2d_with_indices_backward.default:
@@ -80,7 +80,7 @@ def _one_operator(indices: Node) -> tuple[Node, Node] | None:
     return None
 
 
-def _scattered(indices: Node) -> tuple[Node, Node] | None:
+def _from_scatter_add(indices: Node) -> tuple[Node, Node] | None:
     """Return the gradients of input and output, if torch scatters into zeros [N * C, H * W], as in torch 2.15."""
     *_, places = _readers(indices)
     scatter = next(iter(places.users))
@@ -102,14 +102,14 @@ def _scattered(indices: Node) -> tuple[Node, Node] | None:
 def _readers(node: Node) -> Iterator[Node]:
     """Yield a node, and the copies and casts that follow it while each node has a single user."""
     yield node
-    while len(node.users) == 1 and (reader := next(iter(node.users))).target in _SAME:
+    while len(node.users) == 1 and (reader := next(iter(node.users))).target in _COPIES_AND_CASTS:
         yield (node := reader)
 
 
 def _sources(node: Any) -> Iterator[Node]:
     """Yield a node, and the nodes before it while each node is a copy or a cast of the node before."""
     yield node
-    while node.target in _SAME:
+    while node.target in _COPIES_AND_CASTS:
         yield (node := node.args[0])
 
 

@@ -1,4 +1,4 @@
-"""`RecordGraphs`: a pass that writes graphs to files, to show the changes of other passes."""
+"""`RecordGraphs`: a graph pass that writes graphs to files and to TensorBoard."""
 
 from __future__ import annotations
 

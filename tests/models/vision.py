@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.models.trial import Trained, Trial, check, figures
+from tests.models.trial import Trained, Trial
 
 CLASSES = 4
 
@@ -237,8 +236,3 @@ TRIALS = [
         },
     ),
 ]
-
-
-@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
-def test_images_equal_eager(trial):
-    check(figures(trial, **trial.arguments), chaotic=trial.chaotic)

@@ -1,4 +1,4 @@
-"""A step that catches `torch.OutOfMemoryError` under CUDA graphs, to skip its batch."""
+"""The user's own peak of GPU memory, and steps under CUDA graphs that skip a batch after `torch.OutOfMemoryError`."""
 
 from __future__ import annotations
 
@@ -60,12 +60,13 @@ class SkipsBatches(Classifier):
         return torch.optim.SGD(self.net.parameters(), 0.01)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def tree_of_cuda_graphs():
     """Makes torch's tree of CUDA graphs. If memory is too short for it, torch 2.11 ends the process with SIGABRT."""
     get_manager(torch.cuda.current_device())
 
 
+@pytest.mark.usefixtures("tree_of_cuda_graphs")
 @pytest.mark.parametrize("where", ["compile", "forward", "backward"])
 @pytest.mark.filterwarnings("ignore:target 'net' .*the first run of a CUDA graph raised")
 def test_a_step_that_skips_a_batch_without_memory_goes_on(where):
@@ -89,6 +90,7 @@ def test_a_step_that_skips_a_batch_without_memory_goes_on(where):
     assert len(again.losses) == 8
 
 
+@pytest.mark.usefixtures("tree_of_cuda_graphs")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_first_run_that_failed_is_reported(where):
     # torch deletes the tree with the last function in it, so without another one a failed forward leaves no trace.
@@ -98,3 +100,21 @@ def test_a_first_run_that_failed_is_reported(where):
     ours = InductorCompile("reduce-overhead", None, targets=["net"], baseline_steps=1, verify="off")
     with pytest.warns(CompileWarning, match="the first run of a CUDA graph raised"):
         trainer(ours, accelerator="cuda").fit(module, loader(8))
+
+
+def test_the_users_own_peak_is_that_of_the_whole_run():
+    def wide():
+        return nn.Sequential(nn.Linear(FEATURES, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.Linear(4096, CLASSES))
+
+    def peak(*callbacks):
+        module = seeded(lambda: Classifier(wide()))
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.empty(2**30, dtype=torch.uint8, device="cuda")  # before the fit, and larger than what it needs
+        trainer(*callbacks, accelerator="cuda").fit(module, loader(12))
+        return torch.cuda.max_memory_allocated()
+
+    ours = InductorCompile(targets=["net"], baseline_steps=3)
+    assert peak(ours) >= 2**30
+    assert ours.report.train.diagnostics.eager_peak_memory_mib is None
+    assert ours.report.train.diagnostics.eager_peak_memory_at_most_mib >= 1024

@@ -1,4 +1,4 @@
-"""`assert_same_training` accepts the models of the other files, compiled from the first step on."""
+"""Models of other packages train as without the callback: with a baseline, and compiled from the first step on."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import pytest
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.testing import assert_same_training
-from tests.models import test_forecasting, test_graphs, test_loops, test_transformers, test_vision
-from tests.models.trial import BASELINE_STEPS
+from tests.models import loops, test_forecasting, texts, vision
+from tests.models.trial import BASELINE_STEPS, check, figures
 from tests.support.models import QUIET
 
-TRIALS = [
-    trial
-    for module in (test_forecasting, test_graphs, test_loops, test_transformers, test_vision)
-    for trial in module.TRIALS
-]
+TRIALS = [trial for module in (test_forecasting, loops, texts, vision) for trial in module.TRIALS]
 
 
 def data_of(trial):
@@ -24,6 +20,11 @@ def data_of(trial):
     data = pl.LightningDataModule()
     data.train_dataloader, data.val_dataloader = trial.train, trial.validate
     return data
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
+def test_a_model_with_a_baseline_equals_eager(trial):
+    check(figures(trial, **trial.arguments), eager_targets=trial.eager_targets, chaotic=trial.chaotic)
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.models.trial import Trained, Trial, check, figures
+from tests.models.trial import Trained, Trial
 
 WIDTH, WORDS = 32, 64
 
@@ -126,8 +125,3 @@ TRIALS = [
     on_texts("T5", lambda: _Texts(t5()), labels="words"),
     on_texts("peft LoRA, merged", lambda: _Texts(lora()), labels="class", after=merge),
 ]
-
-
-@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
-def test_texts_of_varying_length_equal_eager(trial):
-    check(figures(trial))
