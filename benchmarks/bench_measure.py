@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import EAGER, InductorConfig
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
-from compile_callbacks.profiling.events import CompileEvent, EventKind
+from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.report.file import environment
@@ -221,7 +221,7 @@ def _row(candidate: Candidate, samples: Mapping[str, list[float]]) -> dict[str, 
     row |= summarize(samples[candidate.name]) | {"peak_memory_mib": candidate.peak_memory_mib}
     if candidate.config is None:
         return row
-    events = {kind: candidate.recorder.events_of(candidate.phase, kind) for kind in get_args(EventKind)}
+    events = {kind: candidate.recorder.events_of(candidate.phase, kind) for kind in EVENT_KINDS}
     seconds = sum(event.seconds or 0.0 for event in events["compile"])
     speedup = break_even_steps = None
     if min(len(samples[candidate.name]), len(samples[EAGER])) >= MIN_SAMPLES:
