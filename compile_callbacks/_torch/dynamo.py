@@ -36,6 +36,17 @@ def function_with_own_cache(function: types.FunctionType, name: str) -> types.Fu
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of torch within a ``with`` block."""
+    original = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
 def keep_argument_validation() -> Iterator[None]:
     """Restore the argument validation of ``torch.distributions`` after the ``with`` block.
 
@@ -73,11 +84,10 @@ def without_argument_validation() -> Iterator[None]:
             add(guards, guard, **kwargs)
 
     Distribution.set_default_validate_args(False)
-    GuardsSet.add = add_other  # type: ignore[assignment, method-assign]
     try:
-        yield
+        with replaced(GuardsSet, "add", add_other):
+            yield
     finally:
-        GuardsSet.add = add  # type: ignore[method-assign]
         Distribution.set_default_validate_args(validates)
 
 
@@ -174,8 +184,7 @@ def without_weak_references() -> Any:
     return torch._dynamo.config.patch(invalidate_compile_context_weakrefs=True)
 
 
-@contextlib.contextmanager
-def without_finalizers_of_weights() -> Iterator[None]:
+def without_finalizers_of_weights() -> contextlib.AbstractContextManager[None]:
     """Trace without finalizers of frozen weights that are tensor subclasses, because ``module.cpu()`` fails with them.
 
     Dynamo compares the identity of frozen weights. A finalizer invalidates the graph when a weight is deleted, because
@@ -189,15 +198,10 @@ def without_finalizers_of_weights() -> Iterator[None]:
     def plain_id(manager: Any, value: Any, name: str) -> int:
         return id(value) if is_traceable_wrapper_subclass(value) else id_ref(manager, value, name)
 
-    CheckFunctionManager.id_ref = plain_id  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign]
+    return replaced(CheckFunctionManager, "id_ref", plain_id)
 
 
-@contextlib.contextmanager
-def without_odd_gradients() -> Iterator[None]:
+def without_odd_gradients() -> contextlib.AbstractContextManager[None]:
     """Within the ``with`` block, Dynamo ignores gradients on which it would fail, so it can compile after a backward.
 
     Workaround (until FSDP1 is no longer supported): while FSDP1 has gathered a weight, the gradient of the previous
@@ -215,11 +219,7 @@ def without_odd_gradients() -> Iterator[None]:
         odd = grad is not None and (grad.shape != tensor.shape or is_traceable_wrapper_subclass(grad))
         return None if odd else grad
 
-    meta_utils.safe_grad = plain_grad  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        meta_utils.safe_grad = safe_grad
+    return replaced(meta_utils, "safe_grad", plain_grad)
 
 
 @contextlib.contextmanager

@@ -95,7 +95,8 @@ def compile_graph(
         regions.expose_aliases(graph)
         is_backward = bool(kwargs.get("is_backward"))
         if not is_backward and not kwargs.get("is_inference"):
-            autograd.save_copies(graph, buffers if _count_of_inputs(graph) == count else ())
+            inputs = graph.graph.find_nodes(op="placeholder")
+            autograd.save_copies(graph, buffers if len(inputs) == count else ())
         started = time.perf_counter()
         code = compile_fx_inner(graph, *args, **kwargs)
         if is_backward:
@@ -117,10 +118,6 @@ def compile_graph(
         return compile_fx(  # type: ignore[return-value]
             graph_module, example_inputs, inner_compile=compile_part, config_patches=options
         )
-
-
-def _count_of_inputs(forward_graph: torch.fx.GraphModule) -> int:
-    return len(forward_graph.graph.find_nodes(op="placeholder"))
 
 
 def saved_bytes(backward_graph: torch.fx.GraphModule) -> int:

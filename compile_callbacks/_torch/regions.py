@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from compile_callbacks._torch.dynamo import replaced
 from compile_callbacks._torch.graphs import OpOverload, add_node
 
 _INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
@@ -40,8 +41,7 @@ def region_of(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@contextlib.contextmanager
-def strict_comparison() -> Iterator[None]:
+def strict_comparison() -> contextlib.AbstractContextManager[None]:
     """Within the ``with`` block, two regions share code only if all operators have the same arguments and results.
 
     Workaround (until ``are_same_graph_modules`` compares both): Dynamo's comparison stops at the end of the shorter
@@ -56,11 +56,7 @@ def strict_comparison() -> Iterator[None]:
     def strict(name: str, first: GraphModule, second: GraphModule, fake_mode: Any) -> bool:
         return _operators(first) == _operators(second) and lenient(name, first, second, fake_mode)
 
-    higher_order_ops.are_same_graph_modules = strict  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        higher_order_ops.are_same_graph_modules = lenient
+    return replaced(higher_order_ops, "are_same_graph_modules", strict)
 
 
 def _operators(graph_module: GraphModule) -> list[Any]:

@@ -73,7 +73,8 @@ class CompiledFunction:
         """
         if self.hooks_seen != _torch.dynamo.hooks_registered():
             self.hooks_seen = _torch.dynamo.hooks_registered()
-            if not self._guards_hooks and any(member.has_hooks for member in self._members):
+            has_hooks = (_torch.dynamo.has_call_hooks(m.module, own=m.method is None) for m in self._members)
+            if not self._guards_hooks and any(has_hooks):
                 self._guards_hooks, self.call = True, None
         return self.call or self._compile()
 

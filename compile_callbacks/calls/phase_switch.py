@@ -59,11 +59,6 @@ class PhaseSwitch:
         """The targets."""
         return tuple(self._dispatchers)
 
-    @property
-    def shares_graphs(self) -> bool:
-        """Whether several modules share compiled code, which therefore cannot contain frozen weights."""
-        return any(target.shares_code for target in self._dispatchers)
-
     def targets_of(self, phase: Phase) -> list[Target]:
         """Return the targets of a phase, without the regions that torch could not compile."""
         whole = {compiled.key.target for compiled in self.compiled_targets(phase) if compiled.compiles_whole}

@@ -18,7 +18,7 @@ from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.verification import Verification
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
-from compile_callbacks.targets.target import Callee, Target
+from compile_callbacks.targets.target import Target
 
 _WRONG_FUNCTION = (
     "torch older than 2.13 computes wrong gradients if it captures a torch.autograd.Function whose forward changes a "
@@ -85,12 +85,14 @@ class GraphBackend:
         verification = Verification(
             compiled, eager, options, self._modules, self._fallback, has_collective, uses_cudagraphs
         )
+        member = self._first()
+        assert member is not None  # because it is being called
         statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
         return CompiledGraph(
             compiled,
             None if self._fallback.settings.verify == "off" else verification,
             operator.itemgetter(*statistics) if statistics else None,
-            self._key if torch.is_grad_enabled() and not self._member.sharded else None,
+            self._key if torch.is_grad_enabled() and not member.sharded else None,
             self._recorder.executions,
         )
 
@@ -102,13 +104,6 @@ class GraphBackend:
         else:
             shortage = type(shortage)(str(shortage))  # a copy, because the traceback keeps tensors alive
         return EagerGraph(eager, self._fallback, shortage)
-
-    @property
-    def _member(self) -> Callee:
-        """The target, or the first repeated block. It exists while a block is called."""
-        member = self._first()
-        assert member is not None
-        return member
 
     @property
     def weights_in_graphs(self) -> tuple[int, int] | None:

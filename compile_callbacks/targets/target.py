@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_callbacks import _torch
 from compile_callbacks.targets.fsdp import fsdp1_wrapped, innermost_fsdp_units, is_sharded, strip_fsdp1_names
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -52,11 +51,6 @@ class Callee:
         """The eager call with its hooks."""
         call: Callable[..., Any] = self.function.__get__(self.module)
         return call
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether the compiled code runs hooks."""
-        return _torch.dynamo.has_call_hooks(self.module, own=self.method is None)
 
     @property
     def sharded(self) -> bool:
