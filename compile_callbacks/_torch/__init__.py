@@ -3,7 +3,7 @@
 These files hide the differences between torch versions. Tests run with 2.11 and 2.15. The docstring of a workaround
 contains ``Workaround (torch<2.12): reason`` if a version of torch makes the workaround unnecessary, or
 ``Workaround (until ...): reason``. ``tests/unit/test_layers.py`` fails if the oldest supported torch makes a workaround
-unnecessary.
+of the first kind unnecessary. ``tests/compile/test_workarounds.py`` does so for the second kind and the newest torch.
 """
 
 from compile_callbacks._torch import autograd as autograd

@@ -131,9 +131,12 @@ def is_captured_wrongly(graph_module: torch.fx.GraphModule) -> bool:
     if torch.__version__ >= "2.13":
         return False
     apply = torch.ops.higher_order.autograd_function_apply
-    parts: list[Any] = [part for part in graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
-    calls = [(part, call) for part in parts for call in part.graph.find_nodes(op="call_function", target=apply)]
-    return any(_returns_twice(getattr(part, call.args[0].target)) for part, call in calls)
+    return any(
+        _returns_twice(getattr(subgraph, call.args[0].target))
+        for subgraph in graph_module.modules()
+        if isinstance(subgraph, torch.fx.GraphModule)
+        for call in subgraph.graph.find_nodes(op="call_function", target=apply)
+    )
 
 
 def _returns_twice(forward: Any) -> bool:

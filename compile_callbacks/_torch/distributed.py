@@ -34,15 +34,15 @@ def is_sharded(module: torch.nn.Module) -> bool:
     FSDP1 and FSDP2 set an attribute on each module for Dynamo (torch 2.11 to 2.15). The weights do not tell, because
     they are ordinary tensors during a call.
     """
-    return any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules())
+    return any(getattr(submodule, "_is_fsdp_managed_module", False) for submodule in module.modules())
 
 
 def has_flat_weights(module: torch.nn.Module) -> bool:
     """Return whether FSDP1 flattened weights without ``use_orig_params=True``, which Dynamo does not support."""
     return any(
-        part._is_fsdp_managed_module and not part._fsdp_use_orig_params
-        for part in module.modules()
-        if hasattr(part, "_fsdp_use_orig_params")
+        submodule._is_fsdp_managed_module and not submodule._fsdp_use_orig_params
+        for submodule in module.modules()
+        if hasattr(submodule, "_fsdp_use_orig_params")
     )
 
 

@@ -36,6 +36,17 @@ def function_with_own_cache(function: types.FunctionType, name: str) -> types.Fu
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of torch within a ``with`` block."""
+    original = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
 def keep_argument_validation() -> Iterator[None]:
     """Restore the argument validation of ``torch.distributions`` after the ``with`` block.
 
@@ -73,11 +84,10 @@ def without_argument_validation() -> Iterator[None]:
             add(guards, guard, **kwargs)
 
     Distribution.set_default_validate_args(False)
-    GuardsSet.add = add_other  # type: ignore[assignment, method-assign]
     try:
-        yield
+        with replaced(GuardsSet, "add", add_other):
+            yield
     finally:
-        GuardsSet.add = add  # type: ignore[method-assign]
         Distribution.set_default_validate_args(validates)
 
 
@@ -160,9 +170,9 @@ def skip(function: Callable[..., Any]) -> Callable[..., Any]:
 def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
     """Return whether a module or its submodules have forward or backward hooks."""
     return any(
-        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-        for part in module.modules()
-        if own or part is not module
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        for m in module.modules()
+        if own or m is not module
     )
 
 
@@ -174,8 +184,7 @@ def without_weak_references() -> Any:
     return torch._dynamo.config.patch(invalidate_compile_context_weakrefs=True)
 
 
-@contextlib.contextmanager
-def without_finalizers_of_weights() -> Iterator[None]:
+def without_finalizers_of_weights() -> contextlib.AbstractContextManager[None]:
     """Trace without finalizers of frozen weights that are tensor subclasses, because ``module.cpu()`` fails with them.
 
     Dynamo compares the identity of frozen weights. A finalizer invalidates the graph when a weight is deleted, because
@@ -189,15 +198,10 @@ def without_finalizers_of_weights() -> Iterator[None]:
     def plain_id(manager: Any, value: Any, name: str) -> int:
         return id(value) if is_traceable_wrapper_subclass(value) else id_ref(manager, value, name)
 
-    CheckFunctionManager.id_ref = plain_id  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign]
+    return replaced(CheckFunctionManager, "id_ref", plain_id)
 
 
-@contextlib.contextmanager
-def without_odd_gradients() -> Iterator[None]:
+def without_odd_gradients() -> contextlib.AbstractContextManager[None]:
     """Within the ``with`` block, Dynamo ignores gradients on which it would fail, so it can compile after a backward.
 
     Workaround (until FSDP1 is no longer supported): while FSDP1 has gathered a weight, the gradient of the previous
@@ -215,15 +219,11 @@ def without_odd_gradients() -> Iterator[None]:
         odd = grad is not None and (grad.shape != tensor.shape or is_traceable_wrapper_subclass(grad))
         return None if odd else grad
 
-    meta_utils.safe_grad = plain_grad  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        meta_utils.safe_grad = safe_grad
+    return replaced(meta_utils, "safe_grad", plain_grad)
 
 
 @contextlib.contextmanager
-def frames_with_frozen_draws() -> Iterator[list[str]]:
+def frames_with_constant_draws() -> Iterator[list[str]]:
     """Yield a list of the functions for which torch computes random numbers only once, while it traces them.
 
     Dynamo replays calls such as ``random.random()`` in each call of the compiled code. It executes others, such as
@@ -234,15 +234,15 @@ def frames_with_frozen_draws() -> Iterator[list[str]]:
     """
     from torch._dynamo.convert_frame import register_bytecode_hook
 
-    found: list[str] = []
+    functions: list[str] = []
 
     def look(code: types.CodeType, new_code: types.CodeType) -> None:
         if "setstate" in new_code.co_names and "setstate" not in code.co_names:
-            found.append(code.co_name)
+            functions.append(code.co_name)
 
     handle = register_bytecode_hook(look)
     try:
-        yield found
+        yield functions
     finally:
         handle.remove()
 
@@ -262,12 +262,12 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     open_: list[BaseException | None] = [error]
     while open_:
-        found = open_.pop()
-        if found is None or id(found) in seen:
+        current = open_.pop()
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(found))
-        yield found
-        open_ += [found.__cause__, found.__context__, getattr(found, "inner_exception", None)]
+        seen.add(id(current))
+        yield current
+        open_ += [current.__cause__, current.__context__, getattr(current, "inner_exception", None)]
 
 
 def forget_compiled(backend: Callable[..., Any]) -> None:
@@ -287,8 +287,8 @@ def forget_compiled(backend: Callable[..., Any]) -> None:
     from torch._dynamo.guards import DeletedGuardManagerWrapper
     from torch._dynamo.utils import CleanupManager
 
-    def is_ours(other: Any) -> bool:
-        return bool(getattr(other, "compiler_fn", other) == backend)  # because torch wraps the backend
+    def is_ours(wrapped: Any) -> bool:
+        return bool(getattr(wrapped, "compiler_fn", wrapped) == backend)  # because torch wraps the backend
 
     with convert_frame.compile_lock:
         for code in [code for reference in convert_frame.input_codes.seen if (code := reference()) is not None]:
@@ -305,8 +305,8 @@ def forget_compiled(backend: Callable[..., Any]) -> None:
             for compiled_code in written:
                 if compiled_code in CleanupManager.instance:
                     CleanupManager.instance._remove_id(id(compiled_code))
-        for key, kept in list(eval_frame.cached_backends.items()):
-            if is_ours(kept):
+        for key, cached in list(eval_frame.cached_backends.items()):
+            if is_ours(cached):
                 del eval_frame.cached_backends[key]
 
 
@@ -346,13 +346,13 @@ def mark_dimensions(tensor: torch.Tensor, dimensions: Sequence[int]) -> Callable
 
     If a mark remained, torch would recompile for the same tensor. Torch specializes a dimension if the code needs it.
     """
-    marked = [part for part in (tensor, *_inner_tensors(tensor)) if not any(hasattr(part, name) for name in _MARKS)]
+    marked = [each for each in (tensor, *_inner_tensors(tensor)) if not any(hasattr(each, name) for name in _MARKS)]
     maybe_mark_dynamic(tensor, list(dimensions))
 
     def unmark() -> None:
-        for part in marked:
+        for each in marked:
             for name in _MARKS:
-                vars(part).pop(name, None)
+                vars(each).pop(name, None)
 
     return unmark
 
@@ -362,7 +362,7 @@ def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
         return []
     inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [part for one in inner for part in (one, *_inner_tensors(one))]
+    return [tensor for value in inner for tensor in (value, *_inner_tensors(value))]
 
 
 def numbers_as_dynamic(inputs: Iterable[str]) -> Any:

@@ -106,13 +106,13 @@ def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
     reasons = torch._dynamo.utils.graph_break_reasons
     if len(reasons) < after:  # torch._dynamo.reset() has emptied the list
         after = 0
-    found = []
+    breaks = []
     for reason in reasons[after:]:
         if reason.reason.startswith("DDPOptimizer "):
             continue  # Dynamo split the graph for DDP, which is not a graph break
         where = reason.user_stack[-1] if reason.user_stack else None
-        found.append(GraphBreak(reason.reason, where.filename if where else None, where.lineno if where else None))
-    return found, len(reasons)
+        breaks.append(GraphBreak(reason.reason, where.filename if where else None, where.lineno if where else None))
+    return breaks, len(reasons)
 
 
 class CompilationRecord(NamedTuple):

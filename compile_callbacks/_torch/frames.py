@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._dynamo import eval_frame as _eval_frame
@@ -23,26 +23,18 @@ _NEVER_SUPPRESSED = tuple(
 )
 
 
-class Frame:
+class Frame(NamedTuple):
     """A frame that Dynamo converts: the function of `compile_function`, or later a frame behind a graph break.
 
     Attributes:
         code: The code of the frame.
+        convert: Traces and compiles the frame, before any of its code runs, and returns the result for torch.
+        is_graph_break: Returns whether torch runs the frame eagerly after this error, and compiles the frames beneath.
     """
 
-    def __init__(self, code: types.CodeType, convert: Callable[[], Any], *, breaks_are_errors: Callable[[], bool]):
-        self.code = code
-        self._convert = convert
-        self._breaks_are_errors = breaks_are_errors
-
-    def convert(self) -> Any:
-        """Trace and compile the frame, before any of its code runs. Return the result for torch."""
-        return self._convert()
-
-    def is_graph_break(self, error: Exception) -> bool:
-        """Return whether torch runs the frame eagerly after this error, and compiles the frames beneath it."""
-        breaks = isinstance(error, (_exc.Unsupported, _exc.UserError)) and not isinstance(error, _NEVER_SUPPRESSED)
-        return breaks and not self._breaks_are_errors()
+    code: types.CodeType
+    convert: Callable[[], Any]
+    is_graph_break: Callable[[Exception], bool]
 
 
 def run_frame_eagerly() -> Any:
@@ -125,10 +117,11 @@ class _Conversion:
             # The user's frame is further up by this function and its three callers, and torch shows it in its logs.
             return self._convert(frame, *arguments, skip=skip + 4)
 
-        def breaks_are_errors() -> bool:
-            return self._fullgraph or bool(self._box.error_on_graph_break)  # type: ignore[union-attr]
+        def is_graph_break(error: Exception) -> bool:
+            breaks = isinstance(error, (_exc.Unsupported, _exc.UserError)) and not isinstance(error, _NEVER_SUPPRESSED)
+            return breaks and not (self._fullgraph or self._box.error_on_graph_break)  # type: ignore[union-attr]
 
-        return self._around(Frame(frame.f_code, convert, breaks_are_errors=breaks_are_errors))
+        return self._around(Frame(frame.f_code, convert, is_graph_break))
 
 
 class _ConvertFrame(_Conversion):

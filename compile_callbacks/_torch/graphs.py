@@ -35,17 +35,16 @@ def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for node in copied.graph.nodes:
         node.meta.clear()
-        # torch implements these two operators only for tracing. Workaround (until `tag_activation_checkpoint` restores
-        # the random state when it runs eagerly): torch 2.15 does not restore it.
+        # torch implements these two operators only for tracing.
         if node.target is torch.ops.higher_order.invoke_subgraph:
             node.target, node.args = _call_subgraph, (node.args[0], *node.args[2:])
         elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
             node.target = _call_checkpoint
     copied.recompile()
     copied.meta.update(graph_module.meta)
-    for name, part in list(copied.named_children()):
-        if isinstance(part, torch.fx.GraphModule):  # a subgraph, which Inductor also changes
-            setattr(copied, name, eager_graph(part))
+    for name, subgraph in list(copied.named_children()):
+        if isinstance(subgraph, torch.fx.GraphModule):  # a subgraph, which Inductor also changes
+            setattr(copied, name, eager_graph(subgraph))
     return copied
 
 
@@ -54,6 +53,11 @@ def _call_subgraph(subgraph: torch.fx.GraphModule, *args: Any) -> Any:
 
 
 def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Run an activation checkpoint of a captured graph eagerly.
+
+    Workaround (until `tag_activation_checkpoint` restores the random state when it runs eagerly): torch 2.15 does not
+    restore it.
+    """
     from torch.utils.checkpoint import checkpoint
 
     def run(*_: torch.Tensor) -> Any:
@@ -99,8 +103,8 @@ _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd
 def has_collective(graph_module: torch.fx.GraphModule) -> bool:
     """Return whether a graph communicates with other processes, in its forward or its backward pass."""
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    for part in graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+    for subgraph in graph_module.modules():
+        for node in subgraph.graph.nodes if isinstance(subgraph, torch.fx.GraphModule) else ():
             namespace = str(node.target).partition(".")[0] if isinstance(node.target, OPERATOR_TYPES) else ""
             of_distributed = str(getattr(node.target, "__module__", "")).startswith("torch.distributed")
             has_shards = isinstance(node.meta.get("example_value"), dtensor)

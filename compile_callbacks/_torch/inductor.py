@@ -76,6 +76,8 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo with ``compile_fx``, as ``backend="inductor"`` does. This changes the graph.
 
+    As ``torch.compile`` does, the function sets the environment variables that CUDA graphs need.
+
     The function compiles the backward graph together with the forward graph (``force_non_lazy_backward_lowering``,
     which torch's ahead-of-time path also sets). Otherwise, a failure would occur in the user's ``backward()``, when the
     step can no longer run eagerly. The memory budget is a setting of AOTAutograd's partitioner. ``None`` does not
@@ -84,19 +86,21 @@ def compile_graph(
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    options = torch._TorchCompileInductorWrapper(None, dict(options), None).config
     settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
     if activation_memory_budget is not None:
         settings["activation_memory_budget"] = activation_memory_budget
 
-    def compile_part(part: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        regions.expose_aliases(part)
+    def compile_part(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        regions.expose_aliases(graph)
         is_backward = bool(kwargs.get("is_backward"))
         if not is_backward and not kwargs.get("is_inference"):
-            autograd.save_copies(part, buffers if _count_of_inputs(part) == count else ())
+            inputs = graph.graph.find_nodes(op="placeholder")
+            autograd.save_copies(graph, buffers if len(inputs) == count else ())
         started = time.perf_counter()
-        code = compile_fx_inner(part, *args, **kwargs)
+        code = compile_fx_inner(graph, *args, **kwargs)
         if is_backward:
-            on_backward_lowered(part, time.perf_counter() - started)
+            on_backward_lowered(graph, time.perf_counter() - started)
         return code
 
     count = len(example_inputs)  # torch keeps `compile_part`, which must not keep the inputs
@@ -112,12 +116,8 @@ def compile_graph(
         # torch compiles a backward region twice, for two layouts of a gradient.
         warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
         return compile_fx(  # type: ignore[return-value]
-            graph_module, example_inputs, inner_compile=compile_part, config_patches=dict(options)
+            graph_module, example_inputs, inner_compile=compile_part, config_patches=options
         )
-
-
-def _count_of_inputs(forward_graph: torch.fx.GraphModule) -> int:
-    return len(forward_graph.graph.find_nodes(op="placeholder"))
 
 
 def saved_bytes(backward_graph: torch.fx.GraphModule) -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from compile_callbacks._torch.dynamo import replaced
 from compile_callbacks._torch.graphs import OpOverload, add_node
 
 _INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
@@ -40,8 +41,7 @@ def region_of(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@contextlib.contextmanager
-def strict_comparison() -> Iterator[None]:
+def strict_comparison() -> contextlib.AbstractContextManager[None]:
     """Within the ``with`` block, two regions share code only if all operators have the same arguments and results.
 
     Workaround (until ``are_same_graph_modules`` compares both): Dynamo's comparison stops at the end of the shorter
@@ -53,14 +53,10 @@ def strict_comparison() -> Iterator[None]:
 
     lenient = higher_order_ops.are_same_graph_modules
 
-    def strict(name: str, one: GraphModule, other: GraphModule, fake_mode: Any) -> bool:
-        return _operators(one) == _operators(other) and lenient(name, one, other, fake_mode)
+    def strict(name: str, first: GraphModule, second: GraphModule, fake_mode: Any) -> bool:
+        return _operators(first) == _operators(second) and lenient(name, first, second, fake_mode)
 
-    higher_order_ops.are_same_graph_modules = strict  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        higher_order_ops.are_same_graph_modules = lenient
+    return replaced(higher_order_ops, "are_same_graph_modules", strict)
 
 
 def _operators(graph_module: GraphModule) -> list[Any]:
@@ -95,7 +91,8 @@ def shares_code(graph_module: GraphModule) -> bool:
 
 def calls_of_regions(graph_module: GraphModule) -> list[Any]:
     """Return the calls of regions in a graph and in its subgraphs."""
-    return [node for part in graph_module.modules() if isinstance(part, GraphModule) for node in _calls(part)]
+    subgraphs = (module for module in graph_module.modules() if isinstance(module, GraphModule))
+    return [call for subgraph in subgraphs for call in _calls(subgraph)]
 
 
 def _calls(graph_module: GraphModule) -> list[Any]:
@@ -124,12 +121,12 @@ def expose_aliases(graph_module: GraphModule) -> None:
         expose_aliases(body)
         output: Any = body.graph.output_node()
         results, inputs = output.args[0], body.graph.find_nodes(op="placeholder")
-        kept = list(dict.fromkeys(base for base in map(_base, results) if base not in inputs))
-        if kept == list(results):
+        returned = list(dict.fromkeys(base for base in map(_base, results) if base not in inputs))
+        if returned == list(results):
             continue
         for call in calls:
-            _rewrite(call, results, kept, dict(zip(inputs, call.args[2:], strict=True)))
-        output.args = (tuple(kept),)
+            _rewrite(call, results, returned, dict(zip(inputs, call.args[2:], strict=True)))
+        output.args = (tuple(returned),)
         body.graph.eliminate_dead_code()
         body.recompile()
     if calls_of:
@@ -153,16 +150,16 @@ _VIEWS_OF_INDUCTOR = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshap
 """Operators that return a copy according to their schema, but that Inductor compiles as views."""
 
 
-def _rewrite(call: Any, results: Sequence[Any], kept: Sequence[Any], operands: Mapping[Any, Any]) -> None:
-    """Change a call of a region to return only ``kept``, and compute the views after the call."""
+def _rewrite(call: Any, results: Sequence[Any], returned: Sequence[Any], operands: Mapping[Any, Any]) -> None:
+    """Change a call of a region to return only ``returned``, and compute the views after the call."""
     graph, value_of = call.graph, dict(zip(results, call.meta["val"], strict=True))
-    call.meta["val"] = tuple(value_of[base] if base in value_of else _new_value(base) for base in kept)
+    call.meta["val"] = tuple(value_of[base] if base in value_of else _new_value(base) for base in returned)
     outside = dict(operands)  # for each node of the region, the node of the graph with the same value
 
     def outer(node: Any) -> Any:
         if node not in outside:
-            if node in kept:
-                outside[node] = add_node(graph, operator.getitem, (call, kept.index(node)))
+            if node in returned:
+                outside[node] = add_node(graph, operator.getitem, (call, returned.index(node)))
             elif isinstance(node.meta["val"], torch.Tensor) and not _is_view(node):
                 raise RuntimeError(f"a region returns a view whose size is computed from {node.name}")
             else:

@@ -124,7 +124,7 @@ class TrainerCalls:
         if not session.running:
             session.begin(
                 precision=str(trainer.precision),
-                together=trainer.world_size > 1,
+                all_ranks=trainer.world_size > 1,
                 stopping=functools.partial(is_stopping, weakref.ref(trainer)),
             )
         if self.earlier_state is not None:  # not earlier, because the number of processes was unknown

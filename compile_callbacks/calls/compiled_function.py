@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError
-from compile_callbacks.calls.new_shapes import ObservedShapes
+from compile_callbacks.calls.observed_calls import ObservedCalls
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback
-from compile_callbacks.profiling.events import CompileKey
-from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
-from compile_callbacks.targets.repeated import RegionMarks
-from compile_callbacks.targets.target import Target
+from compile_callbacks.profiling.recorder import CallInProgress
+from compile_callbacks.targets.target import Callee
 
 RAISING_CALLS = 3
 """The maximum number of calls after which torch traces code again that raised an exception of the user's."""
@@ -39,7 +37,6 @@ class CompiledFunction:
     Attributes:
         call: The function, or ``None`` before `get` makes it.
         hooks_seen: The value of `_torch.dynamo.hooks_registered` when this object last looked for hooks.
-        regions: The marks of the regions, if the target has regions.
         eager_frames: The code of frames behind graph breaks on which the compiler failed. They run eagerly. torch could
             skip them, too, but not only for this target.
         raising_calls: The number of calls in which torch traced code that raised an exception of the user's.
@@ -47,26 +44,23 @@ class CompiledFunction:
 
     def __init__(
         self,
-        target: Target,
-        key: CompileKey,
+        members: Sequence[Callee],
         config: InductorConfig,
         backend: GraphBackend,
         fallback: EagerFallback,
-        observed: ObservedShapes,
-        recorder: CompileRecorder,
+        observed: ObservedCalls,
     ) -> None:
         self.call: Callable[..., Any] | None = None
         self.hooks_seen: int | None = -1  # has not looked for hooks yet
-        self.regions = RegionMarks(target.regions) if target.regions else None
         self.eager_frames: set[types.CodeType] = set()
         self.raising_calls = 0
-        self._members = target.members
-        self._key = key
+        self._members = members
+        self._key = fallback.key
         self._config = config
         self._backend = backend
         self._fallback = fallback
         self._observed = observed
-        self._recorder = recorder
+        self._recorder = fallback.recorder
         self._code: types.CodeType | None = None
         self._guards_hooks = False
         self._raises_limit = False
@@ -79,7 +73,8 @@ class CompiledFunction:
         """
         if self.hooks_seen != _torch.dynamo.hooks_registered():
             self.hooks_seen = _torch.dynamo.hooks_registered()
-            if not self._guards_hooks and any(member.has_hooks for member in self._members):
+            has_hooks = (_torch.dynamo.has_call_hooks(m.module, own=m.method is None) for m in self._members)
+            if not self._guards_hooks and any(has_hooks):
                 self._guards_hooks, self.call = True, None
         return self.call or self._compile()
 
@@ -102,8 +97,8 @@ class CompiledFunction:
             # Whole graphs were faster than DDP's buckets (docs/how_to/several_gpus.md).
             splits_for_ddp=self._key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen(),
         )
-        if self.regions is not None:
-            call = self.regions.around(call)
+        if (regions := self._fallback.regions) is not None:
+            call = regions.around(call)
         if self._guards_hooks:
             call = _torch.dynamo.with_dynamo_settings(call, skip_nnmodule_hook_guards=lambda _: False)
         self.call, self._raises_limit = call, False
@@ -137,10 +132,11 @@ class CompiledFunction:
         if frame.code in self.eager_frames:
             self._recorder.executions.eager_calls += 1
             return _torch.frames.run_frame_eagerly()
-        call, is_own = self._fallback.call, frame.code is self._code
+        call, is_own = self._fallback.eventful_call(), frame.code is self._code
         try:
-            if is_own and self._observed.gradients_differentiated and not self._backend.graphs:
-                self._leave_eager()
+            is_first = is_own and not self._backend.graphs
+            if is_first and self._observed.gradients_differentiated and self._fallback.settings.on_error == "eager":
+                raise self._fallback.run_target_eagerly("CC303", _DIFFERENTIATED)
             with self._tracing(call):
                 result = frame.convert()
             if is_own and self._config.fullgraph and (reason := _torch.frames.skipped(result)):
@@ -162,11 +158,6 @@ class CompiledFunction:
             self._recorder.executions.eager_calls += 1
             return _torch.frames.run_frame_eagerly()
 
-    def _leave_eager(self) -> None:
-        if self._fallback.settings.on_error == "eager":
-            self._fallback.run_eagerly("CC303", _DIFFERENTIATED)
-            raise CompileError(_DIFFERENTIATED)
-
     @contextlib.contextmanager
     def _tracing(self, call: CallInProgress) -> Iterator[None]:
         """Mark the input dimensions that vary, and set Dynamo's settings for our compiles."""
@@ -179,11 +170,11 @@ class CompiledFunction:
             settings.enter_context(_torch.dynamo.without_weak_references())
             settings.enter_context(_torch.dynamo.without_odd_gradients())
             settings.enter_context(_torch.regions.strict_comparison())
-            if self.regions is not None:
+            if self._fallback.regions is not None:
                 settings.enter_context(_torch.regions.with_constant_floats())
-            draws = settings.enter_context(_torch.dynamo.frames_with_frozen_draws())
+            draws = settings.enter_context(_torch.dynamo.frames_with_constant_draws())
             yield
-        call.frozen_draws += tuple(draws)
+        call.constant_draws += tuple(draws)
 
 
 def _calling(function: Callable[..., Any]) -> Any:

@@ -15,13 +15,14 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
 from compile_callbacks.calls.compiled_function import RAISING_CALLS, CompiledFunction
 from compile_callbacks.calls.frozen_weights import WeightWatch
-from compile_callbacks.calls.new_shapes import ObservedShapes, ShapePolicy
+from compile_callbacks.calls.observed_calls import ObservedCalls, ShapePolicy
 from compile_callbacks.calls.python_state import StateChanges
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback, TargetSettings, describe
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
+from compile_callbacks.targets.repeated import RegionMarks
 from compile_callbacks.targets.target import Callee, Target
 
 _hooks_registered, _transforms = _torch.dynamo.hooks_registered, _torch.dynamo.transforms
@@ -41,8 +42,7 @@ class CompiledTarget:
         key: The target, the phase, and the candidate.
         called: Whether the target was called in the phase.
         ran: Whether a call could have run the compiled function.
-        gave_up_regions: Whether the whole target is compiled, because torch cannot compile its regions.
-        observed: The dimensions of the inputs that vary.
+        compiles_whole: Whether the next call compiles the whole target, because torch cannot compile its regions.
         backend: The backend, which has no reference to the module.
     """
 
@@ -57,14 +57,13 @@ class CompiledTarget:
         settings: TargetSettings | None = None,
         frozen: bool = False,
         candidate: str | None = None,
-        observed: ObservedShapes | None = None,
+        observed: ObservedCalls | None = None,
     ) -> None:
         settings = settings or TargetSettings()
         self.key = CompileKey(target.name, phase, frozen, candidate)
         self.called = False
         self.ran = False
-        self.gave_up_regions = False
-        self.observed = observed or ObservedShapes()
+        self.compiles_whole = False
         self._frozen = frozen
         self._members = target.members
         self._shares_as_asked = target.asked_for and len(target.members) > 1
@@ -73,11 +72,11 @@ class CompiledTarget:
         self._executions = recorder.executions
         self._warn = warn or WarnOnce()
         self._warnings: tuple[tuple[str, str, Hashable], ...] = ()  # to issue at the end of a call
-        self._fallback = EagerFallback(self.key, recorder, settings, has_regions=bool(target.regions))
-        self.backend = GraphBackend(target, self.key, config, recorder=recorder, fallback=self._fallback)
-        self._function = CompiledFunction(
-            target, self.key, config, self.backend, self._fallback, self.observed, recorder
-        )
+        regions = RegionMarks(target.regions) if target.regions else None
+        self._fallback = EagerFallback(self.key, recorder, settings, regions)
+        self.backend = GraphBackend(target, config, self._fallback)
+        self._observed = observed or ObservedCalls()
+        self._function = CompiledFunction(target.members, config, self.backend, self._fallback, self._observed)
         # One policy for each block, because the first block gets other inputs than later blocks (requires_grad).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
         self._limits_shapes = settings.new_shapes != "recompile"
@@ -85,7 +84,7 @@ class CompiledTarget:
         self._weights = WeightWatch(self._members[0].module)  # a target with frozen weights has a single member
         self._weights_are_suspect = True
         self._state_changes: StateChanges | None = None  # until a new graph was called without a trace
-        self._eager_from_now = False
+        self._runs_target_eagerly = False
         self._traces = 0  # the number of calls in which torch traced
         self._compiled_of: dict[Any, set[Callee]] = {}
 
@@ -99,14 +98,16 @@ class CompiledTarget:
         # function of ours whose code is no longer in the caches of the CPU takes 3 µs.
         hooks_changed = function.hooks_seen != _hooks_registered()
         transformed = _transforms() is not None or _forward_ad_level() >= 0
-        may_run_eagerly: Any = outer is not None or self._eager_from_now or self._uncompilable or not self.ran
-        may_run_eagerly = may_run_eagerly or self._warnings or (self.gave_up_regions and function.regions is not None)
-        if (may_run_eagerly or transformed) and self._runs_eagerly(outer, args, kwargs):
+        may_run_eagerly: Any = outer is not None or self._runs_target_eagerly or self._uncompilable or not self.ran
+        may_run_eagerly = may_run_eagerly or self._warnings or (self.compiles_whole and self._fallback.regions)
+        if (may_run_eagerly or transformed) and self._runs_call_eagerly(outer, args, kwargs):
             executions.eager_calls += 1
             return member.eager(*args, **kwargs)
         compiled = function.call
         if compiled is None or self._frozen or hooks_changed:
-            compiled = self._current_function()
+            if self._frozen:
+                self._free_if_weights_changed()
+            compiled = function.get()
         if self._recorder.listener not in self._recorder.listeners:
             self._recorder.listen_after_reset()
         stance = self._stance(member, args, kwargs) if self._limits_shapes else None
@@ -136,13 +137,12 @@ class CompiledTarget:
                 self._settle(call, member)
             finally:
                 calling.current = outer
-                self._keep(call)
+                self._store_outcome(call)
             self._issue_warnings()
         return result
 
-    def _keep(self, call: CallInProgress) -> None:
-        """Keep the outcome of a call for later calls."""
-        self._eager_from_now |= call.runs_eagerly
+    def _store_outcome(self, call: CallInProgress) -> None:
+        self._runs_target_eagerly |= call.runs_target_eagerly
         self._warnings += call.warnings
         self._function.raising_calls += bool(call.raising_frames)
 
@@ -158,52 +158,57 @@ class CompiledTarget:
             target, phase = self.key[:2]
             message = f"torch skips a part of target {target!r} in the {phase} phase, because {in_one_line(reason)}"
             self._fallback.warn("CC301", message)
-        self._keep(call)
+        self._store_outcome(call)
 
     def _settle(self, call: CallInProgress, member: Callee) -> None:
-        """Act on what happened in a call."""
         if call.graphs:
             if len(self._members) > 1:
-                looks = signature(call.args, call.kwargs), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-                self._compiled_of.setdefault(looks, set()).add(member)
+                properties = (
+                    signature(call.args, call.kwargs),
+                    torch.is_grad_enabled(),
+                    torch.is_inference_mode_enabled(),
+                )
+                self._compiled_of.setdefault(properties, set()).add(member)
             self._function.raise_recompile_limit()
-        if call.failure is not None and not call.runs_eagerly:
+        if call.failure is not None and not call.runs_target_eagerly:
             self._report_failure(call, call.failure)
         self._function.eager_frames.update(call.failed_frames)
         if call.region_failure is not None:
             self._give_up_regions(call.region_failure)
         self._traces += call.traced
-        if self._traces >= TRACES_WITHOUT_GRAPH and not (self.backend.graphs or call.runs_eagerly):
+        if self._traces >= TRACES_WITHOUT_GRAPH and not (self.backend.graphs or call.runs_target_eagerly):
             reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls and compiled no graph"
-            self._fallback.run_eagerly("CC101", reason)
+            self._fallback.run_target_eagerly("CC101", reason)
         if self._fallback.settings.verify != "off":
-            self._look_for_frozen_state(call, member.module)
+            self._look_for_constant_state(call, member.module)
 
-    def _look_for_frozen_state(self, call: CallInProgress, module: nn.Module) -> None:
+    def _look_for_constant_state(self, call: CallInProgress, module: nn.Module) -> None:
         """Run the target eagerly if torch executed a part of its Python code only while it traced the target."""
-        state, reason = self.observed.changing_state, None
+        state, reason = self._observed.changing_state, None
         if call.traced:
             # The trace itself may have changed the state, so look at the next call.
             self._state_changes = StateChanges() if state.names else None
             if self._state_changes is not None:
                 self._state_changes.call_ended(module)
-            if call.frozen_draws and not state.nothing_changes:
+            if call.constant_draws and not state.nothing_changes:
+                functions = ", ".join(dict.fromkeys(call.constant_draws))
                 reason = (
-                    f"torch drew random numbers of Python in {', '.join(dict.fromkeys(call.frozen_draws))} only while "
-                    "it traced, so that each call would get the same numbers"
+                    f"torch drew random numbers of Python in {functions} only while it traced, so that each call would "
+                    "get the same numbers"
                 )
         elif self._state_changes is not None:
             changes, self._state_changes = self._state_changes, None
-            if frozen := state.frozen_in(changes.call_ended(module)):
+            if names := state.unchanged_in(changes.call_ended(module)):
                 reason = (
-                    f"{', '.join(frozen)} changed in its eager calls, but not in a compiled call: torch counted only "
+                    f"{', '.join(names)} changed in its eager calls, but not in a compiled call: torch counted only "
                     "while it traced, or draws from another generator"
                 )
-        if reason is not None and self._fallback.settings.verify == "raise":
+        if reason is None:
+            return
+        if self._fallback.settings.verify == "raise":
             message = f"target {self.key.target!r} in the {self.key.phase} phase: {reason}"
             raise CompileError(with_code("CC306", message))
-        if reason is not None:
-            self._fallback.run_eagerly("CC306", reason)
+        self._fallback.run_target_eagerly("CC306", reason)
 
     def _issue_warnings(self) -> None:
         """Issue the warnings of earlier calls. The warnings of a candidate wait until the `Tune` has chosen it."""
@@ -211,13 +216,13 @@ class CompiledTarget:
             (code, message, about), self._warnings = self._warnings[0], self._warnings[1:]
             self._warn.warn(code, message, about=about)
 
-    def _runs_eagerly(self, outer: CallInProgress | None, args: Any, kwargs: Any) -> bool:
+    def _runs_call_eagerly(self, outer: CallInProgress | None, args: Any, kwargs: Any) -> bool:
         if outer is not None and outer.nested_calls_eager:
             return True
         self.called = True
         # An activation checkpoint must recompute with the same code.
-        if self.gave_up_regions and self._function.regions is not None and not _torch.autograd.saves_through_hooks():
-            self._function.regions, self._fallback.has_regions = None, False
+        if self.compiles_whole and self._fallback.regions and not _torch.autograd.saves_through_hooks():
+            self._fallback.regions = None
             self._uncompilable.clear()
             self.free_compiled()
         if _torch.dynamo.is_transformed():
@@ -227,15 +232,9 @@ class CompiledTarget:
         self.ran = True
         # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within a
         # checkpoint, the compiled function therefore continues, and runs graphs that differ from eager eagerly.
-        if self._eager_from_now and not _torch.autograd.saves_through_hooks():
+        if self._runs_target_eagerly and not _torch.autograd.saves_through_hooks():
             return True
         return bool(self._uncompilable) and signature(args, kwargs) in self._uncompilable
-
-    def _current_function(self) -> Callable[..., Any]:
-        """Return the function of torch.compile, after a check for changes that torch's guards do not notice."""
-        if self._frozen:
-            self._refreeze_if_weights_changed()
-        return self._function.get()
 
     def _stance(self, member: Callee, args: Any, kwargs: Any) -> str | None:
         policy = self._shapes[member]
@@ -260,7 +259,7 @@ class CompiledTarget:
         raise CompileError(with_code("CC107", message))
 
     def _report_failure(self, call: CallInProgress, failure: BaseException) -> None:
-        if self._function.regions is not None:
+        if self._fallback.regions is not None:
             self._uncompilable.add(signature(call.args, call.kwargs))  # eager until the whole target is compiled
             call.region_failure = describe(failure)
             return
@@ -272,7 +271,7 @@ class CompiledTarget:
 
     def _give_up_regions(self, reason: str) -> None:
         """Compile the whole target from the next call on."""
-        self.gave_up_regions = True
+        self.compiles_whole = True
         target, phase = self.key[:2]
         message = (
             f"target {target!r} is compiled whole in the {phase} phase, because torch cannot compile its repeated "
@@ -297,7 +296,7 @@ class CompiledTarget:
         """Compare all weights at the next call. A stage begins, and a callback may have swapped the weights."""
         self._weights_are_suspect = True
 
-    def _refreeze_if_weights_changed(self) -> None:
+    def _free_if_weights_changed(self) -> None:
         if self._weights.changed(thorough=self._weights_are_suspect) and self.backend.graphs:
             self.free_compiled()  # because each set of frozen weights would stay in memory
         self._weights_are_suspect = False
@@ -325,6 +324,8 @@ class CompiledTarget:
     @property
     def blocks_differ(self) -> bool:
         """Whether torch compiled each repeated block separately instead of sharing a graph."""
-        if self._function.regions is not None:
+        if self._fallback.regions is not None:
             return self.backend.graphs > 0 and not self.backend.shares_regions
-        return self._shares_as_asked and any(len(found) == len(self._members) for found in self._compiled_of.values())
+        return self._shares_as_asked and any(
+            len(members) == len(self._members) for members in self._compiled_of.values()
+        )

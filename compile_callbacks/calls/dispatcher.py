@@ -1,4 +1,4 @@
-"""`Dispatcher`: replaces the call of a target. `Recorder`: reports the call of what may become a target."""
+"""`Dispatcher`: replaces the call of a target. `CallProbe`: reports the call of what may become a target."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class CallSlot:
         # A pickle contains the module's own method, so that a process can load it without this library.
         if self.callee.method is None:
             return type(None), ()
-        if (own := self.callee.own_function) is not None:
-            return operator.getitem, ([own], 0)
+        if (override := self.callee.override) is not None:
+            return operator.getitem, ([override], 0)
         return getattr, (self.callee.module, self.callee.method)
 
 
@@ -101,7 +101,7 @@ class Dispatcher(CallSlot):
         super().remove()
 
 
-class Recorder(CallSlot):
+class CallProbe(CallSlot):
     """Stands above the slot of a module or a method, and passes each call to a `TargetSearch`.
 
     Attributes:
@@ -120,19 +120,19 @@ class Recorder(CallSlot):
 
     @property
     def below(self) -> Callable[..., Any]:
-        """The function that a call runs without this recorder."""
-        found = self._attributes.get(self._slot)
-        if not isinstance(found, Dispatcher):  # otherwise, the target was added while this recorder was removed
-            found = None if self._replaced is _ABSENT else self._replaced
-        return found or self.eager
+        """The function that a call runs without this probe."""
+        below = self._attributes.get(self._slot)
+        if not isinstance(below, Dispatcher):  # otherwise, the target was added while this probe was removed
+            below = None if self._replaced is _ABSENT else self._replaced
+        return below or self.eager
 
 
 def compiled_target_names(module: nn.Module) -> list[str]:
     """Return the names of the submodules and methods that this library compiled in place."""
     return [
         (f"{path}.{slot}" if slot not in (_CALL_SLOT, "forward") else path).removeprefix(".") or "forward"
-        for path, part in module.named_modules()
-        for slot, value in vars(part).items()
+        for path, submodule in module.named_modules()
+        for slot, value in vars(submodule).items()
         if isinstance(value, Dispatcher)
     ]
 

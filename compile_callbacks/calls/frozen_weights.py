@@ -19,7 +19,7 @@ class WeightWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._parts: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
         self._inner: list[tuple[Any, str, Any]] = []  # tensor subclasses, with the names and values of their tensors
         self._some_lazy = False
         self._versions: list[tuple[int, int]] = []
@@ -36,13 +36,15 @@ class WeightWatch:
             weights = list(_weights(self._module))
             initialized = [weight for weight in weights if not is_lazy(weight)]
             self._some_lazy = len(initialized) < len(weights)  # the next call initializes them
-            self._parts = [part for weight in initialized for part in _parts(weight) if not part.is_inference()]
+            self._tensors = [
+                tensor for weight in initialized for tensor in _plain_tensors(weight) if not tensor.is_inference()
+            ]
             # The inner tensors of a subclass have their own version counters. `module.to()` replaces these tensors.
             self._inner = [
-                (one, name, getattr(one, name))
-                for one in initialized
-                if not one.is_inference() and is_traceable_wrapper_subclass(one)
-                for name in one.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+                (weight, name, getattr(weight, name))
+                for weight in initialized
+                if not weight.is_inference() and is_traceable_wrapper_subclass(weight)
+                for name in weight.__tensor_flatten__()[0]  # type: ignore[attr-defined]
             ]
         elif self._read_versions() == self._versions:
             return False
@@ -50,18 +52,18 @@ class WeightWatch:
         self._versions = self._read_versions()
         self._hashes = content_hashes(self._module)
         # Compiled code contains the addresses of weights that it does not fold. Moving the module changes them.
-        self._addresses = [part.data_ptr() for part in self._parts]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         return (self._hashes, self._addresses) != before
 
     def _read_versions(self) -> list[tuple[int, int]]:
-        versions = [(part.data_ptr(), part._version) for part in self._parts]
-        return versions + [(id(getattr(one, name)), one._version) for one, name, _ in self._inner]
+        versions = [(tensor.data_ptr(), tensor._version) for tensor in self._tensors]
+        return versions + [(id(getattr(weight, name)), weight._version) for weight, name, _ in self._inner]
 
 
 def content_hashes(module: nn.Module) -> tuple[int, ...]:
     """Return a 64-bit hash of each weight, in order, without uninitialized lazy weights."""
     initialized = (weight for weight in _weights(module) if not is_lazy(weight))
-    hashes = [_hash(part).cpu() for weight in initialized for part in _parts(weight)]
+    hashes = [_hash(tensor).cpu() for weight in initialized for tensor in _plain_tensors(weight)]
     return tuple(torch.stack(hashes).tolist()) if hashes else ()
 
 
@@ -70,9 +72,9 @@ def unwatchable_reason(module: nn.Module) -> str | None:
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
         try:
             if not is_lazy(weight):
-                for part in _parts(weight):
-                    part.data_ptr()  # fails for a sparse tensor
-                    if part.is_quantized:
+                for tensor in _plain_tensors(weight):
+                    tensor.data_ptr()  # fails for a sparse tensor
+                    if tensor.is_quantized:
                         return f"{name!r} is quantized"
         except (RuntimeError, NotImplementedError) as error:
             return f"{name!r} is a tensor whose memory cannot be read: {error}"
@@ -84,11 +86,11 @@ def _weights(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that contain the values of a tensor, which may be a tensor subclass."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
+            yield from _plain_tensors(getattr(tensor, name))
     else:
         yield tensor
 

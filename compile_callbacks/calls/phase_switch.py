@@ -14,8 +14,7 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.dispatcher import Dispatcher
 from compile_callbacks.calls.frozen_weights import unwatchable_reason
-from compile_callbacks.calls.new_shapes import ShapeRecords
-from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.profiling.events import CompileKey
@@ -40,9 +39,9 @@ class PhaseSwitch:
         recorder: CompileRecorder,
         settings: TargetSettings | None = None,
         warn: WarnOnce | None = None,
-        shapes: ShapeRecords | None = None,
+        observed: CallRecords | None = None,
     ) -> None:
-        self._shapes = shapes or ShapeRecords()
+        self._observed = observed or CallRecords()
         self._uncompiled = uncompiled
         self._recorder = recorder
         self._settings = settings or TargetSettings()
@@ -60,14 +59,9 @@ class PhaseSwitch:
         """The targets."""
         return tuple(self._dispatchers)
 
-    @property
-    def shares_graphs(self) -> bool:
-        """Whether several modules share compiled code, which therefore cannot contain frozen weights."""
-        return any(target.shares_code for target in self._dispatchers)
-
     def targets_of(self, phase: Phase) -> list[Target]:
         """Return the targets of a phase, without the regions that torch could not compile."""
-        whole = {one.key.target for one in self.compiled_targets(phase) if one.gave_up_regions}
+        whole = {compiled.key.target for compiled in self.compiled_targets(phase) if compiled.compiles_whole}
         return [replace(target, regions=()) if target.name in whole else target for target in self._dispatchers]
 
     def add(self, targets: Sequence[Target]) -> None:
@@ -153,27 +147,22 @@ class PhaseSwitch:
             return dispatcher.compiled_by_user or dispatcher.eager
         config = variant.config
         if config is None:
-            return self._shapes.of(target.name, phase).recording(dispatcher.eager, dispatcher.callee.module)
+            return self._observed.of(target.name, phase).recording(dispatcher.eager, dispatcher.callee.module)
         frozen = weights_frozen and phase == "infer" and config.freezes and self._can_freeze(target)
         key = target, phase, variant.name, frozen
         if key not in self._compiled_targets:
-            self._compiled_targets[key] = self._new_compiled_target(target, phase, config, variant.name, frozen)
+            self._compiled_targets[key] = CompiledTarget(
+                target,
+                phase,
+                config,
+                recorder=self._recorder,
+                warn=self._warn,
+                settings=self._settings if variant.name is None else self._settings.for_trial(),
+                frozen=frozen,
+                candidate=variant.name,
+                observed=self._observed.of(target.name, phase),
+            )
         return functools.partial(self._compiled_targets[key].call, dispatcher.callee)
-
-    def _new_compiled_target(
-        self, target: Target, phase: Phase, config: InductorConfig, candidate: str | None, frozen: bool
-    ) -> CompiledTarget:
-        return CompiledTarget(
-            target,
-            phase,
-            config,
-            recorder=self._recorder,
-            warn=self._warn,
-            settings=self._settings if candidate is None else self._settings.for_trial(),
-            frozen=frozen,
-            candidate=candidate,
-            observed=self._shapes.of(target.name, phase),
-        )
 
     def _can_freeze(self, target: Target) -> bool:
         if target.shares_code or target.members[0].sharded:
@@ -189,13 +178,13 @@ class PhaseSwitch:
 
     def compiled_targets(self, phase: Phase | None = None) -> list[CompiledTarget]:
         """Return the compiled targets of a phase, or of all phases."""
-        return [found for (_, of_phase, *_), found in self._compiled_targets.items() if phase in (None, of_phase)]
+        return [compiled for key, compiled in self._compiled_targets.items() if phase in (None, key[1])]
 
     def called_targets(self, phase: Phase) -> set[str]:
         """Return the names of the targets that compiled steps of a phase called."""
-        return {one.key.target for one in self.compiled_targets(phase) if one.called}
+        return {compiled.key.target for compiled in self.compiled_targets(phase) if compiled.called}
 
-    def keep(self, phase: Phase, variants: Collection[str | None], *, on_trial: bool) -> None:
+    def free_other_variants(self, phase: Phase, variants: Collection[str | None], *, on_trial: bool) -> None:
         """Free the compiled code of a phase, except for these variants. Their trial ends unless they are on trial."""
         for key in [key for key in self._compiled_targets if key[1] == phase]:
             if key[2] not in variants:

@@ -70,7 +70,7 @@ class ChangingState:
         """Whether enough eager calls were observed, and none of the state changes in each of them."""
         return len(self._changed) == EAGER_CALLS and not self.names
 
-    def frozen_in(self, changes: dict[str, bool]) -> list[str]:
+    def unchanged_in(self, changes: dict[str, bool]) -> list[str]:
         """Return the names that have not changed in a compiled call."""
         return sorted(name for name in self.names if changes.get(name) is False)
 
@@ -82,22 +82,22 @@ def python_state(module: nn.Module) -> dict[str, Any]:
     submodules and their classes, and in global variables of the files that define these classes. torch runs methods of
     NumPy's generator objects outside of graphs, so that their state is not frozen.
     """
-    found: dict[str, Any] = {"random": random.getstate()}
+    state: dict[str, Any] = {"random": random.getstate()}
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        found["numpy.random"] = pickle.dumps(numpy_random.get_state(legacy=False))
+        state["numpy.random"] = pickle.dumps(numpy_random.get_state(legacy=False))
     classes: set[type] = set()
-    for path, part in module.named_modules():
-        classes.update(type(part).__mro__)
-        for name, value in list(vars(part).items()):
+    for path, submodule in module.named_modules():
+        classes.update(type(submodule).__mro__)
+        for name, value in list(vars(submodule).items()):
             if type(value) is random.Random:
-                found[f"{path}.{name}".lstrip(".")] = value.getstate()
+                state[f"{path}.{name}".lstrip(".")] = value.getstate()
     classes -= {nn.Module, object}
     files = {sys.modules.get(cls.__module__) for cls in classes}
     for owner in (*classes, *files):
         if isinstance(owner, type | types.ModuleType):
             for name, value in list(vars(owner).items()):
                 if type(value) is random.Random:
-                    found[f"{owner.__name__}.{name}"] = value.getstate()
+                    state[f"{owner.__name__}.{name}"] = value.getstate()
                 elif isinstance(owner, type) and type(value) in (int, float):
-                    found[f"{owner.__name__}.{name}"] = value
-    return found
+                    state[f"{owner.__name__}.{name}"] = value
+    return state

@@ -15,7 +15,7 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.calls.dispatcher import Recorder
+from compile_callbacks.calls.dispatcher import CallProbe
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.targets.called import compilable_parts, possible_callees, with_equal_blocks
 from compile_callbacks.targets.target import Callee, Target
@@ -24,13 +24,13 @@ from compile_callbacks.targets.target import Callee, Target
 class TargetSearch:
     """Makes what the steps call outermost targets, and looks the targets up again when the module has changed.
 
-    A `Recorder` stands above the slot of each possible target, in the phases that this library compiles. When a step
+    A `CallProbe` stands above the slot of each possible target, in the phases that this library compiles. When a step
     calls a module, the module becomes a target, and the call runs as the current step does: compiled or eager. A method
     becomes a target after its first eager call, if it called a module or returned a tensor. If it called its own
     module, as ``generate`` does, the modules that it calls become targets instead.
 
-    While a target runs, no recorder stands beneath it, so that Dynamo traces none and eager calls take no longer. After
-    the step in which the target was first called, these recorders are removed from the phase for good.
+    While a target runs, no probe stands beneath it, so that Dynamo traces none and eager calls take no longer. After
+    the step in which the target was first called, these probes are removed from the phase for good.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TargetSearch:
     ) -> None:
         self.in_step = False
         """Whether a step is running. Calls of hooks between the steps are not recorded."""
-        self.called: list[Recorder] = []
+        self.called: list[CallProbe] = []
         """The targets that the running step has called for the first time in the phase."""
         self._root, self._switch, self._warn = root, switch, warn
         self._group, self._resolve, self._uncompiled = group, resolve, uncompiled
@@ -53,9 +53,9 @@ class TargetSearch:
         self._tree = _tree(root)
         self._eager = self._records_methods = False
         self._phase: Phase | None = None
-        self._recorders: dict[Phase, dict[Recorder, None]] = {}
-        self._standing: dict[Recorder, None] = {}  # the recorders of the current phase
-        self._in_method: list[Recorder] | None = None  # the recorders that a running method called
+        self._probes: dict[Phase, dict[CallProbe, None]] = {}
+        self._standing: dict[CallProbe, None] = {}  # the probes of the current phase
+        self._in_method: list[CallProbe] | None = None  # the probes that a running method called
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -69,85 +69,85 @@ class TargetSearch:
                     self._change_phase(phase)
         if not eager and self._records_methods:  # a method becomes a target in an eager step only
             self._records_methods = False
-            self._drop([recorder for recorder in self._standing if recorder.callee.method is not None])
+            self._drop([probe for probe in self._standing if probe.callee.method is not None])
         self.in_step, self._eager = True, eager
 
     def step_ends(self) -> None:
-        """End a step, and remove the recorders beneath the targets that it called."""
+        """End a step, and remove the probes beneath the targets that it called."""
         self.in_step = False
         if self.called:
-            within = [part for recorder in self.called for part in self._within(recorder)]
+            within = [below for probe in self.called for below in self._within(probe)]
             self.called.clear()
             self._drop(within)
 
     def remove(self) -> None:
-        """Remove all recorders."""
+        """Remove all probes."""
         self.step_ends()
         self._drop(list(self._standing))
-        self._recorders.clear()
+        self._probes.clear()
         self._phase, self._in_method = None, None
 
     def _change_phase(self, phase: Phase) -> None:
-        for recorder in self._standing:
-            recorder.remove()
+        for probe in self._standing:
+            probe.remove()
         self._standing, self._phase = {}, phase
         if self._group is None or phase in self._uncompiled:
             return
-        if phase not in self._recorders:
-            self._recorders[phase] = {Recorder(one, self._call): None for one in possible_callees(self._root)}
-        self._standing, self._records_methods = self._recorders[phase], True
-        for recorder in self._standing:
-            recorder.install()
+        if phase not in self._probes:
+            self._probes[phase] = {CallProbe(one, self._call): None for one in possible_callees(self._root)}
+        self._standing, self._records_methods = self._probes[phase], True
+        for probe in self._standing:
+            probe.install()
 
     # ------------------------------------------------------------------------------------------ one call
 
-    def _call(self, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
-        if recorder not in self._standing or not recorder.installed:  # the user's code has a reference to it
-            return recorder.below(*args, **kwargs)
+    def _call(self, probe: CallProbe, *args: Any, **kwargs: Any) -> Any:
+        if probe not in self._standing or not probe.installed:  # the user's code has a reference to it
+            return probe.below(*args, **kwargs)
         if self._in_method is not None:
-            self._in_method.append(recorder)
-            return recorder.below(*args, **kwargs)
-        if recorder.covered is None:
+            self._in_method.append(probe)
+            return probe.below(*args, **kwargs)
+        if probe.covered is None:
             known = {_key(member) for target in self._switch.targets for member in target.members}
-            new = [one for one in compilable_parts(recorder.callee) if _key(one) not in known]
-            recorder.covered = not new or recorder.callee.module is self._root
-        if not recorder.covered and self.in_step and not _torch.autograd.in_backward():
-            if recorder.callee.method is None:
-                self._add(recorder)
+            new = [part for part in compilable_parts(probe.callee) if _key(part) not in known]
+            probe.covered = not new or probe.callee.module is self._root
+        if not probe.covered and self.in_step and not _torch.autograd.in_backward():
+            if probe.callee.method is None:
+                self._add(probe)
             elif self._eager:
-                return self._call_method(recorder, *args, **kwargs)
-        if not recorder.covered:
-            return recorder.below(*args, **kwargs)
-        if recorder not in self.called:
-            self.called.append(recorder)
-        with _removed(self._within(recorder), self._standing):
-            return recorder.below(*args, **kwargs)
+                return self._call_method(probe, *args, **kwargs)
+        if not probe.covered:
+            return probe.below(*args, **kwargs)
+        if probe not in self.called:
+            self.called.append(probe)
+        with _removed(self._within(probe), self._standing):
+            return probe.below(*args, **kwargs)
 
-    def _call_method(self, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+    def _call_method(self, probe: CallProbe, *args: Any, **kwargs: Any) -> Any:
         called = self._in_method = []
         try:
-            result = recorder.below(*args, **kwargs)
+            result = probe.below(*args, **kwargs)
         finally:
             self._in_method = None
-        if any(one.callee.module is recorder.callee.module and _is_call(one) for one in called):
-            self._drop([recorder])
+        if any(inner.callee.module is probe.callee.module and _is_call(inner) for inner in called):
+            self._drop([probe])
         elif called or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
-            self._add(recorder)
-            self.called.append(recorder)
+            self._add(probe)
+            self.called.append(probe)
         return result
 
-    def _add(self, recorder: Recorder) -> None:
+    def _add(self, probe: CallProbe) -> None:
         """Make a called module or method a target, with the equal blocks next to it."""
         assert self._group is not None
-        recorder.covered = True
-        others = [one.callee for one in self._standing]
+        probe.covered = True
+        callees = [standing.callee for standing in self._standing]
         known = {_key(member) for target in self._switch.targets for member in target.members}
         with self._without_failures(), _removed(list(self._standing), self._standing):
-            blocks = with_equal_blocks(self._root, recorder.callee, others)
-            equal = [one for block in blocks for one in compilable_parts(block)]
-            self._switch.add(self._group(self._root, [one for one in equal if _key(one) not in known]))
-        for one in self._standing:
-            one.covered = one.covered or None
+            alike = with_equal_blocks(self._root, probe.callee, callees)
+            equal = [part for callee in alike for part in compilable_parts(callee)]
+            self._switch.add(self._group(self._root, [callee for callee in equal if _key(callee) not in known]))
+        for standing in self._standing:
+            standing.covered = standing.covered or None
 
     @contextlib.contextmanager
     def _without_failures(self) -> Iterator[None]:
@@ -160,16 +160,16 @@ class TargetSearch:
             reason = in_one_line(describe_failure(error))
             self._warn.warn("CC102", f"a module that the steps call could not be made a target: {reason}", about=reason)
 
-    def _within(self, recorder: Recorder) -> list[Recorder]:
-        """Return the recorders of a module and its methods, and beneath it."""
-        inside = {id(module) for module in recorder.callee.module.modules()}
-        return [one for one in self._standing if id(one.callee.module) in inside]
+    def _within(self, probe: CallProbe) -> list[CallProbe]:
+        """Return the probes of a module and its methods, and beneath it."""
+        inside = {id(module) for module in probe.callee.module.modules()}
+        return [standing for standing in self._standing if id(standing.callee.module) in inside]
 
-    def _drop(self, recorders: Iterable[Recorder]) -> None:
-        for recorder in recorders:
-            if recorder in self._standing:
-                del self._standing[recorder]
-                recorder.remove()
+    def _drop(self, probes: Iterable[CallProbe]) -> None:
+        for probe in probes:
+            if probe in self._standing:
+                del self._standing[probe]
+                probe.remove()
 
     # ------------------------------------------------------------------------------------------ a changed module
 
@@ -178,15 +178,15 @@ class TargetSearch:
         self.remove()
         resolved = resolve()
         self._tree = _tree(self._root)
-        parts = {number for _, number in self._tree}
+        present = {number for _, number in self._tree}
         identities = {_identity(target) for target in resolved}
         keys = {_key(member) for target in resolved for member in target.members}
         kept: list[Target] = []
         gone: list[Target] = []
         for target in self._switch.targets:
             was_called = target not in self._resolved and keys.isdisjoint(map(_key, target.members))
-            is_part = was_called and parts.issuperset(_modules_of(target))
-            (kept if is_part or _identity(target) in identities else gone).append(target)
+            is_present = was_called and present.issuperset(_modules_of(target))
+            (kept if is_present or _identity(target) in identities else gone).append(target)
         self._switch.discard(gone)
         known = {_identity(target) for target in kept}
         self._switch.add([target for target in resolved if _identity(target) not in known])
@@ -201,20 +201,20 @@ class TargetSearch:
 
 
 @contextlib.contextmanager
-def _removed(recorders: Sequence[Recorder], standing: Collection[Recorder]) -> Iterator[None]:
-    """Remove recorders within the ``with`` block."""
-    for recorder in recorders:
-        recorder.remove()
+def _removed(probes: Sequence[CallProbe], standing: Collection[CallProbe]) -> Iterator[None]:
+    """Remove probes within the ``with`` block."""
+    for probe in probes:
+        probe.remove()
     try:
         yield
     finally:
-        for recorder in recorders:
-            if recorder in standing:
-                recorder.install()
+        for probe in probes:
+            if probe in standing:
+                probe.install()
 
 
-def _is_call(recorder: Recorder) -> bool:
-    return recorder.callee.method in (None, "forward")
+def _is_call(probe: CallProbe) -> bool:
+    return probe.callee.method in (None, "forward")
 
 
 def _key(callee: Callee) -> tuple[int, str | None]:

@@ -1,4 +1,4 @@
-"""`Tune`: candidates for the config of a phase. `as_settings` converts a ``train_mode`` or ``infer_mode``."""
+"""`Tune`: candidates for the config of a phase. `as_phase_config` converts a ``train_mode`` or ``infer_mode``."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ class Tune:
 PhaseMode = str | Mapping[str, Any] | InductorConfig | Tune | None
 """The type of ``train_mode`` and ``infer_mode``. `inductor_config.Mode` tells why ``Mapping`` comes first."""
 
-Settings = InductorConfig | Tune | None
+PhaseConfig = InductorConfig | Tune | None
 """A converted `PhaseMode`. ``None`` if the phase is not compiled."""
 
 
-def as_settings(value: object, argument: str) -> Settings:
+def as_phase_config(value: object, argument: str) -> PhaseConfig:
     """Convert a ``train_mode`` or ``infer_mode``. Return ``None`` if the phase is not compiled."""
     if isinstance(value, bool):
         hint = "'default' compiles" if value else "'eager' does not compile the phase"

@@ -56,11 +56,11 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
     the gradient of a bias before a batch norm, where both runs compute only rounding errors.
     """
     for name, tensor in expected.tensors.items():
-        other = actual.tensors.get(name)
-        if other is None or _shape(other) != _shape(tensor) or other.dtype != tensor.dtype:
-            reason = f"{name} is {_described(other)}, and {_described(tensor)} in eager execution"
+        compiled = actual.tensors.get(name)
+        if compiled is None or _shape(compiled) != _shape(tensor) or compiled.dtype != tensor.dtype:
+            reason = f"{name} is {_described(compiled)}, and {_described(tensor)} in eager execution"
             return Comparison("differs", reason, math.inf, is_wrong=True)
-        if tensor.layout is torch.jagged and not torch.equal(_offsets(other), _offsets(tensor)):
+        if tensor.layout is torch.jagged and not torch.equal(_offsets(compiled), _offsets(tensor)):
             return Comparison("differs", f"{name} has other offsets than in eager execution", math.inf, is_wrong=True)
     floors = _floors(expected, allowed)
     errors, max_abs_error = dict[str, float](), 0.0
@@ -98,9 +98,9 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
         for name in suspects:
             tensors = expected.tensors[name], actual.tensors[name], reference.tensors[name]
             floor = floors[name] / (math.sqrt(max(1, tensors[0].numel())) if name in of_gradients else 1)
-            found = _confirmed_error(*tensors, floor=floor, allowed=allowed_of[name], lenient=allowed < 1e-3)
-            if found is not None:
-                confirmed[name] = found
+            confirmed_error = _confirmed_error(*tensors, floor=floor, allowed=allowed_of[name], lenient=allowed < 1e-3)
+            if confirmed_error is not None:
+                confirmed[name] = confirmed_error
         if not confirmed:
             return Comparison("equal", max_abs_error=max_abs_error)
     # Wrong outputs cause wrong gradients, so name an output if one is wrong.
@@ -118,14 +118,14 @@ def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = (
     results in float32.
     """
     tensors = list(tensors)
-    found = {tensor.dtype for tensor in tensors} | set(dtypes)
+    known = {tensor.dtype for tensor in tensors} | set(dtypes)
     cuda = any(tensor.is_cuda for tensor in tensors)
     device = "cuda" if cuda else "cpu"
     if torch.is_autocast_enabled(device):
-        found.add(torch.get_autocast_dtype(device))
-    coarsest = max((torch.finfo(dtype).eps for dtype in found if dtype.is_floating_point), default=0.0)
+        known.add(torch.get_autocast_dtype(device))
+    coarsest = max((torch.finfo(dtype).eps for dtype in known if dtype.is_floating_point), default=0.0)
     allows_tf32 = torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
-    if cuda and torch.float32 in found and allows_tf32:
+    if cuda and torch.float32 in known and allows_tf32:
         coarsest = max(coarsest, _TF32_EPS)
     return math.sqrt(coarsest)
 
@@ -156,8 +156,8 @@ def gradients_of(
             cotangents.append(random.to(tensor.dtype))
     if not outputs:
         return {}
-    found = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
-    return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
+    return {name: gradient for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
 
 
 def sketches(gradients: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:

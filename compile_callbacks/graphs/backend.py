@@ -6,23 +6,19 @@ import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.errors import CompileError
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.graphs.compiled_graph import CompiledGraph, EagerGraph
-from compile_callbacks.graphs.cudagraphs import CudaGraph
+from compile_callbacks.graphs.compiled_graph import CompiledGraph, CudaGraph, EagerGraph
 from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.verification import Verification
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
-from compile_callbacks.profiling.events import CompileKey
-from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.targets.target import Callee, Target
+from compile_callbacks.targets.target import Target
 
 _WRONG_FUNCTION = (
     "torch older than 2.13 computes wrong gradients if it captures a torch.autograd.Function whose forward changes a "
@@ -41,15 +37,7 @@ class GraphBackend:
     backend compiles the graph without the pass.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        key: CompileKey,
-        config: InductorConfig,
-        *,
-        recorder: CompileRecorder,
-        fallback: EagerFallback,
-    ) -> None:
+    def __init__(self, target: Target, config: InductorConfig, fallback: EagerFallback) -> None:
         self.graphs = 0  # the number of compiled graphs
         self.weights = 0  # the number of weights that are inputs of the compiled graphs; each graph counts its own
         self.shares_regions = False  # whether several regions of a graph shared their code
@@ -57,11 +45,10 @@ class GraphBackend:
         self._first = weakref.ref(target.members[0])
         self._modules = [weakref.ref(member.module) for member in target.members]
         self._shared = target.shares_code
-        self._key = key
+        self._key = fallback.key
         self._config = config
         self._passes = (*fallback.settings.passes, *config.passes)
-        self._recorder = recorder
-        self._executions = recorder.executions
+        self._recorder = fallback.recorder
         self._fallback = fallback
         self._template_checked = False
         self._generated: list[ModuleType] = []
@@ -71,62 +58,52 @@ class GraphBackend:
         if self._recorder.stopping():
             reason = "the run was asked to stop before the compile began"
             self._recorder.record("fallback", self._key, reason=reason)
-            return EagerGraph(_torch.graphs.eager_graph(graph_module), self._executions, self._fallback)
+            return EagerGraph(_torch.graphs.eager_graph(graph_module), self._fallback)
         if _torch.autograd.is_captured_wrongly(graph_module):
-            self._leave_eager("CC307", _WRONG_FUNCTION)
+            raise self._fallback.run_target_eagerly("CC307", _WRONG_FUNCTION)
         if self._key.phase == "train" and _torch.dynamo.ends_at_gradient(graph_module):
-            self._leave_eager("CC303", _OWN_GRADIENT)
+            raise self._fallback.run_target_eagerly("CC303", _OWN_GRADIENT)
         device = _device_of(example_inputs)
         # Weights are frozen only in stages in which they are constant, with any mode.
         options = {**self._config.resolved_options(device), "freezing": self._key.frozen}
         uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
         self._check_template(device)
         eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph
-        compares_less = _torch.graphs.has_collective(graph_module), uses_cudagraphs
-        if self._fallback.has_regions and torch.is_grad_enabled() and self._has_joint_passes(options):
+        has_collective = _torch.graphs.has_collective(graph_module)
+        if self._fallback.regions and torch.is_grad_enabled() and self._has_joint_passes(options):
             raise RuntimeError("torch would run graph passes at the hook points of joint graphs twice on each region")
         self.shares_regions |= _torch.regions.shares_code(graph_module)
         compiled = self._compile_with_passes(graph_module, example_inputs, options)
         if isinstance(compiled, Exception):
-            return self._run_eagerly(eager, compiled)
+            return self._run_graph_eagerly(eager, compiled)
         self.graphs += 1
-        self._fallback.call.graphs += 1
+        self._fallback.eventful_call().graphs += 1
         self.weights += sum(isinstance(value, torch.nn.Parameter) for value in example_inputs)
         self._recorder.count_graph()  # after the compile, because Dynamo may restart its analysis and call this again
         if uses_cudagraphs:
-            compiled = CudaGraph(compiled, device, self._key, self._fallback)
+            compiled = CudaGraph(compiled, device, self._fallback)
         verification = Verification(
-            compiled, eager, options, self._key, self._modules, self._recorder, self._fallback, *compares_less
+            compiled, eager, options, self._modules, self._fallback, has_collective, uses_cudagraphs
         )
+        member = self._first()
+        assert member is not None  # because it is being called
         statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
         return CompiledGraph(
             compiled,
             None if self._fallback.settings.verify == "off" else verification,
             operator.itemgetter(*statistics) if statistics else None,
-            self._key if torch.is_grad_enabled() and not self._member.sharded else None,
-            self._executions,
+            self._key if torch.is_grad_enabled() and not member.sharded else None,
+            self._recorder.executions,
         )
 
-    def _run_eagerly(self, eager: torch.fx.GraphModule, error: Exception) -> Callable[..., Any]:
+    def _run_graph_eagerly(self, eager: torch.fx.GraphModule, error: Exception) -> Callable[..., Any]:
         """Return a function that runs a graph eagerly, and record that the compiler failed."""
         shortage = next((e for e in _torch.dynamo.causes(error) if isinstance(e, torch.OutOfMemoryError)), None)
         if shortage is None:
             self._fallback.compiler_failed(error)
         else:
             shortage = type(shortage)(str(shortage))  # a copy, because the traceback keeps tensors alive
-        return EagerGraph(eager, self._executions, self._fallback, shortage)
-
-    def _leave_eager(self, code: str, reason: str) -> NoReturn:
-        """Run the target eagerly, and not the graph that Dynamo has just captured."""
-        self._fallback.run_eagerly(code, reason)
-        raise CompileError(reason)
-
-    @property
-    def _member(self) -> Callee:
-        """The target, or the first repeated block. It exists while a block is called."""
-        member = self._first()
-        assert member is not None
-        return member
+        return EagerGraph(eager, self._fallback, shortage)
 
     @property
     def weights_in_graphs(self) -> tuple[int, int] | None:
@@ -160,14 +137,21 @@ class GraphBackend:
             runs: list[PassRun] = []
             passes = pass_options(self._passes, self._key.phase, runs.append, skipped=skipped)
             try:
-                compiled = self._compile_with_inductor(graph, inputs, {**options, **passes})
+                with _torch.inductor.generated_with_constants() as generated:
+                    compiled = _torch.inductor.compile_graph(
+                        graph,
+                        inputs,
+                        options={**options, **passes},
+                        activation_memory_budget=self._config.activation_memory_budget,
+                        on_backward_lowered=self._recorder.add_backward,
+                    )
             except _torch.dynamo.CONTROL_FLOW:
                 raise
             except Exception as error:
                 if self._fallback.settings.on_error == "raise":
                     raise
                 failure = find_pass_error(error)
-                if failure is None and self._fallback.has_regions:
+                if failure is None and self._fallback.regions:
                     raise  # because the compiled target then compiles without regions
                 if failure is None or self._is_candidates_own(failure.failed):
                     return error
@@ -175,6 +159,7 @@ class GraphBackend:
                 skipped.append(failure.failed)
                 graph = again
             else:
+                self._generated += generated
                 self._record_passes(runs, skipped)
                 return compiled
 
@@ -193,7 +178,7 @@ class GraphBackend:
         ran = {(run.name, run.hook) for run in runs}
         for graph_pass in self._passes:
             name, hook = pass_name(graph_pass), pass_hook(graph_pass)
-            if (name, hook) not in ran and not any(graph_pass is other for other in skipped):
+            if (name, hook) not in ran and not any(graph_pass is skipped_pass for skipped_pass in skipped):
                 self._recorder.pass_runs.append((self._key, {"name": name, "hook": hook, "from_cache": True}))
 
     def _report_failed_pass(self, failure: GraphPassError) -> None:
@@ -204,20 +189,6 @@ class GraphBackend:
             f"callback.report.{phase}.diagnostics.events; on_error='raise' raises instead)"
         )
         self._fallback.warn("CC701", message, about=(target, phase, pass_name(failure.failed)))
-
-    def _compile_with_inductor(
-        self, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
-    ) -> Callable[..., Any]:
-        with _torch.inductor.generated_with_constants() as generated:
-            compiled = _torch.inductor.compile_graph(
-                graph,
-                inputs,
-                options=options,
-                activation_memory_budget=self._config.activation_memory_budget,
-                on_backward_lowered=self._recorder.add_backward,
-            )
-        self._generated += generated
-        return compiled
 
     # ------------------------------------------------------------------------------------------ memory
 

@@ -25,18 +25,17 @@ class EagerGraph:
     """
 
     graph: torch.fx.GraphModule
-    executions: Executions
     fallback: EagerFallback
     out_of_memory: Exception | None = None
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
-        self.executions.eager_calls += 1
+        self.fallback.recorder.executions.eager_calls += 1
         try:
             with _torch.modes.restored_after_error():  # takes 4 µs
                 outputs = self.graph.forward(*inputs)
         except torch.OutOfMemoryError:
-            self.fallback.call.compiles_again |= self.out_of_memory is not None
+            self.fallback.eventful_call().compiles_again |= self.out_of_memory is not None
             raise
         if self.out_of_memory is not None:
             self.fallback.compiler_failed(self.out_of_memory)
@@ -81,7 +80,7 @@ class CompiledGraph:
         with _torch.autograd.preserve_versions(self.statistics(inputs) if self.statistics else ()):
             outputs = self.compiled(*inputs) if verification is None else verification.call(inputs)
         if verification is not None and verification.rejected:
-            self.eager = EagerGraph(verification.eager, self.executions, verification.fallback)
+            self.eager = EagerGraph(verification.eager, verification.fallback)
             self.executions.eager_calls += 1
             return outputs
         self.executions.graphs += 1
@@ -89,6 +88,53 @@ class CompiledGraph:
         if self.differentiable is not None and torch.is_grad_enabled():
             _allow_repeated_backward(inputs, outputs, self.differentiable)
         return outputs
+
+
+class CudaGraph:
+    """Calls compiled code that records CUDA graphs.
+
+    Users keep predictions, validation outputs and logged values for longer than a step. Without a copy, torch raises
+    ``accessing tensor output of CUDAGraphs that has been overwritten`` when they read such a tensor later. An output
+    that is an input or a view of an input is not copied.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], device: torch.device, fallback: EagerFallback) -> None:
+        self._compiled = compiled
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._fallback = fallback
+        self._owned: list[int] | None = None  # positions of outputs in CUDA graph memory, the same in each call
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Run the compiled code. The next step does not overwrite the outputs."""
+        if _torch.inductor.end_failed_warmup(self._index):  # takes less than 1 µs
+            self._report_repair()
+        outputs = list(self._compiled(*inputs))
+        if self._owned is None:
+            of_inputs = {_storage(value) for value in inputs if _is_cuda(value)}
+            self._owned = [i for i, value in enumerate(outputs) if _is_cuda(value) and _storage(value) not in of_inputs]
+        for position in self._owned:
+            outputs[position] = outputs[position].clone()
+        return outputs
+
+    def _report_repair(self) -> None:
+        """Warn that the first run of a CUDA graph raised. The user may have caught the exception to skip a batch."""
+        target, phase = self._fallback.key[:2]
+        message = (
+            f"target {target!r} ({phase} phase): the first run of a CUDA graph raised an exception "
+            "before this call, such as OutOfMemoryError; torch runs and records that graph again at its next call"
+        )
+        self._fallback.warn("CC305", message)
+
+
+def _is_cuda(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+# ---------------------------------------------------------------------------------------------- repeated backward
 
 
 def _allow_repeated_backward(inputs: Sequence[Any], outputs: Sequence[Any], key: CompileKey) -> None:

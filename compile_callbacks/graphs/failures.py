@@ -12,6 +12,7 @@ from compile_callbacks._utils.messages import check_choice, describe_failure, in
 from compile_callbacks.passes.manager import find_pass_error
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
+from compile_callbacks.targets.repeated import RegionMarks
 
 OnError = Literal["eager", "raise"]
 """The reaction if the compiler fails: run eagerly, or raise an error."""
@@ -63,45 +64,47 @@ class EagerFallback:
     """Records the failures of one compiled target, and the eager runs that follow.
 
     Attributes:
+        key: The target, the phase, and the candidate.
+        recorder: The recorder of the session.
         settings: The settings of the target.
-        has_regions: Whether the graphs contain regions. If torch cannot compile them, the whole target is compiled.
+        regions: The marks of the regions in the graphs, or ``None`` if the whole target is compiled.
     """
 
     def __init__(
-        self, key: CompileKey, recorder: CompileRecorder, settings: TargetSettings, *, has_regions: bool = False
+        self, key: CompileKey, recorder: CompileRecorder, settings: TargetSettings, regions: RegionMarks | None = None
     ) -> None:
+        self.key = key
+        self.recorder = recorder
         self.settings = settings
-        self.has_regions = has_regions
-        self._key = key
-        self._recorder = recorder
+        self.regions = regions
 
-    @property
-    def call(self) -> CallInProgress:
-        """The running call of the target, in which something happened."""
-        call = self._recorder.calling.current or CallInProgress()
+    def eventful_call(self) -> CallInProgress:
+        """Return the running call of the target, and mark it as eventful."""
+        call = self.recorder.calling.current or CallInProgress()
         call.eventful = True
         return call
 
     def compiler_failed(self, error: BaseException, *, what: str = "the compiler failed", part: str = "") -> None:
         """Record that the target, or a part of it, runs eagerly."""
-        reason, (target, phase) = describe(error), self._key[:2]
-        self._recorder.record("fallback", self._key, reason=reason)
+        reason, (target, phase) = describe(error), self.key[:2]
+        self.recorder.record("fallback", self.key, reason=reason)
         message = (
             f"{part}target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
             f"(in full: callback.report.{phase}.diagnostics.events; on_error='raise' raises instead){self._hint}"
         )
         self.warn("CC301", message)
 
-    def run_eagerly(self, code: str, reason: str) -> None:
-        """Run the target eagerly from the next call on, for a reason other than a failure."""
-        self.call.runs_eagerly = True
-        self._recorder.record("fallback", self._key, reason=reason, code=code)
-        target, phase = self._key[:2]
+    def run_target_eagerly(self, code: str, reason: str) -> CompileError:
+        """Run the target eagerly from the next call on. Return an error that ends a running trace."""
+        self.eventful_call().runs_target_eagerly = True
+        self.recorder.record("fallback", self.key, reason=reason, code=code)
+        target, phase = self.key[:2]
         self.warn(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")
+        return CompileError(reason)
 
     def as_compile_error(self, error: BaseException) -> CompileError:
         """Return the error that ``on_error="raise"`` raises instead of the compiler's error."""
-        target, phase = self._key[:2]
+        target, phase = self.key[:2]
         message = f"compiling target {target!r} for the {phase} phase failed: {describe(error)}{self._hint}"
         return CompileError(with_code("CC301", message))
 
@@ -112,7 +115,7 @@ class EagerFallback:
 
     def warn(self, code: str, message: str, *, about: Hashable = None) -> None:
         """Warn when the call ends, because Dynamo would treat a warning that raises as a failure of the backend."""
-        self.call.warnings += ((code, message, about or self._key[:2]),)
+        self.eventful_call().warnings += ((code, message, about or self.key[:2]),)
 
 
 def describe(error: BaseException) -> str:

@@ -30,8 +30,6 @@ from compile_callbacks.graphs.accuracy import (
 )
 from compile_callbacks.graphs.failures import EagerFallback, describe
 from compile_callbacks.graphs.snapshot import RandomState
-from compile_callbacks.profiling.events import CompileKey
-from compile_callbacks.profiling.recorder import CompileRecorder
 
 _DROPOUT, _RANDOM_NUMBERS = "dropout", "random numbers"
 
@@ -49,9 +47,7 @@ class Verification:
     compiled: Callable[..., Any]
     eager: torch.fx.GraphModule
     options: Mapping[str, Any]
-    key: CompileKey
     modules: Iterable[Callable[[], torch.nn.Module | None]]  # weak references; torch never frees compiled code
-    recorder: CompileRecorder
     fallback: EagerFallback
     has_collective: bool
     uses_cudagraphs: bool
@@ -62,13 +58,13 @@ class Verification:
     def call(self, inputs: Sequence[Any]) -> Any:
         """Make the first call. If it rejects the compiled graph, the outputs are those of the captured graph."""
         if self.has_collective:
-            self._accepts(Comparison("not compared", "collective"))
+            self._react_to(Comparison("not compared", "collective"))
             return self.compiled(*inputs)
         try:
-            comparison = self._compare(inputs, self._names(inputs))
-            self.rejected = not self._accepts(comparison, self._write_repro(comparison, inputs))
+            comparison = self._run_and_compare(inputs, self._names(inputs))
+            self.rejected = not self._react_to(comparison, self._write_repro(comparison, inputs))
         except torch.OutOfMemoryError as error:  # from the user's own call
-            self._accepts(_not_compared(error))
+            self._react_to(_not_compared(error))
             raise
         except _CompiledGraphFailedError as failure:
             self._report_failure(failure.error)
@@ -81,27 +77,27 @@ class Verification:
             return self.eager.forward(*inputs)
 
     def _report_failure(self, error: Exception) -> None:
-        if self.fallback.has_regions:
-            self.fallback.call.region_failure = f"the compiled code raised {describe(error)}"
+        if self.fallback.regions:
+            self.fallback.eventful_call().region_failure = f"the compiled code raised {describe(error)}"
             return
         if self.fallback.settings.on_error == "raise":
             raise self.fallback.as_compile_error(error) from error
-        self.fallback.call.runs_eagerly = True
+        self.fallback.eventful_call().runs_target_eagerly = True
         self.fallback.compiler_failed(error, what="its compiled code raised an error that eager does not")
 
-    def _accepts(self, comparison: Comparison, repro: str = "") -> bool:
-        """Report a comparison, and decide whether the compiled graph is used."""
-        if comparison.verdict == "differs" and self.fallback.has_regions:
-            self.fallback.call.region_failure = f"the result differs from eager: {comparison.reason}"
+    def _react_to(self, comparison: Comparison, repro: str = "") -> bool:
+        """Report a comparison. Return whether the compiled graph is used."""
+        if comparison.verdict == "differs" and self.fallback.regions:
+            self.fallback.eventful_call().region_failure = f"the result differs from eager: {comparison.reason}"
             return False
-        settings, (target, phase) = self.fallback.settings, self.key[:2]
+        settings, (target, phase) = self.fallback.settings, self.fallback.key[:2]
         fix = None
         if comparison.verdict == "not compared" and comparison.reason in (_DROPOUT, _RANDOM_NUMBERS):
-            mode = self.recorder.mode_arguments[phase]
+            mode = self.fallback.recorder.mode_arguments[phase]
             fix = f'{mode}={{"options": {{"fallback_random": True}}}} makes it comparable, but slower'
         verdict, reason = comparison.verdict, comparison.reason
-        self.recorder.record(
-            "verify", self.key, fix=fix, verdict=verdict, reason=reason, max_abs_error=comparison.max_abs_error
+        self.fallback.recorder.record(
+            "verify", self.fallback.key, fix=fix, verdict=verdict, reason=reason, max_abs_error=comparison.max_abs_error
         )
         if settings.verify == "raise" and comparison.failed:
             message = f"target {target!r} could not be compared with eager in the {phase} phase: {reason}"
@@ -109,7 +105,7 @@ class Verification:
         if verdict != "differs":
             return True
         if settings.on_trial:
-            self.fallback.call.runs_eagerly = True
+            self.fallback.eventful_call().runs_target_eagerly = True
             return False
         message = f"target {target!r} differs from eager in the {phase} phase: {reason}"
         if "numerics" in _torch.inductor.option_names() and self.options.get("numerics", "default") == "default":
@@ -118,8 +114,8 @@ class Verification:
         if settings.verify == "raise":
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
         if settings.verify == "eager" or comparison.is_wrong:
-            self.recorder.record("fallback", self.key, reason=reason)
-            self.fallback.call.runs_eagerly |= settings.verify == "eager"
+            self.fallback.recorder.record("fallback", self.fallback.key, reason=reason)
+            self.fallback.eventful_call().runs_target_eagerly |= settings.verify == "eager"
             message += (
                 "; it runs eagerly from here on (verify='eager')"
                 if settings.verify == "eager"
@@ -135,7 +131,7 @@ class Verification:
         folder = self.fallback.settings.trace_dir
         if folder is None or comparison.verdict != "differs":
             return ""
-        target, phase = self.key[:2]
+        target, phase = self.fallback.key[:2]
         name = re.sub(r"\W", "_", f"{target}_{phase}")
         why = f"Target {target!r} differs from eager in the {phase} phase: {in_one_line(comparison.reason or '')}"
         try:
@@ -152,8 +148,8 @@ class Verification:
             names |= {id(parameter): f"parameter {name!r}" for name, parameter in module.named_parameters()}
         return [names.get(id(value), f"input {position}") for position, value in enumerate(inputs)]
 
-    def _compare(self, inputs: Sequence[Any], names: Sequence[str]) -> Comparison:
-        """Compare the eager run with the compiled run."""
+    def _run_and_compare(self, inputs: Sequence[Any], names: Sequence[str]) -> Comparison:
+        """Run the graph eagerly and compiled, and compare the runs. The compiled run may be the user's own call."""
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         random_state = RandomState(inputs)
@@ -196,12 +192,12 @@ class Verification:
 
         try:
             with _unnoticed(None):
-                found = compare_results(expected, actual, tolerance(tensors, facts.dtypes), rerun)
+                comparison = compare_results(expected, actual, tolerance(tensors, facts.dtypes), rerun)
         except Exception as error:
             return _not_compared(error)
-        if found.verdict == "equal" and trains and not with_gradients:
-            return Comparison("outputs only", max_abs_error=found.max_abs_error)
-        return found
+        if comparison.verdict == "equal" and trains and not with_gradients:
+            return Comparison("outputs only", max_abs_error=comparison.max_abs_error)
+        return comparison
 
     def _has_constants(self) -> bool:
         return next(itertools.chain(self.eager.parameters(), self.eager.buffers()), None) is not None

@@ -34,18 +34,18 @@ class CallInProgress:
         raising_frames: The code of frames in which Dynamo saw an exception of the user's code.
         region_failure: The reason why torch cannot compile the regions of the target.
         compiles_again: Whether the compile and the eager run of its graph both ran out of memory.
-        runs_eagerly: Whether the target runs eagerly from now on.
-        frozen_draws: The functions in which torch drew random numbers only while it traced them.
+        runs_target_eagerly: Whether the target runs eagerly from now on.
+        constant_draws: The functions in which torch drew random numbers only while it traced them.
         warnings: The warnings to issue: code, message, and what each is about.
     """
 
-    eventful = traced = nothing_ran = compiles_again = runs_eagerly = False
+    eventful = traced = nothing_ran = compiles_again = runs_target_eagerly = False
     graphs = 0
     failure: BaseException | None = None
     region_failure: str | None = None
     failed_frames: tuple[Any, ...] = ()
     raising_frames: tuple[Any, ...] = ()
-    frozen_draws: tuple[str, ...] = ()
+    constant_draws: tuple[str, ...] = ()
     warnings: tuple[tuple[str, str, Hashable], ...] = ()
 
     # Without a constructor, because each call makes such an object.

@@ -12,7 +12,7 @@ from typing import Any
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
-from compile_callbacks.config.tune import Settings, Tune
+from compile_callbacks.config.tune import PhaseConfig, Tune
 from compile_callbacks.profiling.events import CompileEvent, EventKind, Result, Verdict
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.recorder import CompileRecorder
@@ -27,7 +27,7 @@ class PhaseFacts:
     """The measurements of a phase. With a `Tune`, most are those of the chosen candidate."""
 
     phase: Phase
-    settings: Settings
+    settings: PhaseConfig
     target_labels: Mapping[str, Callable[[int], str]]  # the label of a target, by its name, from its number of graphs
     recorder: CompileRecorder
     timer: StepTimer
@@ -40,7 +40,7 @@ class PhaseFacts:
         return next((trial["candidate"] for trial in self.trials if trial["verdict"] == "chosen"), None)
 
     @property
-    def _config(self) -> Settings:
+    def _config(self) -> PhaseConfig:
         return None if self._chosen == EAGER else self.settings
 
     @property

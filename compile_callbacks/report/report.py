@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
-from compile_callbacks.config.tune import Settings
+from compile_callbacks.config.tune import PhaseConfig
 from compile_callbacks.report.console import make_table, to_plain_text, to_text
 from compile_callbacks.report.data import PhaseReport, RunReport
 from compile_callbacks.report.figures import Data
@@ -46,7 +46,7 @@ class CompileReport(RunReport):
         return to_plain_text(self)
 
 
-def uncompiled_report(configs: Mapping[Phase, Settings]) -> CompileReport:
+def uncompiled_report(configs: Mapping[Phase, PhaseConfig]) -> CompileReport:
     """Return the report of a run that has not started."""
     train, infer = (PhaseReport(mode=config.describe() if (config := configs[p]) else EAGER) for p in PHASES)
     return CompileReport(train=train, infer=infer)

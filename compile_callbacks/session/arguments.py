@@ -8,7 +8,6 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from compile_callbacks._utils.errors import with_code
@@ -16,7 +15,7 @@ from compile_callbacks._utils.messages import check_type
 from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.cache.folder import check_folder
 from compile_callbacks.config.inductor_config import EAGER
-from compile_callbacks.config.tune import PhaseMode, Settings, as_settings
+from compile_callbacks.config.tune import PhaseConfig, PhaseMode, as_phase_config
 from compile_callbacks.graphs.failures import NewShapes, OnError, TargetSettings, Verify
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
@@ -33,7 +32,7 @@ _R = TypeVar("_R")
 class CompileArguments:
     """The arguments of a `Session`. `InductorCompile` describes them."""
 
-    configs: Mapping[Phase, Settings]
+    configs: Mapping[Phase, PhaseConfig]
     targets: Sequence[str] | str | None = None
     target_settings: TargetSettings = field(default_factory=TargetSettings)
     baseline_steps: int = 0
@@ -54,7 +53,7 @@ class CompileArguments:
     ) -> CompileArguments:
         """Check the arguments that a user gave."""
         modes: dict[Phase, object] = {"train": train_mode, "infer": infer_mode}
-        configs = {phase: as_settings(mode, f"{phase}_mode") for phase, mode in modes.items()}
+        configs = {phase: as_phase_config(mode, f"{phase}_mode") for phase, mode in modes.items()}
         checked_passes = as_passes(passes, "passes")
         for config in configs.values():
             if config is not None:
@@ -90,16 +89,6 @@ class CompileArguments:
         """Whether a phase is compiled."""
         return any(self.configs.values())
 
-    @property
-    def cache_dir(self) -> Path | None:
-        """The folder for compiled code."""
-        return self.target_settings.cache_dir
-
-    @property
-    def trace_dir(self) -> Path | None:
-        """The folder for torch's structured trace, and for scripts that reproduce a difference from eager."""
-        return self.target_settings.trace_dir
-
     def without_effect(self, **others: object) -> list[str]:
         """Return a message for each argument that has no effect."""
         train = self.configs["train"]
@@ -120,17 +109,18 @@ class CompileArguments:
 
     def values(self) -> dict[str, Any]:
         """Return the arguments by name, as a user writes them."""
+        settings = self.target_settings
         modes = {f"{phase}_mode": config.describe() if config else EAGER for phase, config in self.configs.items()}
         return {
             **modes,
             "targets": self.targets if self.targets is None or isinstance(self.targets, str) else list(self.targets),
-            "passes": self.target_settings.passes,
+            "passes": settings.passes,
             "baseline_steps": self.baseline_steps,
-            "on_error": self.target_settings.on_error,
-            "verify": self.target_settings.verify,
-            "new_shapes": self.target_settings.new_shapes,
-            "cache_dir": self.cache_dir and str(self.cache_dir),
-            "trace_dir": self.trace_dir and str(self.trace_dir),
+            "on_error": settings.on_error,
+            "verify": settings.verify,
+            "new_shapes": settings.new_shapes,
+            "cache_dir": settings.cache_dir and str(settings.cache_dir),
+            "trace_dir": settings.trace_dir and str(settings.trace_dir),
         }
 
 

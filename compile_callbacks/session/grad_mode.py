@@ -232,8 +232,8 @@ def _session_or_error(compiled: Any, function: str) -> Session:
 
 def _session_of(module: Any) -> Session | None:
     """Find the session in the dispatchers of a module. A registry of sessions would keep the module alive."""
-    for part in module.modules() if isinstance(module, nn.Module) else ():
-        for value in vars(part).values():
+    for submodule in module.modules() if isinstance(module, nn.Module) else ():
+        for value in vars(submodule).values():
             session = getattr(value, "session", None)
             if isinstance(session, Session) and session.module is module:
                 return session

@@ -19,7 +19,7 @@ from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fingerprint
-from compile_callbacks.calls.new_shapes import ShapeRecords
+from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
 from compile_callbacks.profiling.progress import CompileProgress
@@ -63,22 +63,23 @@ class Session:
         self._finds_targets = finds_targets and arguments.compiles
         self._ranks = Ranks()
         warn = WarnOnce()
-        folder = arguments.cache_dir if arguments.compiles else None
+        settings = arguments.target_settings
+        folder = settings.cache_dir if arguments.compiles else None
         self._cache = CompileCache(folder, functools.partial(warn.warn, "CC401")) if folder else None
         self._model_record: ModelRecord | None = None
         self._progress = CompileProgress(print_line)
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(progress=self._progress, mode_arguments=arguments.mode_arguments)
-        self._shapes = ShapeRecords()
+        self._observed = CallRecords()
         self._measurements = Measurements(module)
         self._policies = Policies(arguments, self._recorder, self._ranks, print_line)
         self._switch = PhaseSwitch(
             targets,
             uncompiled=arguments.uncompiled,
             recorder=self._recorder,
-            settings=arguments.target_settings,
+            settings=settings,
             warn=warn,
-            shapes=self._shapes,
+            observed=self._observed,
         )
         group = group_repeated if arguments.targets == REPEATED else group_targets
         self._search = TargetSearch(
@@ -92,7 +93,7 @@ class Session:
         self._warnings = SessionWarnings(
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
         )
-        self._trace = _torch.events.StructuredTrace(arguments.trace_dir) if arguments.trace_dir else None
+        self._trace = _torch.events.StructuredTrace(settings.trace_dir) if settings.trace_dir else None
         self.gpu = StepsOnGpu(module)
         self.running = False
         """Whether a Trainer run is in progress."""
@@ -103,7 +104,7 @@ class Session:
         self._policy: StepPolicy = self._policies.policy_of(self.stage)
         self._wanted = False  # whether the policy wants the running step to be timed
         self._counted: Step | None = None  # stands for the next untimed steps, which the session only counts
-        self._kept: dict[Phase, object] = {}  # the variants whose compiled code is kept
+        self._in_play: dict[Phase, object] = {}  # the variants whose compiled code is not freed
         self._before: CompileReport | None = None  # the report of the run that this run resumes
 
     # ------------------------------------------------------------------------------------------ a Trainer run
@@ -112,19 +113,19 @@ class Session:
         self,
         *,
         precision: str = "",
-        together: bool = False,
+        all_ranks: bool = False,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin a Trainer run, and install the targets.
 
-        All processes of the default process group begin the run ``together``, or only this process. ``stopping`` must
+        ``all_ranks`` of the default process group begin the run, or only this process. ``stopping`` must
         not refer to the module.
         """
         self.running = True
         self._recorder.stopping = stopping
         device, sharded = device_of(self.module), is_sharded(self.module)
         self.gpu.begin(device)
-        self._ranks.join(together=together and self._arguments.compiles, decides=self._policies.decide_together)
+        self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=self._policies.decide_together)
         self._measurements.begin(device, precision, self._ranks.size)
         for phase in PHASES if self._ranks.is_global_zero else ():
             self._warnings.check_settings(phase, self._policies.chosen(phase).config, sharded=sharded, device=device)
@@ -135,7 +136,7 @@ class Session:
             self._cache.begin()
             self._model_record = ModelRecord(self._cache.folder, model, read_only=not self._ranks.is_global_zero)
             known = self._model_record.load()
-            self._shapes.restore(known["shapes"])
+            self._observed.restore(known["shapes"])
             self._progress.restore(known["compile_seconds"])
         if self._trace is not None:
             self._trace.start()
@@ -151,7 +152,7 @@ class Session:
         self._recorder.stopping = lambda: False  # because the trainer stays interrupted after an exception
         cache = self._cache if self._cache is not None and self._cache.active else None
         chosen = {phase: self._policies.chosen(phase) for phase in PHASES}
-        parts = (
+        actions = (
             self._search.remove,
             self.gpu.end,
             self._ranks.leave,
@@ -160,9 +161,9 @@ class Session:
             *((self._warnings.check_cache_dir, cache.end, self._save_record) if cache is not None else ()),
             functools.partial(self._switch.select_by_grad_mode, chosen) if keep_compiled else self._switch.remove,
         )
-        with contextlib.ExitStack() as remaining:  # calls each part, even if another part raises
-            for part in reversed(parts):
-                remaining.callback(part)
+        with contextlib.ExitStack() as remaining:  # calls each action, even if another action raises
+            for action in reversed(actions):
+                remaining.callback(action)
 
     def free_compiled(self) -> None:
         """Free the memory of compiled code. The next call of a target compiles it again."""
@@ -316,7 +317,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the report, the eager step times and the observed shapes as plain data for a checkpoint."""
-        state = {"version": STATE_VERSION, "report": self.report().to_dict(), "shapes": self._shapes.state()}
+        state = {"version": STATE_VERSION, "report": self.report().to_dict(), "shapes": self._observed.state()}
         return state | self._measurements.state_dict()
 
     def resume(self, state: object) -> None:
@@ -327,7 +328,7 @@ class Session:
         data = state if isinstance(state, Mapping) and state.get("version") == STATE_VERSION else {}
         if isinstance(report := data.get("report"), Mapping):
             self._before = CompileReport.from_dict({**report, "before": None})
-        self._shapes.restore(data.get("shapes"))
+        self._observed.restore(data.get("shapes"))
         same_device = data.get("device") == self._measurements.device_name()
         if all(self._ranks.gather(same_device)):
             self._policies.resume(self._measurements.resume(data))
@@ -337,21 +338,22 @@ class Session:
     def _free_unused(self) -> None:
         """Free the compiled code of variants that will not run again."""
         for phase in PHASES:
-            if (variants := self._policies.in_play(phase)) != self._kept.get(phase):
+            if (variants := self._policies.in_play(phase)) != self._in_play.get(phase):
                 # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
                 self.after_backward()
-                self._kept[phase] = variants
-                self._switch.keep(phase, variants.names, on_trial=variants.on_trial)
+                self._in_play[phase] = variants
+                self._switch.free_other_variants(phase, variants.names, on_trial=variants.on_trial)
 
     def _reported_targets(self, phase: Phase) -> Sequence[Target]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
         called = self._switch.called_targets(phase)
-        return [one for one in self._switch.targets_of(phase) if not self._finds_targets or one.name in called]
+        targets = self._switch.targets_of(phase)
+        return [target for target in targets if not self._finds_targets or target.name in called]
 
     def _save_record(self) -> None:
         """Write the observed shapes and the compile times to the model's file."""
         if self._model_record is not None:
-            for phase, varying in self._shapes.state().items():
+            for phase, varying in self._observed.state().items():
                 self._model_record.update("shapes", phase, varying)
             for phase, seconds in self._progress.state().items():
                 self._model_record.update("compile_seconds", phase, seconds)

@@ -56,7 +56,8 @@ class SessionWarnings:
         if config is None:
             return
         mode = f"{phase}_mode={config.describe()!r}"
-        if phase == "infer" and config.freezes and (sharded or self._switch.shares_graphs):
+        shares_code = any(target.shares_code for target in self._switch.targets)
+        if phase == "infer" and config.freezes and (sharded or shares_code):
             why = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph, but not their weights"
             message = f"{mode} asks for freezing, which has no effect: {why}"
             self._warn_of_no_effect("freezing", phase, message, message)

@@ -85,16 +85,16 @@ def compilable_parts(called: Callee) -> list[Callee]:
     return [called]
 
 
-def with_equal_blocks(root: nn.Module, called: Callee, others: Iterable[Callee]) -> list[Callee]:
+def with_equal_blocks(root: nn.Module, called: Callee, callees: Iterable[Callee]) -> list[Callee]:
     """Return a callee and the equal modules at the same place of other members of a list of blocks.
 
     If ``layers.0.attention`` is called, the modules ``layers.*.attention`` share a compiled function.
     """
     if called.method is not None or "*" not in (place := _place(root, called.name)):
         return [called]
-    same_place = [other for other in others if other.method is None and _place(root, other.name) == place]
+    same_place = [callee for callee in callees if callee.method is None and _place(root, callee.name) == place]
     structure = structure_of(called.module)
-    return [other for other in same_place if structure_of(other.module) == structure]
+    return [callee for callee in same_place if structure_of(callee.module) == structure]
 
 
 def _place(root: nn.Module, path: str) -> str:

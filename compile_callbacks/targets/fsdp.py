@@ -25,9 +25,9 @@ WEIGHTS_ARE_SHARDED = "the weights are sharded: FSDP gathers them for each call,
 def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules for which FSDP gathers weights, without modules that contain another such module."""
     units = {
-        name: part
-        for name, part in root.named_modules()
-        if _torch.distributed.is_fsdp2_unit(part) or _torch.distributed.is_fsdp1_unit(part)
+        name: submodule
+        for name, submodule in root.named_modules()
+        if _torch.distributed.is_fsdp2_unit(submodule) or _torch.distributed.is_fsdp1_unit(submodule)
     }
     return [
         (strip_fsdp1_names(name), unit)

@@ -42,11 +42,11 @@ def group_targets(
     alike: dict[Any, list[Callee]] = {}
     for key, callee in once.items():
         if (reason := callee.uncompilable_reason()) is None:
-            structure = (callee.method, callee.own_function, structure_of(callee.module))
+            structure = (callee.method, callee.override, structure_of(callee.module))
             alike.setdefault(structure if shares(callee) else key, []).append(callee)
         elif _is_first_process():
             warn_user("CC104", f"target {callee.name!r} is not compiled: {reason}")
-    return [Target(name_of(root, [one.name for one in members]), tuple(members)) for members in alike.values()]
+    return [Target(name_of(root, [callee.name for callee in members]), tuple(members)) for members in alike.values()]
 
 
 def group_repeated(root: nn.Module, callees: Iterable[Callee]) -> list[Target]:
@@ -56,8 +56,8 @@ def group_repeated(root: nn.Module, callees: Iterable[Callee]) -> list[Target]:
     blocks themselves are such callees.
     """
     regions = {callee: _regions_of(callee) for callee in callees}
-    found = group_targets(root, regions, lambda callee: not regions[callee])
-    return [replace(target, regions=regions[target.members[0]], asked_for=True) for target in found]
+    targets = group_targets(root, regions, lambda callee: not regions[callee])
+    return [replace(target, regions=regions[target.members[0]], asked_for=True) for target in targets]
 
 
 def _regions_of(callee: Callee) -> tuple[tuple[nn.Module, ...], ...]:
@@ -97,8 +97,8 @@ class RegionMarks:
     def __init__(self, regions: Iterable[Iterable[nn.Module]]) -> None:
         modules = {block: None for blocks in regions for block in blocks}  # a block may have several names
         # One region for each class, because blocks share code only if they call the same function (torch 2.11).
-        marked = {forward: _torch.regions.region_of(forward) for forward in {type(one).forward for one in modules}}
-        self._marks = [(vars(one), types.MethodType(marked[type(one).forward], one)) for one in modules]
+        marked = {forward: _torch.regions.region_of(forward) for forward in {type(block).forward for block in modules}}
+        self._marks = [(vars(block), types.MethodType(marked[type(block).forward], block)) for block in modules]
         self._lock = threading.Lock()
         self._calls = 0  # the number of running calls in all threads
 
@@ -126,8 +126,8 @@ class RegionMarks:
 
 def _can_be_marked(block: nn.Module) -> bool:
     """Return whether the ``forward`` of a block is the Python function of its class."""
-    own = "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule)
-    return not own and isinstance(type(block).forward, types.FunctionType)
+    overrides = "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule)
+    return not overrides and isinstance(type(block).forward, types.FunctionType)
 
 
 # ---------------------------------------------------------------------------------------------- structure
@@ -171,13 +171,13 @@ def is_block(module: nn.Module) -> bool:
 
 def structure_of(module: nn.Module) -> Any:
     """Return a hashable description of the structure of a module: classes, names, shapes and dtypes."""
-    parts = tuple((name, type(part)) for name, part in module.named_modules(remove_duplicate=False))
+    classes = tuple((name, type(submodule)) for name, submodule in module.named_modules(remove_duplicate=False))
     weights = tuple(
         (name, None if is_lazy(tensor) else tuple(tensor.shape), tensor.dtype)
         for named in (module.named_parameters, module.named_buffers)
         for name, tensor in named(remove_duplicate=False)
     )
-    return parts, weights
+    return classes, weights
 
 
 # ---------------------------------------------------------------------------------------------- names

@@ -59,13 +59,13 @@ def resolve_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.
         shares = lambda callee: callee.sharded or (id(callee.module) in of_globs and is_block(callee.module))  # noqa: E731
         return group_targets(root, named_callees(root, names), shares)
     of_root = callees_of("forward", root) if type(root).forward is not base.forward else []
-    found = [*of_root, *_children(root, "")]
+    callees = [*of_root, *_children(root, "")]
     if names is None:
-        return group_targets(root, found, lambda callee: callee.sharded)
+        return group_targets(root, callees, lambda callee: callee.sharded)
     check_is_repeated(root)
     if base is nn.Module and of_root:  # because the user calls the root without a Trainer
-        found = of_root
-    return group_repeated(root, found)
+        callees = of_root
+    return group_repeated(root, callees)
 
 
 def present_names(root: nn.Module, names: Sequence[str] | None) -> Sequence[str] | None:
@@ -115,11 +115,11 @@ def _matching(root: nn.Module, name: str) -> list[Callee]:
 
 def _outermost(paths: Iterable[str]) -> list[str]:
     """Return the paths that are not within another path. A glob may match submodules, because ``*`` matches dots."""
-    found: list[str] = []
+    outermost: list[str] = []
     for path in paths:
-        if not any(path.startswith(f"{outer}.") for outer in found):
-            found.append(path)
-    return found
+        if not any(path.startswith(f"{outer}.") for outer in outermost):
+            outermost.append(path)
+    return outermost
 
 
 def _is_glob(name: str) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from compile_callbacks import _torch
 from compile_callbacks.targets.fsdp import fsdp1_wrapped, innermost_fsdp_units, is_sharded, strip_fsdp1_names
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -25,30 +24,25 @@ class Callee:
     name: str  # the dotted name in the root module; "forward" is the call of the root module itself
     module: nn.Module
     method: str | None = None
+    override: Callable[..., Any] | None = field(init=False)  # the attribute of the module that overrides the method
 
     def __post_init__(self) -> None:
         # An attribute of the module itself overrides its class: net.forward = patched. It may be a dispatcher.
-        own = vars(self.module).get(self.method) if self.method else None
-        callee = getattr(own, "callee", None)
-        object.__setattr__(self, "_own", callee.own_function if isinstance(callee, Callee) else own)
-
-    @property
-    def own_function(self) -> Callable[..., Any] | None:
-        """The function in an attribute of the module that overrides the method of its class, or ``None``."""
-        own: Callable[..., Any] | None = vars(self)["_own"]
-        return own
+        override = vars(self.module).get(self.method) if self.method else None
+        callee = getattr(override, "callee", None)
+        object.__setattr__(self, "override", callee.override if isinstance(callee, Callee) else override)
 
     @property
     def function(self) -> Callable[..., Any]:
         """The eager code with its hooks, as a function of the module."""
-        if (own := self.own_function) is None:
+        if (override := self.override) is None:
             function: Callable[..., Any] = getattr(type(self.module), self.method or "_call_impl")
             return function
-        if isinstance(own, types.MethodType) and own.__self__ is self.module:
-            return own.__func__
+        if isinstance(override, types.MethodType) and override.__self__ is self.module:
+            return override.__func__
 
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            return own(*args, **kwargs)
+            return override(*args, **kwargs)
 
         return call
 
@@ -57,11 +51,6 @@ class Callee:
         """The eager call with its hooks."""
         call: Callable[..., Any] = self.function.__get__(self.module)
         return call
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether the compiled code runs hooks."""
-        return _torch.dynamo.has_call_hooks(self.module, own=self.method is None)
 
     @property
     def sharded(self) -> bool:
@@ -98,7 +87,7 @@ class Target:
         if len(self.members) > 1:
             compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
             return f"{self.name} ({len(self.members)} blocks{compiled})"
-        blocks = [f"{len(found)} x {type(found[0]).__name__}" for found in self.regions]
+        blocks = [f"{len(modules)} x {type(modules[0]).__name__}" for modules in self.regions]
         return f"{self.name} ({', '.join(blocks)})" if blocks else self.name
 
 
@@ -113,7 +102,7 @@ def callees_of(name: str, module: nn.Module) -> list[Callee]:
     prefix = "" if name == "forward" else name.removesuffix(".forward")
     callees = []
     for path, unit in units:
-        unit_name = ".".join(part for part in (prefix, path) if part) or name
+        unit_name = ".".join(name for name in (prefix, path) if name) or name
         wrapped = fsdp1_wrapped(unit)
         callees.append(Callee(unit_name, unit, "forward") if wrapped is None else Callee(unit_name, wrapped))
     return callees

@@ -34,16 +34,16 @@ class Ranks:
         """Whether this process writes files and issues warnings for all ranks."""
         self._group: Any = None
 
-    def join(self, *, together: bool, decides: bool) -> None:
-        """Begin a run, on all ranks ``together`` or alone. Ranks that make decisions together need a process group."""
+    def join(self, *, all_ranks: bool, synchronizes: bool) -> None:
+        """Begin a run, on ``all_ranks`` or on this rank alone. Only ranks that synchronize need a process group."""
         self.leave()
-        if not (together and distributed.is_available() and distributed.is_initialized()):
+        if not (all_ranks and distributed.is_available() and distributed.is_initialized()):
             self.size, self.is_global_zero = 1, True
             return
         self.size, self.is_global_zero = distributed.get_world_size(), distributed.get_rank() == 0
         if self.size > 1:
             self._check_timeouts()
-            if decides:
+            if synchronizes:
                 self._group = _new_group()
 
     def leave(self) -> None:

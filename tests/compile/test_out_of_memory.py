@@ -1,4 +1,4 @@
-"""`torch.OutOfMemoryError` while a target compiles, while it runs, and while it is compared with eager."""
+"""`torch.OutOfMemoryError` and other errors while a target compiles, runs, or is compared with eager."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._inductor.graph
+from torch import nn
 
 from compile_callbacks import CompileError, CompileWarning, compile_phases, report_of, restore
 from tests.support.models import FEATURES, Wrapper
@@ -122,3 +123,69 @@ def test_a_graph_is_not_compared_if_the_users_call_lacks_memory(net, memory):
         net(x)
     report = report_of(net).infer
     assert (report.verified, report.graphs, report.fallbacks) == ("not compared 1 (no memory)", 1, 0)
+
+
+# ---------------------------------------------------------------------------------------------- the comparison fails
+
+
+calls: list[str] = []
+
+
+@torch.library.custom_op("compile_callbacks_tests::scarce", mutates_args=())
+def scarce(x: torch.Tensor) -> torch.Tensor:
+    """Runs out of memory at its first call, which is the eager one."""
+    calls.append("scarce")
+    if len(calls) == 1:
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+    return x * 2
+
+
+@torch.library.custom_op("compile_callbacks_tests::fails_compiled", mutates_args=())
+def fails_compiled(x: torch.Tensor) -> torch.Tensor:
+    """Fails at its second call, which is the compiled one."""
+    calls.append("fails_compiled")
+    if len(calls) == 2:
+        raise ValueError("no such kernel")
+    return x * 2
+
+
+for _op in (scarce, fails_compiled):
+    _op.register_fake(torch.empty_like)
+    _op.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+class Calls(Wrapper):
+    def __init__(self, op):
+        super().__init__(nn.Linear(FEATURES, 16))
+        calls.clear()
+        self.op, self.python_calls = op, 0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.python_calls += 1
+        self.calls += 1
+        return self.op(self.net(x))
+
+
+def test_a_graph_is_not_compared_if_memory_is_short(compiled):
+    module = compiled(Calls(scarce))
+    module(torch.randn(8, FEATURES)).square().mean().backward()
+    assert report_of(module).train.verified == "not compared 1 (no memory)"
+    assert (module.calls, module.python_calls) == (1, 1)
+    [event] = [event for event in report_of(module).train.diagnostics.events if event["kind"] == "verify"]
+    assert "1 TiB" in event["reason"]
+
+
+@pytest.mark.parametrize("phase", ["train", "infer"])
+def test_compiled_code_that_raises_falls_back_without_a_second_call_of_user_code(compiled, phase):
+    module = compiled(Calls(fails_compiled))
+    x = torch.randn(8, FEATURES)
+    reason = "because its compiled code raised an error that eager does not: ValueError: no such kernel"
+    with torch.set_grad_enabled(phase == "train"):
+        with pytest.warns(CompileWarning, match=f"target 'forward' runs eagerly in the {phase} phase, {reason}"):
+            output = module(x)
+        torch.testing.assert_close(output, module.net(x) * 2)
+        assert (module.calls, module.python_calls) == (1, 1)
+        module(x)
+    assert (module.calls, module.python_calls) == (2, 2)
+    assert report_of(module).phase(phase).fallbacks == 1

@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +19,8 @@ from compile_callbacks._torch import regions
 from compile_callbacks._utils.errors import CompileError, CompileWarning
 from tests.support import models
 from tests.support.against_eager import FLOAT32, assert_fits_as_eager, assert_same_module, assert_same_values
-from tests.support.models import CLASSES, FEATURES, Classifier, batches_of, loader, seeded, trainer
+from tests.support.models import FEATURES, Classifier, batches_of, loader, seeded, trainer
+from tests.support.stacks import WIDTH, Block, Stack, blocks
 from tests.support.uncached import Uncached
 from tests.support.wrong_passes import Doubling
 
@@ -30,38 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Found . module.* in eval mode", "ignore:None of the inputs have requires_grad"),
 ]
 
-WIDTH = 16
 OLDEST = torch.__version__.startswith("2.11.")
-
-
-class Block(nn.Module):
-    """A residual block whose attributes change its results."""
-
-    def __init__(self, *, scale: float = 1.0, drop: float = 0.0, tanh: bool = False, special: bool = False) -> None:
-        super().__init__()
-        self.norm, self.up, self.drop = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(drop)
-        self.scale, self.tanh, self.special = scale, tanh, special
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.up(self.norm(x))
-        out = F.gelu(out, approximate="tanh") if self.tanh else F.gelu(out)
-        return x + self.drop(out) * self.scale
-
-
-class Stack(nn.Module):
-    """A model like a transformer: an embedding, blocks and a head."""
-
-    def __init__(self, blocks: list[nn.Module], call=lambda block, x: block(x), rounds: int = 1) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.layers = nn.ModuleList(blocks)
-        self.call, self.rounds = call, rounds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for layer in list(self.layers) * self.rounds:
-            x = self.call(layer, x)
-        return self.head(x)
 
 
 class Lora(nn.Module):
@@ -71,10 +40,6 @@ class Lora(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.up(self.down(x))
-
-
-def blocks(count: int = 4, kind=Block, **settings) -> list[nn.Module]:
-    return [kind(**settings) for _ in range(count)]
 
 
 def changed(change, **settings) -> Stack:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileError, InductorCompile
-from compile_callbacks.calls.new_shapes import RETURNING_SHAPE_CALLS
+from compile_callbacks.calls.observed_calls import RETURNING_SHAPE_CALLS
 from tests.support.against_eager import assert_fits_as_eager
 from tests.support.models import Classifier, batches_of, fit, loader, seeded, trainer
 

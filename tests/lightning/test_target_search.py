@@ -12,7 +12,7 @@ from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile
 from compile_callbacks.calls import target_search
-from compile_callbacks.calls.dispatcher import CallSlot, Recorder
+from compile_callbacks.calls.dispatcher import CallProbe, CallSlot
 from tests.lightning.test_targets import WithParameters
 from tests.support.against_eager import assert_same_fit, assert_same_module, assert_same_values
 from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
@@ -223,7 +223,7 @@ def test_equal_blocks_that_the_steps_call_share_a_graph(targets, baseline_steps)
     assert train.graphs == 4  # the input of the first block requires no gradient
 
 
-# ------------------------------------------------------------------------------------------ where no recorder stands
+# ------------------------------------------------------------------------------------------ where no probe is installed
 
 
 class Watched(Classifier):
@@ -241,7 +241,7 @@ class Watched(Classifier):
         return graph_module
 
     def logits(self, x):
-        self.seen[self.trainer.training].append(slots(self, Recorder))
+        self.seen[self.trainer.training].append(slots(self, CallProbe))
         self.loss.net(self.holder.net(x))
         return self.outer.net(x) + self.holder.net[0](x).sum()
 
@@ -250,7 +250,7 @@ class Watched(Classifier):
 
 
 @pytest.mark.usefixtures("no_codegen")
-def test_recorders_stand_only_where_the_library_may_compile():
+def test_probes_are_installed_only_where_the_library_may_compile():
     callback = InductorCompile(None, "default", baseline_steps=0, on_error="raise")
     module = fit(callback, make=Watched, train=6, val_check_interval=2, num_sanity_val_steps=0)
     assert module.seen[True] == [set()] * 6

@@ -1,28 +1,18 @@
-"""Modules whose ``forward`` reads and changes Python state, and the state that each leaves behind.
+"""Modules whose ``forward`` reads and changes Python state, one for each way in which Dynamo treats such state.
 
-Each class is a kind of state. ``forward`` computes with the state, so that stale state changes the losses.
+``forward`` computes with the state, so that stale state changes the losses.
 """
 
 from __future__ import annotations
 
-import array
 import collections
 import contextvars
 import copy
-import datetime as dt
 import functools
-import heapq
-import io
 import itertools
-import logging
-import os
 import random
-import string
-import threading
 import time
-import uuid
 import warnings
-import weakref
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,7 +22,6 @@ from torch import nn
 from tests.support.models import CLASSES, FEATURES
 
 KINDS: dict[str, type[PythonState]] = {}
-LOGGER = logging.getLogger(f"{__name__}.forward")
 
 
 class PythonState(nn.Module):
@@ -77,18 +66,6 @@ class Clock(PythonState):
 
     def seen(self):
         return len(self.times)
-
-
-class Date(Clock):
-    def scale(self, x):
-        self.times.add(dt.datetime.now(tz=dt.UTC).timestamp())
-        return 1 + 0.01 * len(self.times)
-
-
-class Identifier(Clock):
-    def scale(self, x):
-        self.times.add(uuid.uuid4().hex)
-        return 1 + 0.01 * len(self.times)
 
 
 # ------------------------------------------------------------------------------------------ iterators and containers
@@ -148,31 +125,6 @@ class Deque(List):
         return 1 + 0.01 * sum(self.values)
 
 
-class Bytes(List):
-    def start(self):
-        self.values = bytearray()
-
-
-class Array(List):
-    def start(self):
-        self.values = array.array("l")
-
-
-class Heap(List):
-    def scale(self, x):
-        heapq.heappush(self.values, -len(self.values))
-        return 1 + 0.01 * -self.values[0]
-
-
-class Set(List):
-    def start(self):
-        self.values = set()
-
-    def scale(self, x):
-        self.values.add(len(self.values))
-        return 1 + 0.01 * len(self.values)
-
-
 class Dict(List):
     def start(self):
         self.values = {}
@@ -180,11 +132,6 @@ class Dict(List):
     def scale(self, x):
         self.values["calls"] = self.values.get("calls", 0) + 1
         return 1 + 0.01 * self.values["calls"]
-
-
-class ChainMap(Dict):
-    def start(self):
-        self.values = collections.ChainMap({}, {"calls": 5})
 
 
 # ------------------------------------------------------------------------------------------ names of Python
@@ -227,32 +174,6 @@ class Property(PythonState):
 
     def seen(self):
         return self.reads
-
-
-class _Counting:
-    """A descriptor that counts how often it was read."""
-
-    def __init__(self):
-        self.reads = 0
-
-    def __get__(self, instance, owner=None):
-        if instance is None:
-            return self
-        self.reads += 1
-        return self.reads
-
-
-class Descriptor(PythonState):
-    read = _Counting()
-
-    def start(self):
-        type(self).read.reads = 0
-
-    def scale(self, x):
-        return 1 + 0.01 * self.read
-
-    def seen(self):
-        return type(self).read.reads
 
 
 class Closure(PythonState):
@@ -305,22 +226,6 @@ class DefaultArgument(PythonState):
         return len(_default.__defaults__[0])
 
 
-def _counted():
-    _counted.calls += 1
-    return _counted.calls
-
-
-class FunctionAttribute(PythonState):
-    def start(self):
-        _counted.calls = 0
-
-    def scale(self, x):
-        return 1 + 0.01 * _counted()
-
-    def seen(self):
-        return _counted.calls
-
-
 @functools.lru_cache
 def _cached(calls):
     return [calls]
@@ -356,51 +261,6 @@ class ContextVariable(PythonState):
         return CONTEXT.get()
 
 
-LOCAL = threading.local()
-
-
-class ThreadLocal(PythonState):
-    def start(self):
-        LOCAL.calls = 0
-
-    def scale(self, x):
-        LOCAL.calls += 1
-        return 1 + 0.01 * LOCAL.calls
-
-    def seen(self):
-        return LOCAL.calls
-
-
-class Environment(PythonState):
-    def start(self):
-        os.environ["PL_CALLS"] = "0"
-
-    def scale(self, x):
-        os.environ["PL_CALLS"] = str(int(os.environ["PL_CALLS"]) + 1)
-        return 1 + 0.01 * int(os.environ["PL_CALLS"])
-
-    def seen(self):
-        return os.environ.pop("PL_CALLS")
-
-
-class _Holder:
-    calls = 0
-
-
-class WeakReference(PythonState):
-    def start(self):
-        self.holder = _Holder()
-        self.reference = weakref.ref(self.holder)
-
-    def scale(self, x):
-        holder = self.reference()
-        holder.calls += 1
-        return 1 + 0.01 * holder.calls
-
-    def seen(self):
-        return self.holder.calls
-
-
 # ------------------------------------------------------------------------------------------ output
 
 
@@ -413,22 +273,6 @@ class Print(Attribute):
         return 1.0
 
 
-class Logging(Attribute):
-    def start(self):
-        self.calls, self.lines = 0, []
-        handler = logging.Handler()
-        handler.emit = lambda record: self.lines.append(record.getMessage())
-        LOGGER.handlers[:] = [handler]
-
-    def scale(self, x):
-        self.calls += 1
-        LOGGER.warning("call %d", self.calls)
-        return 1.0
-
-    def seen(self):
-        return self.calls, self.lines
-
-
 class Warnings(Attribute):
     """The test compares the warnings, too."""
 
@@ -436,30 +280,6 @@ class Warnings(Attribute):
         self.calls += 1
         warnings.warn(f"call {self.calls}", UserWarning, stacklevel=1)
         return 1.0
-
-
-class Stream(PythonState):
-    def start(self):
-        self.stream = io.StringIO()
-
-    def scale(self, x):
-        self.stream.write("a")
-        return 1 + 0.01 * len(self.stream.getvalue())
-
-    def seen(self):
-        return self.stream.getvalue()
-
-
-class Template(PythonState):
-    def start(self):
-        self.template, self.calls = string.Template("$calls"), 0
-
-    def scale(self, x):
-        self.calls += 1
-        return 1 + 0.01 * int(self.template.substitute(calls=self.calls))
-
-    def seen(self):
-        return self.calls
 
 
 # ------------------------------------------------------------------------------------------ random generators
@@ -476,26 +296,9 @@ class RandomSample(PythonState):
         return random.getstate()
 
 
-class RandomShuffle(RandomSample):
-    def scale(self, x):
-        values = [0.6, 0.8, 1.0, 1.2, 1.4]
-        random.shuffle(values)
-        return values[0]
-
-
-class RandomRandom(RandomSample):
-    def scale(self, x):
-        return 1 + 0.1 * random.random()
-
-
 class RandomUniform(RandomSample):
     def scale(self, x):
         return random.uniform(0.5, 1.5)
-
-
-class RandomChoice(RandomSample):
-    def scale(self, x):
-        return random.choice([0.5, 0.75, 1.0, 1.25, 1.5])
 
 
 class OwnRandom(PythonState):
@@ -530,11 +333,6 @@ class NumpyNormal(NumpyRandom):
         return torch.from_numpy(np.random.normal(size=(CLASSES,)).astype("float32"))
 
 
-class NumpyPermutation(NumpyRandom):
-    def scale(self, x):
-        return 1 + 0.1 * int(np.random.permutation(5)[0])
-
-
 class NumpyGenerator(PythonState):
     def start(self):
         self.generator = np.random.default_rng(7)
@@ -544,17 +342,6 @@ class NumpyGenerator(PythonState):
 
     def seen(self):
         return str(self.generator.bit_generator.state)
-
-
-class NumpyRandomState(PythonState):
-    def start(self):
-        self.generator = np.random.RandomState(7)
-
-    def scale(self, x):
-        return 1 + 0.1 * self.generator.rand()
-
-    def seen(self):
-        return str(self.generator.get_state(legacy=False))
 
 
 RANDOM = random.Random(7)

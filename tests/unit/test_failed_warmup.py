@@ -9,7 +9,7 @@ import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, CUDAWarmupNode, ExecutionState
 
-from compile_callbacks.graphs.cudagraphs import CudaGraph
+from compile_callbacks.graphs.compiled_graph import CudaGraph
 from compile_callbacks.graphs.failures import EagerFallback, TargetSettings
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
@@ -48,7 +48,7 @@ def call():
 def graph_of(compiled, call):
     recorder = CompileRecorder()
     recorder.calling.current = call
-    return CudaGraph(compiled, torch.device("cuda", 0), KEY, EagerFallback(KEY, recorder, TargetSettings()))
+    return CudaGraph(compiled, torch.device("cuda", 0), EagerFallback(KEY, recorder, TargetSettings()))
 
 
 def test_the_call_after_a_first_run_that_raised_works_and_reports_it(manager, call):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune
-from compile_callbacks.config.tune import as_settings
+from compile_callbacks.config.tune import as_phase_config
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.tuning.candidates import auto_candidates
@@ -216,7 +216,7 @@ def test_mode_may_be_auto_a_tune_or_a_mapping_with_candidates():
     callback = InductorCompile("auto", {"candidates": ["default", {"mode": "lite"}], "steps": 7})
     assert callback.report.train.mode == "auto"
     assert callback.report.infer.mode == "tune(default | lite, steps=7)"
-    assert as_settings("eager", "train_mode") is None
+    assert as_phase_config("eager", "train_mode") is None
     with pytest.raises(ValueError, match="train_mode='autoo' is unknown; did you mean 'auto'"):
         InductorCompile("autoo")
     with pytest.raises(ValueError, match="train_mode: field='step' is unknown; did you mean 'steps'"):

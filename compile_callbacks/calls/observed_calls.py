@@ -1,4 +1,4 @@
-"""`ObservedShapes`: records which input dimensions of a target vary. `ShapePolicy`: decides which calls may compile."""
+"""`ObservedCalls`: records facts about a target's eager calls. `ShapePolicy`: decides which calls may compile."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ SPECIALIZED = (0, 1)
 """Sizes for which torch compiles a separate graph, even if the dimension is dynamic."""
 
 
-class ObservedShapes:
-    """Records which dimensions and integers of a target's inputs vary in the eager calls of one phase.
+class ObservedCalls:
+    """Records facts about a target's eager calls in one phase.
+
+    The facts are the dimensions and integers of the inputs that vary, the Python state that changes, and whether the
+    gradients are differentiated.
 
     `record` gets the inputs of eager calls and of calls that compile. A dimension varies if it had two sizes other than
     0 and 1. Within `marked`, torch treats varying dimensions and integers as dynamic, and all others as static. The
     first graph then accepts all recorded sizes, and one recompile is enough for dimensions that vary later.
     """
 
-    def __init__(self, running: list[ObservedShapes] | None = None) -> None:
+    def __init__(self, running: list[ObservedCalls] | None = None) -> None:
         self.gradients_differentiated = False  # whether a backward pass through an eager call had create_graph=True
         self._running = [] if running is None else running  # the records of the eager calls that are running
         self.changing_state = ChangingState()
@@ -81,7 +84,7 @@ class ObservedShapes:
     @contextlib.contextmanager
     def marked(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Mark the inputs that vary as dynamic in a ``with`` block in which torch compiles."""
-        varying = self.varying()
+        varying = self._varying()
         integers = []
         with contextlib.ExitStack() as undo:
             for name, value in inputs_of(args, kwargs) if varying else ():
@@ -96,14 +99,23 @@ class ObservedShapes:
                 undo.enter_context(_torch.dynamo.numbers_as_dynamic(integers))
             yield
 
-    def varying(self) -> dict[str, list[int]]:
-        """Return the dimensions that vary, by input, as JSON-ready data. A varying integer has the entry ``[0]``."""
-        found = {name: [i for i, size in enumerate(sizes) if size is None] for name, sizes in self._sizes.items()}
-        return {name: dimensions for name, dimensions in found.items() if dimensions}
+    def _varying(self) -> dict[str, list[int]]:
+        """Return the dimensions that vary, by input. A varying integer has the entry ``[0]``."""
+        varying = {name: [i for i, size in enumerate(sizes) if size is None] for name, sizes in self._sizes.items()}
+        return {name: dimensions for name, dimensions in varying.items() if dimensions}
 
-    def restore(self, varying: object) -> None:
-        """Continue from the data of an earlier run. Ignore data of another form."""
-        for key, dimensions in varying.items() if isinstance(varying, Mapping) else ():
+    def state(self) -> dict[str, Any]:
+        """Return what was observed as JSON-ready data."""
+        state: dict[str, Any] = {**self._varying()}
+        if names := self.changing_state.names:
+            state[CHANGING_STATE] = sorted(names)
+        if self.gradients_differentiated:
+            state[DIFFERENTIATED] = True
+        return state
+
+    def restore(self, state: object) -> None:
+        """Continue from the `state` of an earlier run. Ignore data of another form."""
+        for key, dimensions in state.items() if isinstance(state, Mapping) else ():
             if key == CHANGING_STATE and isinstance(dimensions, list):
                 self.changing_state.names.update(name for name in dimensions if isinstance(name, str))
                 continue
@@ -119,35 +131,30 @@ class ObservedShapes:
 
 
 CHANGING_STATE = "changing state"
-"""The key of `ChangingState.names` in `ShapeRecords.state`. The keys of inputs contain a colon."""
+"""The key of `ChangingState.names` in `ObservedCalls.state`. The keys of inputs contain a colon."""
 
 DIFFERENTIATED = "gradients are differentiated"
-"""The key of `ObservedShapes.gradients_differentiated` in `ShapeRecords.state`."""
+"""The key of `ObservedCalls.gradients_differentiated` in `ObservedCalls.state`."""
 
 
-class ShapeRecords:
-    """The `ObservedShapes` of each target and phase of a session."""
+class CallRecords:
+    """The `ObservedCalls` of each target and phase of a session."""
 
     def __init__(self) -> None:
-        self._records: dict[tuple[str, Phase], ObservedShapes] = {}
-        self._running: list[ObservedShapes] = []
+        self._records: dict[tuple[str, Phase], ObservedCalls] = {}
+        self._running: list[ObservedCalls] = []
 
-    def of(self, target: str, phase: Phase) -> ObservedShapes:
+    def of(self, target: str, phase: Phase) -> ObservedCalls:
         """Return the record of a target in a phase."""
-        return self._records.setdefault((target, phase), ObservedShapes(self._running))
+        return self._records.setdefault((target, phase), ObservedCalls(self._running))
 
     def state(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return the inputs that vary and the state that changes, by phase and target, as JSON-ready data."""
-        found: dict[str, dict[str, dict[str, Any]]] = {}
+        states: dict[str, dict[str, dict[str, Any]]] = {}
         for (target, phase), observed in self._records.items():
-            state: dict[str, Any] = {**observed.varying()}
-            if names := observed.changing_state.names:
-                state[CHANGING_STATE] = sorted(names)
-            if observed.gradients_differentiated:
-                state[DIFFERENTIATED] = True
-            if state:
-                found.setdefault(phase, {})[target] = state
-        return found
+            if state := observed.state():
+                states.setdefault(phase, {})[target] = state
+        return states
 
     def restore(self, state: object) -> None:
         """Continue from the `state` of an earlier run. Ignore data of another form."""
@@ -175,14 +182,14 @@ class ShapePolicy:
 
         With the stance, torch still runs a compiled graph that accepts the shapes, such as a dynamic graph.
         """
-        found = signature(args, kwargs)
-        if found in self._known:
+        call = signature(args, kwargs)
+        if call in self._known:
             return None
-        self._calls[found] += 1
-        returning = self._new_shapes == "eager" and self._calls[found] >= RETURNING_SHAPE_CALLS
+        self._calls[call] += 1
+        returning = self._new_shapes == "eager" and self._calls[call] >= RETURNING_SHAPE_CALLS
         # An activation checkpoint must not recompute with compiled code if its forward pass was eager.
         if not self._known or (returning and not _torch.autograd.saves_through_hooks()):
-            self._known.add(found)
+            self._known.add(call)
             return None
         return "eager_on_recompile" if self._new_shapes == "eager" else "fail_on_recompile"
 

@@ -1,0 +1,205 @@
+"""Workarounds for torch: each test fails if torch no longer needs the workaround."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import random
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Distribution
+from torch.utils.checkpoint import checkpoint
+
+from compile_callbacks import _torch, compile_phases, report_of, restore
+from tests.support.models import FEATURES
+from tests.support.stacks import Stack, blocks
+from tests.support.uncached import Uncached
+
+NO_PUBLIC_FUNCTION = "look in the release notes for a public function"
+PARAMETERS = {
+    *("model", "fullgraph", "dynamic", "backend", "mode", "options", "disable"),
+    *("name", "isolate_recompiles", "recompile_limit", "dynamic_shapes"),
+}
+"""The parameters of ``torch.compile`` in torch 2.11 to 2.15."""
+
+
+def no_op(*args):
+    """Stands in for a workaround that changes a graph."""
+
+
+def differs(make, train_mode="default", targets="repeated"):
+    """Whether verification finds a difference, or the compiler fails, in one training step."""
+    torch.manual_seed(0)
+    net = compile_phases(make(), train_mode, None, targets=targets, passes=[Uncached()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net(torch.randn(5, FEATURES)).square().mean().backward()
+    report = report_of(net).train
+    restore(net)
+    return "whole_target" in {event["kind"] for event in report.diagnostics.events} or report.verified != "equal 1"
+
+
+def half_without_gradients():
+    def call(block, x):
+        with torch.set_grad_enabled(not block.special):
+            return block(x)
+
+    return Stack([*blocks(3, special=True), *blocks(3)], call)
+
+
+def set_grad_enabled_makes_an_object(monkeypatch):
+    return isinstance(torch.set_grad_enabled, type)
+
+
+def written_inputs_are_saved(monkeypatch):
+    monkeypatch.setattr(_torch.autograd, "save_copies", no_op)
+
+    class Decays(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, FEATURES)
+            self.register_buffer("decay", torch.ones(FEATURES))
+
+        def forward(self, x):
+            result = (self.layer(x) * self.decay.clone()).sin()
+            self.decay.mul_(0.9)
+            return result
+
+    return differs(Decays, targets=None)
+
+
+def donated_buffers_refuse_a_second_backward(monkeypatch):
+    monkeypatch.setattr(_torch.autograd, "donated_buffers_kept", contextlib.nullcontext)
+    net = compile_phases(nn.Sequential(nn.Linear(FEATURES, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)))
+    try:
+        with pytest.raises(RuntimeError, match="donated"):
+            net(torch.randn(5, FEATURES)).sum().backward(retain_graph=True)
+    finally:
+        restore(net)
+    return True
+
+
+def regions_reuse_the_trace_of_another_module(monkeypatch):
+    monkeypatch.setattr(_torch.regions, "region_of", torch.compiler.nested_compile_region)
+    return differs(half_without_gradients)
+
+
+def regions_with_other_arguments_share_code(monkeypatch):
+    monkeypatch.setattr(_torch.regions, "strict_comparison", contextlib.nullcontext)
+    return differs(half_without_gradients)
+
+
+def regions_refuse_floats(monkeypatch):
+    monkeypatch.setattr(_torch.regions, "with_constant_floats", contextlib.nullcontext)
+    return differs(lambda: Stack(blocks()), {"dynamic": True})
+
+
+def ddp_settings_are_global(monkeypatch):
+    return "optimize_ddp" not in inspect.signature(torch.compile).parameters
+
+
+def compile_has_no_new_parameter(monkeypatch):
+    return set(inspect.signature(torch.compile).parameters) <= PARAMETERS
+
+
+def first_compile_disables_the_validation(monkeypatch):
+    from torch._dynamo.eval_frame import TorchPatcher
+
+    monkeypatch.setattr(Distribution, "_validate_args", True)
+    TorchPatcher.patch.cache_clear()
+    torch.compile(torch.sin)
+    return not Distribution._validate_args
+
+
+def disable_adds_a_wrapper(monkeypatch):
+    function = lambda: None  # noqa: E731
+    return torch.compiler.disable(function, recursive=False) is not function
+
+
+def fsdp1_exists(monkeypatch):
+    return hasattr(torch.distributed.fsdp, "FullyShardedDataParallel")
+
+
+def draws_are_constant(monkeypatch):
+    of_module = torch.compile(lambda x: x + random.sample(range(10**6), 1)[0], backend="eager")
+    of_object = torch.compile(lambda x, source: x + source.sample(range(10**6), 1)[0], backend="eager")
+    source, x = random.Random(7), torch.zeros((), dtype=torch.float64)
+    draws = [{float(of_module(x)) for _ in range(4)}, {float(of_object(x, source)) for _ in range(4)}]
+    return any(len(numbers) == 1 for numbers in draws)
+
+
+def reset_has_no_parameter(monkeypatch):
+    return not inspect.signature(torch.compiler.reset).parameters
+
+
+def eager_checkpoints_draw_again(monkeypatch):
+    net = torch.compile(
+        lambda x: checkpoint(nn.functional.dropout, x, use_reentrant=False), backend=lambda graph, _: graph.forward
+    )
+    x = torch.ones(100, requires_grad=True)
+    output = net(x)
+    output.sum().backward()
+    return not torch.equal(x.grad, output.detach())  # the derivative of a linear function
+
+
+NEEDED = {
+    "autograd.in_backward": NO_PUBLIC_FUNCTION,
+    "autograd.saves_through_hooks": NO_PUBLIC_FUNCTION,
+    "autograd.set_grad_enabled": set_grad_enabled_makes_an_object,
+    "autograd.save_copies": written_inputs_are_saved,
+    "autograd.donated_buffers_kept": donated_buffers_refuse_a_second_backward,
+    "regions.region_of": regions_reuse_the_trace_of_another_module,
+    "regions.strict_comparison": regions_with_other_arguments_share_code,
+    "regions.with_constant_floats": regions_refuse_floats,
+    "regions.expose_aliases": "test_memory_that_backward_reads_is_not_overwritten",
+    "modes.restored_after_error": NO_PUBLIC_FUNCTION,
+    "inductor.end_failed_warmup": "tests/gpu/test_out_of_memory.py",
+    "frames.compile_function": compile_has_no_new_parameter,
+    "frames._OutsideDDP": ddp_settings_are_global,
+    "dynamo.keep_argument_validation": first_compile_disables_the_validation,
+    "dynamo.transforms": NO_PUBLIC_FUNCTION,
+    "dynamo.forward_ad_level": NO_PUBLIC_FUNCTION,
+    "dynamo.skip": disable_adds_a_wrapper,
+    "dynamo.without_odd_gradients": fsdp1_exists,
+    "dynamo.frames_with_constant_draws": draws_are_constant,
+    "dynamo.forget_compiled": reset_has_no_parameter,
+    "distributed.collective_timeouts": NO_PUBLIC_FUNCTION,
+    "graphs._call_checkpoint": eager_checkpoints_draw_again,
+}
+"""By workaround: whether torch needs it, the test that would fail otherwise, or what to do by hand."""
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="the newest torch decides")
+@pytest.mark.parametrize("name", [name for name, needed in NEEDED.items() if callable(needed)])
+def test_torch_still_needs_the_workaround(name, monkeypatch):
+    assert NEEDED[name](monkeypatch), f"delete {name}"
+
+
+def documented(path: Path):
+    """Yield the names of a file that have a docstring or a comment, with the text."""
+    body = ast.parse(path.read_text()).body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name, ast.get_docstring(node) or ""
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            yield ast.unparse(target), ast.literal_eval(after.value)
+
+
+def test_each_workaround_has_an_entry():
+    folder = Path(_torch.__file__).parent
+    workarounds = {
+        f"{path.stem}.{name}"
+        for path in folder.glob("*.py")
+        for name, text in documented(path)
+        if re.search(r"Workaround \(until ", text)
+    }
+    assert workarounds == set(NEEDED)
+    texts = [path.read_text() for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert sum(text.count("Workaround (until ") for text in texts) == len(NEEDED)
