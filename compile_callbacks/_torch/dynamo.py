@@ -6,9 +6,9 @@ import contextlib
 import functools
 import inspect
 import operator
-import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,34 +91,44 @@ def without_argument_validation() -> Iterator[None]:
         Distribution.set_default_validate_args(validates)
 
 
-def with_dynamo_settings(compiled: Callable[..., Any], **settings: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Wrap a compiled function to change Dynamo's settings during each call, which takes 10 µs.
+@contextlib.contextmanager
+def trace_settings(*, limit_factor: int, guards_hooks: bool, frozen: bool) -> Iterator[None]:
+    """Within the ``with`` block, Dynamo traces with these settings.
 
-    ``settings`` contains, for each setting, a function that computes the new value from the current value.
+    - ``recompile_limit`` is multiplied by ``limit_factor``.
+    - Hooks of modules get guards if ``guards_hooks``. By default, Dynamo does not notice the first hook of a module.
+    - Dynamo deletes its weak references to weights when the compile ends. By default, it does so for its own backends
+      only, and ``module.cpu()`` then fails for tensor subclasses.
+    - If the weights are ``frozen``, Inductor's ``freezing`` is set globally, because Dynamo ignores
+      ``options={"freezing": True}``. This is safe, because `WeightWatch` checks frozen weights.
+    - A warning is ignored: Dynamo reads ``.grad`` of each input, and torch warns if the input is the output of another
+      target. The user's code does not cause this warning.
+
+    Workaround (torch<2.12): this function also disables two settings. With
+    ``skip_tensor_guards_with_matching_dict_tags``, torch skips the guards on the weights of a module if the dictionary
+    of the weights is unchanged. torch then does not notice a new ``requires_grad``, a new dtype set through ``.data``,
+    and a buffer that is an input and changes in the call. With ``use_recursive_dict_tags_for_guards``, torch does not
+    notice the first parameter of a module. docs/reference/limits.md has the cost of all guards.
     """
     from torch._dynamo import config
+    from torch._inductor import config as inductor_config
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _settings_lock:
-            _settings_active.append(settings)
-            for name, change in settings.items():
-                _settings_before.setdefault(name, getattr(config, name))
-                setattr(config, name, change(_settings_before[name]))
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            with _settings_lock:
-                _settings_active.remove(settings)
-                while not _settings_active and _settings_before:
-                    setattr(config, *_settings_before.popitem())
-
-    return call
-
-
-# Calls of several threads can overlap, and `config.patch` would then restore the value of another thread.
-_settings_lock = threading.Lock()
-_settings_active: list[Mapping[str, Any]] = []
-_settings_before: dict[str, Any] = {}
+    settings = {"recompile_limit": limit_factor * config.recompile_limit, "invalidate_compile_context_weakrefs": True}
+    if guards_hooks:
+        settings["skip_nnmodule_hook_guards"] = False
+    if torch.__version__.startswith("2.11.") and not frozen:
+        shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
+        settings |= dict.fromkeys(shortcuts, False)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(settings))
+        stack.enter_context(without_argument_validation())
+        stack.enter_context(without_odd_gradients())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+        if frozen:
+            stack.enter_context(inductor_config.patch(freezing=True))
+            stack.enter_context(without_finalizers_of_weights())
+        yield
 
 
 def recompile_limit() -> int:
@@ -174,14 +184,6 @@ def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
         for m in module.modules()
         if own or m is not module
     )
-
-
-def without_weak_references() -> Any:
-    """Return a context manager with which Dynamo deletes its weak references to weights when a compile ends.
-
-    By default, Dynamo deletes them for its own backends only. ``module.cpu()`` then fails for tensor subclasses.
-    """
-    return torch._dynamo.config.patch(invalidate_compile_context_weakrefs=True)
 
 
 def without_finalizers_of_weights() -> contextlib.AbstractContextManager[None]:

@@ -5,73 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from compile_callbacks._torch.dynamo import without_argument_validation, without_finalizers_of_weights
-
 callback_handler = torch._dynamo.callback.callback_handler
 """torch's list of functions to call when a compile starts and ends."""
 
 DYNAMO_TRIGGER = torch._dynamo.callback.CallbackTrigger.DYNAMO
 """The trigger of a compile that begins with tracing, not with a backward pass or the recording of a CUDA graph."""
-
-
-class TraceSettings:
-    """Changes global settings while Dynamo traces for a compile of this library, but not for other compiles.
-
-    The settings change when torch announces a compile, because changing them in each call would take 10 µs per call.
-
-    - ``torch._inductor.config.freezing``: Dynamo reads only the global setting to decide whether weights become
-      constants, and ignores ``options={"freezing": True}``.
-    - A warning is ignored: Dynamo reads ``.grad`` of each input, and torch warns if the input is the output of another
-      target. The user's code does not cause this warning.
-    - The argument validation of ``torch.distributions`` is disabled. See `without_argument_validation`.
-
-    Workaround (torch<2.12): this class also disables two settings. With ``skip_tensor_guards_with_matching_dict_tags``,
-    torch skips the guards on the weights of a module if the dictionary of the weights is unchanged. torch then does not
-    notice a new ``requires_grad``, a new dtype set through ``.data``, and a buffer that is an input and changes in the
-    call. With ``use_recursive_dict_tags_for_guards``, torch does not notice the first parameter of a module.
-    docs/reference/limits.md has the cost of all guards.
-    """
-
-    def __init__(self, *, ours: Callable[[], bool], frozen: Callable[[], bool]) -> None:
-        self._ours = ours
-        self._frozen = frozen
-        self._settings = contextlib.ExitStack()
-
-    def install(self) -> None:
-        """Start listening for compiles."""
-        if self._start not in callback_handler.start_callbacks:
-            callback_handler.register_start_callback(self._start)
-            callback_handler.register_end_callback(self._end)
-
-    def remove(self) -> None:
-        """Stop watching."""
-        unregister(self._start, self._end)
-
-    def _start(self, args: Any) -> None:
-        from torch._inductor import config
-
-        if not self._ours():
-            return
-        if args.callback_trigger is DYNAMO_TRIGGER:
-            self._settings.enter_context(without_argument_validation())
-        self._settings.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
-        if self._frozen():  # safe, because `WeightWatch` checks frozen weights
-            self._settings.enter_context(config.patch(freezing=True))
-            self._settings.enter_context(without_finalizers_of_weights())
-        elif torch.__version__.startswith("2.11."):
-            shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
-            self._settings.enter_context(torch._dynamo.config.patch(dict.fromkeys(shortcuts, False)))
-
-    def _end(self, args: Any) -> None:
-        self._settings.close()
 
 
 def unregister(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:

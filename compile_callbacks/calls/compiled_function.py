@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,8 @@ from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.profiling.recorder import CallInProgress
-from compile_callbacks.targets.target import Callee
+from compile_callbacks.targets.repeated import RegionMarks
+from compile_callbacks.targets.target import Target
 
 RAISING_CALLS = 3
 """The maximum number of calls after which torch traces code again that raised an exception of the user's."""
@@ -44,7 +45,7 @@ class CompiledFunction:
 
     def __init__(
         self,
-        members: Sequence[Callee],
+        target: Target,
         config: InductorConfig,
         backend: GraphBackend,
         fallback: EagerFallback,
@@ -54,7 +55,7 @@ class CompiledFunction:
         self.hooks_seen: int | None = -1  # has not looked for hooks yet
         self.eager_frames: set[types.CodeType] = set()
         self.raising_calls = 0
-        self._members = members
+        self._target = target
         self._key = fallback.key
         self._config = config
         self._backend = backend
@@ -63,7 +64,6 @@ class CompiledFunction:
         self._recorder = fallback.recorder
         self._code: types.CodeType | None = None
         self._guards_hooks = False
-        self._raises_limit = False
 
     def get(self) -> Callable[..., Any]:
         """Return the function, after a look for hooks. The function compiles when it is called.
@@ -73,7 +73,7 @@ class CompiledFunction:
         """
         if self.hooks_seen != _torch.dynamo.hooks_registered():
             self.hooks_seen = _torch.dynamo.hooks_registered()
-            has_hooks = (_torch.dynamo.has_call_hooks(m.module, own=m.method is None) for m in self._members)
+            has_hooks = (_torch.dynamo.has_call_hooks(m.module, own=m.method is None) for m in self._target.members)
             if not self._guards_hooks and any(has_hooks):
                 self._guards_hooks, self.call = True, None
         return self.call or self._compile()
@@ -86,7 +86,7 @@ class CompiledFunction:
 
     def _compile(self) -> Callable[..., Any]:
         name = re.sub(r"\W", "_", f"{self._key.target}_{self._key.phase}")
-        function = _torch.dynamo.function_with_own_cache(_calling(self._members[0].function), name)
+        function = _torch.dynamo.function_with_own_cache(_calling(self._target.members[0].function), name)
         self._code = function.__code__
         call = _torch.frames.compile_function(
             function,
@@ -97,29 +97,18 @@ class CompiledFunction:
             # Whole graphs were faster than DDP's buckets (docs/how_to/several_gpus.md).
             splits_for_ddp=self._key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen(),
         )
-        if (regions := self._fallback.regions) is not None:
-            call = regions.around(call)
-        if self._guards_hooks:
-            call = _torch.dynamo.with_dynamo_settings(call, skip_nnmodule_hook_guards=lambda _: False)
-        self.call, self._raises_limit = call, False
-        self.raise_recompile_limit()
-        return self.call
+        if self._fallback.has_regions:
+            call = RegionMarks(self._target.regions).around(call)
+        self.call = call
+        return call
 
-    def raise_recompile_limit(self) -> None:
-        """Raise torch's recompile limit if it is too low. Check this first, because setting it takes 10 µs per call."""
-        if self.call is not None and not self._raises_limit and self._limit_factor > 1:
-            self._raises_limit = True
-            self.call = _torch.dynamo.with_dynamo_settings(
-                self.call, recompile_limit=lambda limit: self._limit_factor * limit
-            )
-
-    @property
     def _limit_factor(self) -> int:
+        """Return by how much torch's recompile limit is too low."""
         # Before torch 2.13, the graphs of both phases share the user's code object after a graph break.
         shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._key.target in self._recorder.with_graph_breaks
         # torch compiles blocks that differ separately.
-        many = len(self._members) > 1 and self._backend.graphs >= _torch.dynamo.recompile_limit()
-        return (2 if shares else 1) * (len(self._members) if many else 1)
+        many = len(self._target.members) > 1 and self._backend.graphs >= _torch.dynamo.recompile_limit()
+        return (2 if shares else 1) * (len(self._target.members) if many else 1)
 
     # ------------------------------------------------------------------------------------------ a frame
 
@@ -167,10 +156,13 @@ class CompiledFunction:
         with contextlib.ExitStack() as settings:
             if self._config.dynamic is None:
                 settings.enter_context(self._observed.marked(call.args, call.kwargs))
-            settings.enter_context(_torch.dynamo.without_weak_references())
-            settings.enter_context(_torch.dynamo.without_odd_gradients())
+            settings.enter_context(
+                _torch.dynamo.trace_settings(
+                    limit_factor=self._limit_factor(), guards_hooks=self._guards_hooks, frozen=self._key.frozen
+                )
+            )
             settings.enter_context(_torch.regions.strict_comparison())
-            if self._fallback.regions is not None:
+            if self._fallback.has_regions:
                 settings.enter_context(_torch.regions.with_constant_floats())
             draws = settings.enter_context(_torch.dynamo.frames_with_constant_draws())
             yield

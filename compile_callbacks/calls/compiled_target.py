@@ -22,7 +22,6 @@ from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback, TargetSettings, describe
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
-from compile_callbacks.targets.repeated import RegionMarks
 from compile_callbacks.targets.target import Callee, Target
 
 _hooks_registered, _transforms = _torch.dynamo.hooks_registered, _torch.dynamo.transforms
@@ -72,11 +71,10 @@ class CompiledTarget:
         self._executions = recorder.executions
         self._warn = warn or WarnOnce()
         self._warnings: tuple[tuple[str, str, Hashable], ...] = ()  # to issue at the end of a call
-        regions = RegionMarks(target.regions) if target.regions else None
-        self._fallback = EagerFallback(self.key, recorder, settings, regions)
+        self._fallback = EagerFallback(self.key, recorder, settings, has_regions=bool(target.regions))
         self.backend = GraphBackend(target, config, self._fallback)
         self._observed = observed or ObservedCalls()
-        self._function = CompiledFunction(target.members, config, self.backend, self._fallback, self._observed)
+        self._function = CompiledFunction(target, config, self.backend, self._fallback, self._observed)
         # One policy for each block, because the first block gets other inputs than later blocks (requires_grad).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
         self._limits_shapes = settings.new_shapes != "recompile"
@@ -99,7 +97,7 @@ class CompiledTarget:
         hooks_changed = function.hooks_seen != _hooks_registered()
         transformed = _transforms() is not None or _forward_ad_level() >= 0
         may_run_eagerly: Any = outer is not None or self._runs_target_eagerly or self._uncompilable or not self.ran
-        may_run_eagerly = may_run_eagerly or self._warnings or (self.compiles_whole and self._fallback.regions)
+        may_run_eagerly = may_run_eagerly or self._warnings or (self.compiles_whole and self._fallback.has_regions)
         if (may_run_eagerly or transformed) and self._runs_call_eagerly(outer, args, kwargs):
             executions.eager_calls += 1
             return member.eager(*args, **kwargs)
@@ -161,15 +159,9 @@ class CompiledTarget:
         self._store_outcome(call)
 
     def _settle(self, call: CallInProgress, member: Callee) -> None:
-        if call.graphs:
-            if len(self._members) > 1:
-                properties = (
-                    signature(call.args, call.kwargs),
-                    torch.is_grad_enabled(),
-                    torch.is_inference_mode_enabled(),
-                )
-                self._compiled_of.setdefault(properties, set()).add(member)
-            self._function.raise_recompile_limit()
+        if call.graphs and len(self._members) > 1:
+            grad_modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            self._compiled_of.setdefault((signature(call.args, call.kwargs), grad_modes), set()).add(member)
         if call.failure is not None and not call.runs_target_eagerly:
             self._report_failure(call, call.failure)
         self._function.eager_frames.update(call.failed_frames)
@@ -221,8 +213,8 @@ class CompiledTarget:
             return True
         self.called = True
         # An activation checkpoint must recompute with the same code.
-        if self.compiles_whole and self._fallback.regions and not _torch.autograd.saves_through_hooks():
-            self._fallback.regions = None
+        if self.compiles_whole and self._fallback.has_regions and not _torch.autograd.saves_through_hooks():
+            self._fallback.has_regions = False
             self._uncompilable.clear()
             self.free_compiled()
         if _torch.dynamo.is_transformed():
@@ -259,7 +251,7 @@ class CompiledTarget:
         raise CompileError(with_code("CC107", message))
 
     def _report_failure(self, call: CallInProgress, failure: BaseException) -> None:
-        if self._fallback.regions is not None:
+        if self._fallback.has_regions:
             self._uncompilable.add(signature(call.args, call.kwargs))  # eager until the whole target is compiled
             call.region_failure = describe(failure)
             return
@@ -324,7 +316,7 @@ class CompiledTarget:
     @property
     def blocks_differ(self) -> bool:
         """Whether torch compiled each repeated block separately instead of sharing a graph."""
-        if self._fallback.regions is not None:
+        if self._fallback.has_regions:
             return self.backend.graphs > 0 and not self.backend.shares_regions
         return self._shares_as_asked and any(
             len(members) == len(self._members) for members in self._compiled_of.values()

@@ -105,7 +105,7 @@ class ObservedCalls:
         return {name: dimensions for name, dimensions in varying.items() if dimensions}
 
     def state(self) -> dict[str, Any]:
-        """Return what was observed as JSON-ready data."""
+        """Return the observations as JSON-ready data."""
         state: dict[str, Any] = {**self._varying()}
         if names := self.changing_state.names:
             state[CHANGING_STATE] = sorted(names)

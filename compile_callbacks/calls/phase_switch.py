@@ -94,7 +94,6 @@ class PhaseSwitch:
             if not self._installed:
                 dispatcher.install()
         self._installed = True
-        self._recorder.trace_settings.install()
 
     def remove(self) -> None:
         """Remove the dispatchers."""
@@ -102,7 +101,6 @@ class PhaseSwitch:
             dispatcher.remove()
         self._installed = False
         self._selected = None
-        self._recorder.trace_settings.remove()
 
     # ------------------------------------------------------------------------------------------ phases
 

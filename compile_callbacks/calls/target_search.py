@@ -22,7 +22,7 @@ from compile_callbacks.targets.target import Callee, Target
 
 
 class TargetSearch:
-    """Makes what the steps call outermost targets, and looks the targets up again when the module has changed.
+    """Turns modules and methods that the steps call outermost into targets, and updates targets of a changed module.
 
     A `CallProbe` stands above the slot of each possible target, in the phases that this library compiles. When a step
     calls a module, the module becomes a target, and the call runs as the current step does: compiled or eager. A method
@@ -182,17 +182,17 @@ class TargetSearch:
         identities = {_identity(target) for target in resolved}
         keys = {_key(member) for target in resolved for member in target.members}
         kept: list[Target] = []
-        gone: list[Target] = []
+        discarded: list[Target] = []
         for target in self._switch.targets:
             was_called = target not in self._resolved and keys.isdisjoint(map(_key, target.members))
             is_present = was_called and present.issuperset(_modules_of(target))
-            (kept if is_present or _identity(target) in identities else gone).append(target)
-        self._switch.discard(gone)
+            (kept if is_present or _identity(target) in identities else discarded).append(target)
+        self._switch.discard(discarded)
         known = {_identity(target) for target in kept}
         self._switch.add([target for target in resolved if _identity(target) not in known])
         self._resolved = [target for target in self._switch.targets if _identity(target) in identities]
         if self._group is None:
-            for name in {target.name for target in gone} - {target.name for target in resolved}:
+            for name in {target.name for target in discarded} - {target.name for target in resolved}:
                 self._warn.warn(
                     "CC102",
                     f"target {name!r} is no longer a part of the module, so it is not compiled",

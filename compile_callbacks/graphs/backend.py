@@ -70,7 +70,7 @@ class GraphBackend:
         self._check_template(device)
         eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph
         has_collective = _torch.graphs.has_collective(graph_module)
-        if self._fallback.regions and torch.is_grad_enabled() and self._has_joint_passes(options):
+        if self._fallback.has_regions and torch.is_grad_enabled() and self._has_joint_passes(options):
             raise RuntimeError("torch would run graph passes at the hook points of joint graphs twice on each region")
         self.shares_regions |= _torch.regions.shares_code(graph_module)
         compiled = self._compile_with_passes(graph_module, example_inputs, options)
@@ -151,7 +151,7 @@ class GraphBackend:
                 if self._fallback.settings.on_error == "raise":
                     raise
                 failure = find_pass_error(error)
-                if failure is None and self._fallback.regions:
+                if failure is None and self._fallback.has_regions:
                     raise  # because the compiled target then compiles without regions
                 if failure is None or self._is_candidates_own(failure.failed):
                     return error

@@ -12,7 +12,6 @@ from compile_callbacks._utils.messages import check_choice, describe_failure, in
 from compile_callbacks.passes.manager import find_pass_error
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
-from compile_callbacks.targets.repeated import RegionMarks
 
 OnError = Literal["eager", "raise"]
 """The reaction if the compiler fails: run eagerly, or raise an error."""
@@ -67,16 +66,16 @@ class EagerFallback:
         key: The target, the phase, and the candidate.
         recorder: The recorder of the session.
         settings: The settings of the target.
-        regions: The marks of the regions in the graphs, or ``None`` if the whole target is compiled.
+        has_regions: Whether the graphs contain regions. If torch cannot compile them, the whole target is compiled.
     """
 
     def __init__(
-        self, key: CompileKey, recorder: CompileRecorder, settings: TargetSettings, regions: RegionMarks | None = None
+        self, key: CompileKey, recorder: CompileRecorder, settings: TargetSettings, *, has_regions: bool = False
     ) -> None:
         self.key = key
         self.recorder = recorder
         self.settings = settings
-        self.regions = regions
+        self.has_regions = has_regions
 
     def eventful_call(self) -> CallInProgress:
         """Return the running call of the target, and mark it as eventful."""

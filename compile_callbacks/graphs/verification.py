@@ -77,7 +77,7 @@ class Verification:
             return self.eager.forward(*inputs)
 
     def _report_failure(self, error: Exception) -> None:
-        if self.fallback.regions:
+        if self.fallback.has_regions:
             self.fallback.eventful_call().region_failure = f"the compiled code raised {describe(error)}"
             return
         if self.fallback.settings.on_error == "raise":
@@ -87,7 +87,7 @@ class Verification:
 
     def _react_to(self, comparison: Comparison, repro: str = "") -> bool:
         """Report a comparison. Return whether the compiled graph is used."""
-        if comparison.verdict == "differs" and self.fallback.regions:
+        if comparison.verdict == "differs" and self.fallback.has_regions:
             self.fallback.eventful_call().region_failure = f"the result differs from eager: {comparison.reason}"
             return False
         settings, (target, phase) = self.fallback.settings, self.fallback.key[:2]

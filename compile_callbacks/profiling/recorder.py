@@ -95,10 +95,6 @@ class CompileRecorder:
         """The targets with graph breaks."""
         self.import_seconds = 0.0
         """The time that the import of the compiler took, which belongs to the phase that compiles first."""
-        self.trace_settings = _torch.events.TraceSettings(
-            ours=lambda: self.key is not None, frozen=lambda: self.key is not None and self.key.frozen
-        )
-        """Sets torch's settings while torch traces a target."""
         self._clock = clock
         self._progress = progress or CompileProgress()
         self._backward_seconds = 0.0
@@ -145,7 +141,6 @@ class CompileRecorder:
         """Listen again if ``torch.compiler.reset()`` was called."""
         if self._listening and self.listener not in self.listeners:
             self.listen()
-            self.trace_settings.install()
 
     def stop(self) -> None:
         """Stop listening, and remove all listeners from torch."""

@@ -162,7 +162,6 @@ class GradModeSession(Session):
             recorder.stop()
             if cache is not None:
                 cache.end()
-            recorder.trace_settings.remove()
 
         return end
 

@@ -120,7 +120,7 @@ def test_target_stays_compiled_if_its_eager_calls_leave_the_generator_as_it_was(
 
 
 @pytest.mark.parametrize("verify", ["off", "raise"])
-def test_verify_decides_what_a_frozen_generator_does(verify):
+def test_verify_decides_what_a_constant_generator_does(verify):
     callback = InductorCompile(baseline_steps=BASELINE_STEPS, verify=verify)
     expected = pytest.raises(CompileError, match="CC306") if verify == "raise" else contextlib.nullcontext()
     with expected:
