@@ -152,11 +152,11 @@ class PhaseReport(Figures):
         lambda facts: sum(facts.values("graphs")), "compile", COUNT, default=0, scalar="compile/PHASE/graphs"
     )
     """Number of compiled graphs."""
-    graph_breaks: int = count("graph_break", scalar="compile/PHASE/graph_breaks")
+    graph_breaks: int = count("graph_break", scalar="compile/PHASE/graph_breaks", zero=True)
     """Number of graph breaks."""
-    recompiles: int = count("recompile", scalar="compile/PHASE/recompiles")
+    recompiles: int = count("recompile", scalar="compile/PHASE/recompiles", zero=True)
     """Number of compiles that a failed guard caused."""
-    fallbacks: int = count("fallback")
+    fallbacks: int = count("fallback", zero=True)
     """Number of compiler failures after which a target or a graph ran eagerly."""
     cache_hits: int = figure(
         lambda facts: sum(facts.values("cache_hits")),

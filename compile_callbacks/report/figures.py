@@ -34,6 +34,7 @@ class Figure(NamedTuple):
         row: The label of its row, by default the name of the figure.
         scalar: The name of its logged scalar, with ``PHASE`` for the phase.
         limit: Whether a contract states the ``"most"`` or the ``"least"`` that is allowed.
+        zero: Whether the line "no graph breaks, recompiles or fallbacks" names the figure if it is zero.
     """
 
     value: Callable[[PhaseFacts], Any]
@@ -42,6 +43,7 @@ class Figure(NamedTuple):
     row: str = ""
     scalar: str = ""
     limit: Literal["most", "least"] | None = None
+    zero: bool = False
 
     def label(self, name: str) -> str:
         """Return the label of the row."""
@@ -60,9 +62,9 @@ def figure(
     return field(**initial, metadata={"figure": Figure(value, group, *form, **more)})
 
 
-def count(kind: str, scalar: str = "") -> Any:
+def count(kind: str, **more: Any) -> Any:
     """Declare the number of events of a kind, which has a row if it is not zero."""
-    return figure(lambda facts: len(facts.events(kind)), "compile", COUNT, default=0, scalar=scalar)
+    return figure(lambda facts: len(facts.events(kind)), "compile", COUNT, default=0, **more)
 
 
 class Data:

@@ -13,7 +13,6 @@ from compile_callbacks.report.data import PhaseReport, RunReport
 from compile_callbacks.report.figures import GROUPS, NOTHING, cell
 from compile_callbacks.report.summary import next_step, notes, verdict_lines
 
-_ZEROS = ("graph breaks", "recompiles", "fallbacks")
 _RESULTS = {"differs": "Differs from eager", "not compared": "Not compared with eager"}
 _TRIAL_FORMS = {"median_ms": "{:.2f}", "p95_ms": "{:.2f}", "samples": "{}", "compile_seconds": "{:.1f}"}
 _SPECIAL = re.compile(r"([\\`*_\[\]|#])")
@@ -49,8 +48,8 @@ def _trial(report: PhaseReport, candidate: str) -> str:
 
 def zeros_line(reports: Sequence[PhaseReport]) -> str:
     """Return a line with the counts that are zero in all reports: ``no graph breaks, recompiles or fallbacks``."""
-    shown = {label for group in main_table(reports) for label, *_ in group.rows}
-    zeros = [label for label in _ZEROS if label not in shown]
+    counts = {name: figure.label(name) for name, figure in PhaseReport.declared().items() if figure.zero}
+    zeros = [label for name, label in counts.items() if not any(getattr(report, name) for report in reports)]
     compiled = any(report.compile_seconds is not None for report in reports)
     return f"no {' or '.join(', '.join(zeros).rsplit(', ', 1))}" if zeros and compiled else ""
 
