@@ -24,9 +24,9 @@ from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import EAGER, InductorConfig
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
+from compile_callbacks.profiling.comparison import compare, median_ms, spread_ms
 from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.report.file import environment
 from compile_callbacks.targets.target import Callee, Target
 
@@ -195,6 +195,14 @@ def summarize(block_ms: Sequence[float]) -> dict[str, Any]:
     return {"step_ms": median_ms(samples), "spread_ms": spread_ms(samples), "samples": len(samples)}
 
 
+def compare_blocks(eager_ms: Sequence[float], block_ms: Sequence[float]) -> dict[str, Any]:
+    """Return the ratio of two medians, its 95% interval, and whether the interval is above 1; ``None`` if unknown."""
+    found = compare([eager_ms], [block_ms])
+    if found is None or found.outcome == "not comparable":
+        return {"speedup": None, "speedup_interval": None, "faster": None}
+    return {"speedup": found.ratio, "speedup_interval": [found.low, found.high], "faster": found.outcome == "faster"}
+
+
 def as_result(
     title: str, rows: Sequence[Mapping[str, Any]], command: str, found: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
@@ -223,14 +231,13 @@ def _row(candidate: Candidate, samples: Mapping[str, list[float]]) -> dict[str, 
         return row
     events = {kind: candidate.recorder.events_of(candidate.phase, kind) for kind in EVENT_KINDS}
     seconds = sum(event.seconds or 0.0 for event in events["compile"])
-    speedup = break_even_steps = None
-    if min(len(samples[candidate.name]), len(samples[EAGER])) >= MIN_SAMPLES:
-        eager_ms = summarize(samples[EAGER])["step_ms"]
-        speedup = eager_ms / row["step_ms"]
-        break_even_steps = math.ceil(seconds * 1000 / (eager_ms - row["step_ms"])) if speedup > 1 else None
+    compared, break_even_steps = compare_blocks(samples[EAGER], samples[candidate.name]), None
+    if compared["faster"]:
+        saved_ms = summarize(samples[EAGER])["step_ms"] - row["step_ms"]
+        break_even_steps = math.ceil(seconds * 1000 / saved_ms)
     runs = [run for _, run in candidate.recorder.pass_runs if run.get("changed") or run.get("from_cache")]
     return row | {
-        "speedup": speedup,
+        **compared,
         "compile_seconds": seconds,
         "break_even_steps": break_even_steps,
         "verified": sorted({event.verdict for event in events["verify"] if event.verdict}),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_measure import as_result
+from bench_measure import as_result, compare_blocks
 from conduct import Group, conduct, say
 
 Row = dict[str, Any]
@@ -49,11 +49,10 @@ def rows_of(args: argparse.Namespace, title: str, batches: Iterable[Sequence[Gro
     rows: list[Row] = []
     environment = None
     for measured in (rows for groups in batches for rows in conduct(groups, args, **how)):
-        eager_ms = next((row["step_ms"] for row in measured if row["way"] == "eager"), None)
+        eager_ms = next((row["block_ms"] for row in measured if row["way"] == "eager"), ())
         for row in measured:
             environment = row.pop("environment", None) or environment
-            compiled = row["way"] != "eager" and row["step_ms"] and eager_ms
-            row["speedup"] = eager_ms / row["step_ms"] if compiled else None
+            row |= compare_blocks(() if row["way"] == "eager" else eager_ms, row["block_ms"])
             say(f"{row['model']}, batch {row['batch_size']}, {row['way']}: step ms {ms(row['step_ms'])}")
         rows += measured
         save(args.json, title, rows, environment)

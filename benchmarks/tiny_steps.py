@@ -26,7 +26,7 @@ from trainer import Classifier, loader, make_trainer
 
 from compile_callbacks import InductorBackend, InductorCompile
 
-WARM_UP_STEPS = 200
+WARM_UP_STEPS = 1000  # in the first steps, the callback times each step
 
 
 class BatchEnds(pl.Callback):
@@ -98,7 +98,7 @@ WAYS = {
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=2500)
     args: argparse.Namespace = parser.parse_args()
     warnings.simplefilter("ignore")
     found: dict[tuple[str, str], list[float]] = defaultdict(list)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from compile_callbacks.callbacks.inductor_compile import InductorCompile as InductorCompile
     from compile_callbacks.config import templates as templates
     from compile_callbacks.config.inductor_config import InductorConfig as InductorConfig
-    from compile_callbacks.config.tune import Tune as Tune
     from compile_callbacks.exporting.loaded_package import ExportError as ExportError
     from compile_callbacks.exporting.loaded_package import load_exported as load_exported
     from compile_callbacks.exporting.package import export as export
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from compile_callbacks.session.grad_mode import compile_phases as compile_phases
     from compile_callbacks.session.grad_mode import report_of as report_of
     from compile_callbacks.session.grad_mode import restore as restore
+    from compile_callbacks.tuning.tune import Tune as Tune
 
 _MODULES = {
     "AOTInductorExport": "callbacks.aot_export",
@@ -41,7 +41,7 @@ _MODULES = {
     "InductorCompile": "callbacks.inductor_compile",
     "InductorConfig": "config.inductor_config",
     "PhaseReport": "report.data",
-    "Tune": "config.tune",
+    "Tune": "tuning.tune",
     "compile_phases": "session.grad_mode",
     "export": "exporting.package",
     "graph_pass": "passes.base",

@@ -32,8 +32,8 @@ from compile_callbacks.exporting.package import (
     evaluating,
     export,
 )
+from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.spans import call_times_ms
-from compile_callbacks.profiling.step_stats import median_ms
 from compile_callbacks.report.loggers import log_export, print_line
 from compile_callbacks.report.report import ExportReport
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.profiling.comparison import Outcome
 
 
 class EventKindInfo(NamedTuple):
@@ -42,7 +43,7 @@ EventKind = str
 Result = Literal["differs", "equal", "outputs only", "not compared"]
 """The result of comparing a graph with eager. ``"outputs only"``: outputs are equal, gradients were not compared."""
 
-Verdict = Literal["faster", "no difference", "slower", "too few samples", "compile time not repaid", "not compiled"]
+Verdict = Literal[Outcome, "too few samples", "compile time not repaid", "not compiled"]
 """The result of comparing the step times of a phase."""
 
 CompilePart = Literal["graph", "backward", "cudagraph"]

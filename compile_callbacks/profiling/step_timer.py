@@ -5,20 +5,17 @@ A *sample* is the time of a step that may be compared with other samples.
 
 from __future__ import annotations
 
-import math
-import random
+import itertools
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
-from compile_callbacks.profiling.saved_time import SavedTime, Savings, StepSeries
+from compile_callbacks.profiling.comparison import Comparison, compare
 from compile_callbacks.profiling.spans import Span
-from compile_callbacks.profiling.step_stats import MIN_SAMPLES
 from compile_callbacks.profiling.steps import Step, StepKind
 from compile_callbacks.profiling.workload import Workload
 
@@ -26,21 +23,14 @@ WARMUP_STEPS = 2
 """The number of steps without a sample after a compile, and after a change between eager and compiled. In these steps,
 allocators and cuDNN warm up. torch warms up a CUDA graph in its first call, and records it in the second call."""
 
-MAX_SAMPLES = 1000
-"""The number of the latest samples that the timer keeps of each workload, which limits the memory of a long run."""
+WINDOW_STEPS = 10
+"""The number of steps in a window, as many as the eager baseline has by default."""
 
-_MAX_WORKLOADS = 500  # the maximum number of workloads with samples; the latest are kept
+MAX_WINDOWS = 32
+"""The number of windows after which the timer drops every second window."""
+
 _MAX_SHAPES = 100_000  # the maximum number of hashes of shapes that have occurred
-
-STEADY_STEPS = 100
-"""The number of steps of one kind without a compile after which on average one step in `TIMED_ONE_OF` is timed. Two
-CUDA events take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs, which delays a CPU-bound step."""
-
-TIMED_ONE_OF = 32
-
 _MAX_UNREAD = 64  # the number of unread CUDA events after which the timer reads the events that the GPU has passed
-
-_Key = tuple[Phase, str | None, StepKind]  # the phase, the name of the variant, and the kind of step
 
 
 @dataclass(frozen=True)
@@ -49,28 +39,80 @@ class StepTimes:
 
     Attributes:
         eager_ms: Eager samples, in milliseconds.
-        compiled_ms: Compiled samples, in milliseconds.
+        windows: Compiled samples, in milliseconds, in the windows in which they were measured.
         restored: Whether the eager samples are from an earlier run.
         workload: The workload, or ``None`` if there are no samples.
-        kind: Whether ``compiled_ms`` are times of compiled or of partly compiled steps.
+        kind: Whether ``windows`` are times of compiled or of partly compiled steps.
     """
 
     eager_ms: tuple[float, ...] = ()
-    compiled_ms: tuple[float, ...] = ()
+    windows: tuple[tuple[float, ...], ...] = ()
     restored: bool = False
     workload: Workload | None = None
     kind: StepKind = "compiled"
 
+    @property
+    def compiled_ms(self) -> tuple[float, ...]:
+        """Compiled samples, in milliseconds."""
+        return tuple(ms for window in self.windows for ms in window)
 
-class _Step(NamedTuple):
-    """A timed step whose span the timer has not read yet."""
+    @property
+    def comparison(self) -> Comparison | None:
+        """The comparison of the eager steps with the compiled steps, or ``None`` for too few samples."""
+        return compare([self.eager_ms], self.windows)
 
-    span: Span
+
+@dataclass(slots=True)
+class _Timed:
+    """A timed step. The timer reads the span later, after the GPU has passed it."""
+
     number: int
-    key: _Key
-    compiling: bool
-    stage: str
-    sample_of: Workload | None
+    workload: Workload | None  # None if the time is not a sample
+    span: Span
+    ms: float | None = None
+
+
+class StepKey(NamedTuple):
+    """The phase, the variant, the kind and the stage of the steps of a record."""
+
+    phase: Phase
+    variant: str | None
+    kind: StepKind | Literal["compiling"]  # compiling: torch compiled during the step
+    stage: str  # the stage and the number of its dataloader
+
+
+class _Record:
+    """The steps of one kind in one stage. The timed steps are in windows that are spread evenly over the run.
+
+    A window contains steps that run after each other, like the eager baseline. With `MAX_WINDOWS` windows, the record
+    drops every second window, and doubles the distance of further windows. This distance is odd, because with gradient
+    accumulation every second or fourth step differs from the others, and windows must not always begin with the same.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.ms = 0.0  # of the timed steps
+        self.windows: list[list[_Timed]] = [[]]
+        self.untimed_left = 0  # the number of the next steps that need no timing
+        self._distance = 1  # of the begins of two windows, in windows
+
+    @property
+    def timed(self) -> Iterator[_Timed]:
+        """The timed steps."""
+        return itertools.chain(*self.windows)
+
+    def add(self, timed: _Timed) -> None:
+        """Add a timed step, unless it is between two windows."""
+        if self.untimed_left:  # a policy wanted the time
+            self.untimed_left -= 1
+            return
+        self.windows[-1].append(timed)
+        if len(self.windows[-1]) == WINDOW_STEPS:
+            self.untimed_left = (self._distance - 1) * WINDOW_STEPS + (self._distance > 1)
+            if len(self.windows) == MAX_WINDOWS:
+                self.windows = self.windows[::2]
+                self._distance *= 2
+            self.windows.append([])
 
 
 class StepTimer:
@@ -84,45 +126,38 @@ class StepTimer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.untimed_left = 0
-        """The number of the next steps that need no timing. The caller subtracts 1 for each of them."""
+        """The number of the next steps that need no timing. The caller subtracts 1 for each of them. Two CUDA events
+        take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs, which delays a CPU-bound step."""
         self.passed = 0
         """The number of steps like the last step since the last call of `stop`, which are not counted yet."""
         self.clock = clock
         self._numbers: Counter[Phase] = Counter()
-        self._steps: Counter[_Key] = Counter()
-        self._samples: dict[_Key, dict[Workload, deque[float]]] = defaultdict(dict)
-        self._seen_shapes: dict[_Key, set[int]] = defaultdict(set)
+        self._steps: Counter[tuple[Phase, str | None, StepKind]] = Counter()
+        self._records: defaultdict[StepKey, _Record] = defaultdict(_Record)
+        self._seen_shapes: defaultdict[tuple[Phase, str | None, StepKind], set[int]] = defaultdict(set)
         self._since_compile: Counter[tuple[Phase, str | None]] = Counter()  # steps of each variant
         self._last_variant: dict[Phase, str | None] = {}
         self._restored: dict[Phase, dict[Workload, tuple[float, ...]]] = {}
-        self._series: dict[Phase, dict[tuple[str, str | None], StepSeries]] = defaultdict(dict)
-        self._saved: dict[Phase, SavedTime] = defaultdict(SavedTime)
-        self._unread: deque[_Step] = deque()
-        self._last_key: _Key | None = None
-        self._steady_steps = 0
-        self._untimed: dict[Phase, Counter[tuple[_Key, str]]] = defaultdict(Counter)  # steps of each kind and stage
-        self._stages: dict[_Key, str] = {}  # the stage of the last timed step
-        self._random = random.Random(0)  # because every second or fourth step may differ from the others
+        self._unread: deque[tuple[_Record, _Timed]] = deque()
+        self._last: tuple[tuple[Phase, str | None, StepKind], _Record] | None = None  # of the last step
 
     # ------------------------------------------------------------------------------------------ a step
 
-    def stop(self, phase: Phase, step: Step) -> None:
+    def stop(self, phase: Phase, step: Step, stage: str) -> None:
         """End a step, and set whether its time is a sample. Delete the time if torch compiled or warmed up."""
-        if self.passed:
-            self._count_passed()
+        self._count_passed()
         key = phase, step.variant.name, step.kind
         self._numbers[phase] += 1
         self._steps[key] += 1
-        self._steady_steps = 0 if step.compiling or key != self._last_key else self._steady_steps + 1
-        self._last_key = key
         is_warm = self._is_warm(phase, step.variant.name, compiling=step.compiling)
-        if self._steady_steps < STEADY_STEPS:
-            self.untimed_left = 0
+        record = self._records[StepKey(*key[:2], "compiling" if step.compiling else step.kind, stage)]
+        record.steps += 1
+        if not step.compiling and (self._last is None or record is not self._last[1]):
+            if self._last is not None:
+                self._last[1].untimed_left = self.untimed_left
+            self._last, self.untimed_left = (key, record), record.untimed_left
         if step.span is None and not step.compiling:
-            self._untimed[phase][key, self._stages.get(key, "")] += 1
             return
-        if self._steady_steps >= STEADY_STEPS:  # the gaps are random, so that each step is equally likely to be timed
-            self.untimed_left = int(math.log(1 - self._random.random()) / math.log(1 - 1 / TIMED_ONE_OF))
         span, workload = step.span or Span(None, self.clock, step.began), step.workload
         span.stop()
         # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
@@ -131,12 +166,14 @@ class StepTimer:
         is_eager_sample = step.kind != "eager" or step.variant.name == EAGER
         step.is_sample = is_warm and workload is not None and not is_new and is_eager_sample
         step.span = span if is_warm and workload is not None else None
-        if workload is not None:
-            self._stages[key] = workload.stage
-        sample_of = workload if step.is_sample else None
-        self._unread.append(
-            _Step(span, self._numbers[phase], key, step.compiling, self._stages.get(key, ""), sample_of)
-        )
+        timed = _Timed(self._numbers[phase], workload if step.is_sample else None, span)
+        if step.compiling:
+            record.add(timed)
+        else:
+            record.untimed_left = self.untimed_left
+            record.add(timed)
+            self.untimed_left = record.untimed_left
+        self._unread.append((record, timed))
         if len(self._unread) > _MAX_UNREAD:
             self._read(wait=False)
 
@@ -151,7 +188,7 @@ class StepTimer:
         self._since_compile[phase, variant] += 1
         return self._since_compile[phase, variant] > WARMUP_STEPS
 
-    def _is_new(self, key: _Key, workload: Workload) -> bool:
+    def _is_new(self, key: tuple[Phase, str | None, StepKind], workload: Workload) -> bool:
         """Return whether no earlier step of the same kind had these shapes."""
         seen, shapes = self._seen_shapes[key], hash(workload.shapes)
         if not workload.shapes or shapes in seen:
@@ -168,7 +205,7 @@ class StepTimer:
 
     def next_step(self, phase: Phase) -> int:
         """Return the number of the next step in the phase, from 1."""
-        passed = self.passed if self._last_key is not None and self._last_key[0] == phase else 0
+        passed = self.passed if self._last is not None and self._last[0][0] == phase else 0
         return self._numbers[phase] + passed + 1
 
     def steps(self, phase: Phase, variant: str | None = None) -> Counter[StepKind]:
@@ -176,99 +213,94 @@ class StepTimer:
         self._count_passed()
         return Counter({key[2]: count for key, count in self._steps.items() if key[:2] == (phase, variant)})
 
-    def samples(
+    def windows(
         self, phase: Phase, variant: str | None = None, kind: StepKind = "compiled"
-    ) -> dict[Workload, tuple[float, ...]]:
-        """Return the samples in milliseconds by workload, the latest workload last."""
+    ) -> dict[Workload, tuple[tuple[float, ...], ...]]:
+        """Return the samples in milliseconds by workload, in windows, the latest workload last."""
         self._read(wait=False)
-        return {workload: tuple(ms) for workload, ms in self._samples[phase, variant, kind].items()}
+        found: dict[Workload, list[tuple[float, ...]]] = {}
+        for key, record in self._records.items():
+            for window in record.windows if key[:3] == (phase, variant, kind) else ():
+                of_window: defaultdict[Workload, list[float]] = defaultdict(list)
+                for timed in window:
+                    if timed.workload is not None and timed.ms is not None:
+                        of_window[timed.workload].append(timed.ms)
+                for workload, ms in of_window.items():
+                    found[workload] = [*found.pop(workload, ()), tuple(ms)]  # the latest workload is the last
+        return {workload: tuple(windows) for workload, windows in found.items()}
 
-    def times(self, phase: Phase, variant: str | None = None) -> StepTimes:
+    def times(self, phase: Phase, variant: str | None = None, kind: StepKind | None = None) -> StepTimes:
         """Return the eager and compiled step times of the workload that has the most compiled samples.
 
-        If most steps were partly compiled, the times are those of partly compiled steps. If several workloads have the
-        same number, the latest is returned. If no eager step of this run had this workload, the eager samples are from
-        an earlier run, or empty.
+        Without a ``kind``, if most steps were partly compiled, the times are those of partly compiled steps. If several
+        workloads have the same number, the latest is returned. If no eager step of this run had this workload, the
+        eager samples are from an earlier run, or empty.
         """
-        steps = self.steps(phase, variant)
-        kind: StepKind = "partly compiled" if steps["partly compiled"] > steps["compiled"] else "compiled"
-        eager, compiled = self.samples(phase, EAGER, "eager"), self.samples(phase, variant, kind)
-        earlier = self._restored.get(phase, {})
-        if workload := _most_frequent(compiled):
-            restored = workload not in eager and workload in earlier
-            eager_ms = (earlier if restored else eager).get(workload, ())
-            return StepTimes(eager_ms, compiled[workload], restored=restored, workload=workload, kind=kind)
-        if workload := _most_frequent(eager):
-            return StepTimes(eager[workload], (), workload=workload, kind=kind)
-        if workload := _most_frequent(earlier):
-            return StepTimes(earlier[workload], (), restored=True, workload=workload, kind=kind)
-        return StepTimes(kind=kind)
+        if kind is None:
+            steps = self.steps(phase, variant)
+            kind = "partly compiled" if steps["partly compiled"] > steps["compiled"] else "compiled"
+        eager, earlier = self._eager(phase), self._restored.get(phase, {})
+        compiled = self.windows(phase, variant, kind)
+        counts = {workload: sum(map(len, windows)) for workload, windows in compiled.items()}
+        counts = counts or {workload: len(ms) for workload, ms in (eager or earlier).items()}
+        if not counts:
+            return StepTimes(kind=kind)
+        workload = max(reversed(counts), key=counts.__getitem__)
+        restored = workload not in eager and workload in earlier
+        eager_ms = (earlier if restored else eager).get(workload, ())
+        return StepTimes(eager_ms, compiled.get(workload, ()), restored=restored, workload=workload, kind=kind)
 
-    def savings(self, phase: Phase, other_seconds: float = 0.0) -> Savings | None:
-        """Return the time that compiled steps saved, or ``None`` if there are too few eager samples."""
+    def totals(self, phase: Phase) -> Iterator[tuple[StepKey, int, float]]:
+        """Yield the number of steps of each kind and stage, and the milliseconds of those that were timed."""
         self._count_passed()
-        for ((_, variant, kind), stage), steps in self._untimed.pop(phase, Counter()).items():
-            if kind != "eager":
-                self._saved[phase].add_untimed(steps, stage=stage, candidate=variant)
-        of_stage: defaultdict[str, list[float]] = defaultdict(list)
-        for workload, samples in self.baseline(phase).items():
-            of_stage[workload.stage] += samples
-        eager_ms = {stage: fmean(samples) for stage, samples in of_stage.items() if len(samples) >= MIN_SAMPLES}
-        return self._saved[phase].savings(eager_ms, other_seconds)
+        self._read(wait=False)
+        for key, record in self._records.items():
+            if key.phase == phase:
+                yield key, record.steps, record.ms
 
     def series(self, phase: Phase) -> tuple[dict[str, Any], ...]:
         """Return the step times of a phase, as one mapping for each kind of step and candidate.
 
         A mapping contains ``kind`` (a `StepKind`, or ``"compiling"`` if torch compiled during the steps), ``candidate``
         (if the phase has a `Tune`), ``steps`` (numbers of steps in the phase, from 1) and ``ms``. In a long run, the
-        lists contain randomly chosen timed steps.
+        lists contain windows of steps that are spread evenly over the run.
         """
         self._read(wait=False)
-        found = []
-        for (kind, candidate), series in self._series[phase].items():
-            steps, milliseconds = series.read()
-            found.append({"kind": kind, "candidate": candidate, "steps": steps, "ms": milliseconds})
-        return tuple(found)
+        points: dict[tuple[str, str | None], list[tuple[int, float]]] = {}
+        for key, record in self._records.items():
+            if key.phase == phase:
+                of_kind = points.setdefault((key.kind, None if key.variant == EAGER else key.variant), [])
+                of_kind += [(one.number, float(f"{one.ms:.4g}")) for one in record.timed if one.ms is not None]
+        return tuple(
+            {"kind": kind, "candidate": candidate, "steps": [n for n, _ in found], "ms": [ms for _, ms in found]}
+            for (kind, candidate), unsorted in points.items()
+            if (found := sorted(unsorted))
+        )
 
     def baseline(self, phase: Phase) -> dict[Workload, tuple[float, ...]]:
         """Return the eager samples of a phase by workload, including those of an earlier run."""
-        return {**self._restored.get(phase, {}), **self.samples(phase, EAGER, "eager")}
+        return {**self._restored.get(phase, {}), **self._eager(phase)}
 
     def restore(self, phase: Phase, baseline: Mapping[Workload, Sequence[float]]) -> None:
         """Add the eager samples that `baseline` returned in an earlier run."""
         self._restored[phase] = {workload: tuple(samples) for workload, samples in baseline.items() if samples}
 
+    def _eager(self, phase: Phase) -> dict[Workload, tuple[float, ...]]:
+        windows = self.windows(phase, EAGER, "eager")
+        return {workload: tuple(itertools.chain(*of_workload)) for workload, of_workload in windows.items()}
+
     def _count_passed(self) -> None:
         """Count the steps of `passed`, which are of the same kind as the last step."""
-        if self.passed and self._last_key is not None:
-            self._numbers[self._last_key[0]] += self.passed
-            self._steps[self._last_key] += self.passed
-            self._untimed[self._last_key[0]][self._last_key, self._stages.get(self._last_key, "")] += self.passed
-            self._steady_steps += self.passed
+        if self.passed and self._last is not None:
+            key, record = self._last
+            self._numbers[key[0]] += self.passed
+            self._steps[key] += self.passed
+            self._since_compile[key[:2]] += self.passed
+            record.steps += self.passed
             self.passed = 0
 
     def _read(self, *, wait: bool) -> None:
-        while self._unread and (wait or self._unread[0].span.passed()):
-            self._keep(self._unread.popleft())
-
-    def _keep(self, step: _Step) -> None:
-        phase, variant, kind = step.key
-        ms = step.span.milliseconds()
-        candidate = None if variant == EAGER else variant
-        shown = "compiling" if step.compiling else kind
-        series = self._series[phase].setdefault((shown, candidate), StepSeries())
-        series.add(step.number, ms)
-        if step.compiling or kind != "eager":
-            self._saved[phase].add(ms, stage=step.stage, candidate=candidate, compiling=step.compiling)
-        if step.sample_of is not None:
-            by_workload = self._samples[step.key]
-            of_workload = by_workload.pop(step.sample_of, None) or deque(maxlen=MAX_SAMPLES)
-            of_workload.append(ms)
-            by_workload[step.sample_of] = of_workload  # inserted again, so that the latest workload is the last
-            if len(by_workload) > _MAX_WORKLOADS:
-                del by_workload[next(iter(by_workload))]
-
-
-def _most_frequent(samples: Mapping[Workload, tuple[float, ...]]) -> Workload | None:
-    """Return the workload with the most samples. If several have the same number, return the latest."""
-    return max(reversed(list(samples)), key=lambda workload: len(samples[workload]), default=None)
+        while self._unread and (wait or self._unread[0][1].span.passed()):
+            record, timed = self._unread.popleft()
+            timed.ms = timed.span.milliseconds()
+            record.ms += timed.ms

@@ -12,14 +12,14 @@ from typing import Any
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
-from compile_callbacks.config.tune import PhaseConfig, Tune
+from compile_callbacks.profiling.comparison import Comparison, median_ms, spread_ms
 from compile_callbacks.profiling.events import CompileEvent, EventKind, Result, Verdict
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.profiling.saved_time import Savings, net_series
-from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, speedup_interval, spread_ms
+from compile_callbacks.profiling.savings import Savings, net_series, savings
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
 from compile_callbacks.profiling.steps import StepKind
+from compile_callbacks.tuning.tune import PhaseConfig, Tune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +151,13 @@ class PhaseFacts:
 
     @cached_property
     def savings(self) -> Savings | None:
-        has_compiled = self.compile_seconds is not None
-        return self.timer.savings(self.phase, self._seconds_outside_steps) if has_compiled else None
+        if self.compile_seconds is None:
+            return None
+        return savings(self.timer, self.phase, self.candidate, self._seconds_outside_steps)
+
+    @cached_property
+    def comparison(self) -> Comparison | None:
+        return self.times.comparison
 
     @property
     def net_seconds(self) -> float | None:
@@ -168,10 +173,11 @@ class PhaseFacts:
             return None
         if self._config is not None and 2 * self.steps["eager"] > self.steps.total():
             return "not compiled"
-        verdict = compare(self.times)
-        if verdict == "faster" and self.net_seconds is not None and self.net_seconds <= 0:
-            return "compile time not repaid"
-        return verdict or ("too few samples" if self._config is not None and self.steps.total() else None)
+        if self.comparison is None:
+            return "too few samples" if self._config is not None and self.steps.total() else None
+        outcome = self.comparison.outcome
+        unpaid = outcome == "faster" and self.net_seconds is not None and self.net_seconds <= 0
+        return "compile time not repaid" if unpaid else outcome
 
     @property
     def speedup(self) -> float | None:
@@ -187,13 +193,3 @@ class PhaseFacts:
         if not (self.savings and self.series):
             return {}
         return net_series(self.series, self.savings.net_seconds, self._seconds_outside_steps)
-
-
-def compare(times: StepTimes) -> Verdict | None:
-    """Compare step times without the compile time. Return ``None`` if no compiled step was timed."""
-    if not times.compiled_ms:
-        return None
-    if min(len(times.eager_ms), len(times.compiled_ms)) < MIN_SAMPLES:
-        return "too few samples"
-    low, high = speedup_interval(times.eager_ms, times.compiled_ms)
-    return "faster" if low > 1 else "slower" if high < 1 else "no difference"

@@ -10,11 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import quantiles
 from typing import Any, NamedTuple
 
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
+from compile_callbacks.profiling.comparison import MIN_SAMPLES, Comparison
 from compile_callbacks.profiling.events import EVENT_KINDS
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.report.data import VERSION as REPORT_VERSION
@@ -37,9 +37,10 @@ _NUMBER = (int, float)
 _PHASE_FIELDS: dict[str, Any] = {"targets": list, "graphs": int, "graph_breaks": dict, "uncompared_graphs": int}
 _PHASE_FIELDS |= dict.fromkeys(_EVENTS, int) | dict.fromkeys(_MEASURED, _NUMBER)
 _FIELDS: dict[str, Any] = {"version": int, "call": str, "torch": str, "margin": _NUMBER} | dict.fromkeys(PHASES, dict)
-_MIN_SAMPLES = 5
-_NEEDED = f"memory needs a GPU, and a speedup {_MIN_SAMPLES} eager and {_MIN_SAMPLES} compiled steps of equal workload"
-_WARMUP_STEPS = 2  # of each kind of step, which the medians leave out too
+_NEEDED = (
+    f"memory needs a GPU, and a speedup {MIN_SAMPLES} eager and {MIN_SAMPLES} compiled steps of one workload that vary "
+    "little"
+)
 
 
 class ContractError(ValueError):
@@ -192,32 +193,20 @@ def _figures(data: Any) -> dict[str, _Measurement]:
     for name, why in (("peak_memory_mib", "a compiled step"), ("peak_memory_at_most_mib", "the process")):
         if details[name] is not None:
             add("peak_memory_mib", details[name], f"the highest peak of {why}")
-    steps = {kind: _step_ms(data, kind) for kind in ("eager", "compiled")}
+    low, high = details["speedup_interval"] or (1.0, 1.0)
     if (seconds := data["compile_seconds"]) is not None:
         compiles = sorted(_events(data, "kind", "compile"), key=lambda event: -event.get("seconds", 0))
         longest = ", ".join(f"{event['target']} {event.get('seconds', 0):.1f} s" for event in compiles[:3])
         # A single measurement. Other work on the machine can double it, or make it longer by as much as it did steps.
-        stretched = max([2.0, *(high / low for low, high in filter(None, steps.values()))])
-        add("compile_seconds", seconds, longest, low=seconds / stretched)
-    if (eager := steps["eager"]) and (compiled_ms := steps["compiled"]):
+        add("compile_seconds", seconds, longest, low=seconds / max(2.0, high / low))
+    if details["speedup_interval"]:
         medians = data["eager_step_ms"], data["compiled_step_ms"]
         slowing = _reasons(_events(data, "kind", "cudagraph_skip") + _events(data, "kind", "fallback"))
         reason = "eager {:.4g} ms, compiled {:.4g} ms".format(*medians) + (f"; {slowing}" if slowing else "")
-        add("speedup", medians[0] / medians[1], reason, eager[0] / compiled_ms[1], eager[1] / compiled_ms[0])
+        ratio = medians[0] / medians[1]
+        if Comparison(ratio, low, high).outcome != "not comparable":
+            add("speedup", ratio, reason, low, high)
     return figures
-
-
-def _step_ms(data: Any, kind: str) -> tuple[float, float] | None:
-    """Return the 10th and the 90th percentile of step times, or ``None`` if there are too few.
-
-    An interval of the median would be too short: other programs slow down many steps in a row.
-    """
-    series = [series for series in _of_chosen(data, data["diagnostics"]["series"]) if series["kind"] == kind]
-    times = [ms for entry in series for ms in entry["ms"][_WARMUP_STEPS:]]
-    if len(times) < _MIN_SAMPLES or data[f"{kind}_step_ms"] is None:
-        return None
-    deciles = quantiles(times, n=10, method="inclusive")
-    return deciles[0], deciles[8]
 
 
 def _events(data: Any, attribute: str, value: str) -> list[dict[str, Any]]:

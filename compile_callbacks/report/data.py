@@ -61,6 +61,10 @@ class PhaseDiagnostics(Figures):
     """Interquartile range of the eager step times, in milliseconds."""
     compiled_spread_ms: float | None = figure(lambda facts: facts.compiled_spread_ms)
     """Interquartile range of the compiled step times, in milliseconds."""
+    speedup_interval: tuple[float, ...] = figure(
+        lambda facts: (facts.comparison.low, facts.comparison.high) if facts.comparison else (), default=()
+    )
+    """The two ends of the 95% confidence interval of `eager_step_ms / compiled_step_ms`. Empty for too few samples."""
     eager_peak_memory_mib: float | None = figure(
         lambda facts: facts.memory.peak(facts.phase, EAGER).mib, "speed", partial(_peak, "eager_")
     )
@@ -109,8 +113,8 @@ class PhaseDiagnostics(Figures):
     the table."""
     series: tuple[dict[str, Any], ...] = figure(lambda facts: facts.series, default=())
     """Step times in order, as one mapping for each `kind` of step (`eager`, `compiled` or `compiling`) and
-    `candidate`: `steps` contains numbers of steps in the phase, and `ms` contains their times. A long run keeps random
-    steps."""
+    `candidate`: `steps` contains numbers of steps in the phase, and `ms` contains their times. A long run keeps
+    windows of ten steps, spread evenly over the run."""
     net_series: dict[str, Any] = figure(lambda facts: facts.net_series, default=dict)
     """The net seconds saved over the steps, computed from `series`: `steps` contains numbers of steps in the phase,
     and `seconds` contains the seconds saved until each of these steps."""
@@ -195,18 +199,20 @@ class PhaseReport(Figures):
     speedup: float | None = figure(
         lambda facts: facts.speedup, "speed", "{:.2f}x", scalar="step/PHASE/speedup", limit="least"
     )
-    """`eager_step_ms / compiled_step_ms`. `None` if there are fewer than five eager or five compiled samples, or if the
-    95% confidence interval of the ratio (bootstrap of the medians) contains 1."""
+    """`eager_step_ms / compiled_step_ms`. `None` if there are fewer than five eager or five compiled samples, if the
+    [95% confidence interval](#confidence-interval) of the ratio contains 1 or is too wide to help, or if the medians
+    differ by more than 20 times."""
     net_seconds_saved: float | None = figure(
         lambda facts: facts.savings and facts.savings.net_seconds,
         "speed",
         "{:.1f}",
         scalar="step/PHASE/net_seconds_saved",
     )
-    """The seconds that all steps since the baseline saved. Each step is compared with the mean eager step of its stage.
-    A step that compiles counts with its whole time, including verification and garbage collection. The import of the
-    compiler, about a second, counts in the phase that compiles first. `None` if the baseline has fewer than five
-    samples."""
+    """The seconds that all steps since the baseline saved. Each compiled step saves the share of its time by which the
+    two medians differ. Steps of a stage without eager steps save nothing. A step that compiles counts with its whole
+    time, including verification and garbage collection. The import of the compiler, about a second, counts in the phase
+    that compiles first. `None` if the baseline of the workload has fewer than five samples, or if the verdict is
+    `not comparable`."""
     break_even_steps: float | None = figure(
         lambda facts: facts.break_even_steps,
         "speed",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
-from compile_callbacks.config.tune import PhaseConfig
 from compile_callbacks.report.console import make_table, to_plain_text, to_text
 from compile_callbacks.report.data import PhaseReport, RunReport
 from compile_callbacks.report.figures import Data
+from compile_callbacks.tuning.tune import PhaseConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,8 +9,8 @@ from typing import Any
 
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.config.inductor_config import EAGER
+from compile_callbacks.profiling.comparison import MAX_FACTOR, MIN_SAMPLES
 from compile_callbacks.profiling.recompiles import short_reason
-from compile_callbacks.profiling.step_stats import MIN_SAMPLES
 from compile_callbacks.report.data import PhaseReport, RunReport
 
 MAX_VARIATION = 0.25
@@ -74,8 +74,15 @@ def _claim(report: PhaseReport) -> str:
             both = f"{_ms(eager_ms)} vs {_ms(compiled_ms)} ms, spread ±{_ms(spread / 2)}"
             if _is_unclear(report):
                 vary = f"step times vary too much ({both})"
-                return f"no clear difference{unlike}: {vary}, {compiling} spent compiling"
+                return f"no difference shown{unlike}: {vary}, {compiling} spent compiling"
             return f"no difference{unlike} ({both}), {compiling} spent compiling"
+        case "not comparable":
+            low, high = report.diagnostics.speedup_interval or (0, math.inf)
+            why = f"step times vary too much (the speedup may be {low:.2g} to {high:.2g})"
+            if max(eager_ms or 0, compiled_ms or 0) > MAX_FACTOR * min(eager_ms or 0, compiled_ms or 0):
+                why = "such a difference is a fault of the measurement, as when threads wait for each other"
+            advice = "measure again while no other program uses the machine; on a CPU, also set OMP_NUM_THREADS=1"
+            return f"no factor{unlike} ({times}): {why}; {advice}"
         case "too few samples" if eager_ms is None or compiled_ms is None:
             side = "eager" if eager_ms is None else "compiled"
             return f"too few samples: no {side} steps of the same workload to compare, {compiling} spent compiling"
@@ -136,7 +143,8 @@ def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     yield f"{recompiled} ({recompile['reason']}): {fix}" if recompile and fix else None
     doubtful = _is_noisy(report) or _is_unclear(report)
     again = f"measure {phase} again while no other program uses the machine"
-    yield again if doubtful and verdict in ("slower", "no difference") else None
+    doubted = ("slower", "no difference")
+    yield again if verdict == "not comparable" or (doubtful and verdict in doubted) else None
     yield f"{phase}_mode={EAGER!r} leaves the phase eager" if verdict == "slower" and not doubtful else None
     broken = _last_event(report, "graph_break")
     where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken and broken.get("file") else ""

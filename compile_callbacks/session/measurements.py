@@ -13,6 +13,7 @@ from torch import nn
 from compile_callbacks._utils.device import device_name
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks._utils.signatures import signature
+from compile_callbacks.profiling.comparison import is_too_noisy
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import StepTimer
@@ -55,7 +56,7 @@ class Measurements:
             step.workload = workload_of(loader, conditions, signature(batch))
             if step.first or step.compiling:
                 self._stage = None  # because the next step may differ
-        self.timer.stop(stage.phase, step)
+        self.timer.stop(stage.phase, step, loader)
         if self._device.type == "cuda":
             self.memory.stop(traced=step.traced)
 
@@ -85,12 +86,10 @@ class Measurements:
     def resume(self, state: Mapping[Any, Any]) -> dict[Phase, bool]:
         """Use the eager step times in an earlier `state_dict`. Return for each phase whether it has any."""
         times = state.get("baselines")
-        known: dict[Phase, bool] = {}
         for phase in PHASES:
             baseline = _baseline_from_data(times.get(phase) if isinstance(times, Mapping) else None)
-            self.timer.restore(phase, baseline)
-            known[phase] = bool(baseline)
-        return known
+            self.timer.restore(phase, {w: ms for w, ms in baseline.items() if not is_too_noisy(ms)})
+        return {phase: bool(self.timer.baseline(phase)) for phase in PHASES}
 
 
 def _baseline_from_data(data: Any) -> dict[Workload, tuple[float, ...]]:

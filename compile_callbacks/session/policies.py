@@ -11,7 +11,6 @@ import torch
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.cache.folder import ModelRecord, conditions
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.tune import Tune
 from compile_callbacks.config.variant import EAGER_VARIANT, Variant
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
@@ -21,6 +20,7 @@ from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.targets.repeated import REPEATED
 from compile_callbacks.tuning.ranks import Ranks
 from compile_callbacks.tuning.trial import Trial
+from compile_callbacks.tuning.tune import Tune
 from compile_callbacks.tuning.tuning_policy import TuningPolicy
 
 
@@ -155,15 +155,10 @@ class Policies:
             ranks=self._ranks.size,
         )
         no_freezing = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph" if self._shares else None
-        no_cudagraphs = None if device.type == "cuda" else "the module is not on a GPU"
+        on_gpu = device.type == "cuda"
+        no_cudagraphs = WEIGHTS_ARE_SHARDED if sharded else None if on_gpu else "the module is not on a GPU"
         for tuning in self._tunings.values():
-            tuning.begin(
-                device,
-                known,
-                no_freezing=no_freezing,
-                no_cudagraphs=WEIGHTS_ARE_SHARDED if sharded else no_cudagraphs,
-                winners=record,
-            )
+            tuning.begin(device, known, record, no_freezing=no_freezing, no_cudagraphs=no_cudagraphs)
 
     def plan(self, phase: Phase, remaining_steps: float) -> None:
         """Plan the policies of a phase for its remaining steps, which are ``math.inf`` if unknown."""
@@ -200,14 +195,14 @@ class Policies:
     def chosen(self, phase: Phase) -> Variant:
         """Return the variant of a phase after the baseline, or eager while a `Tune` has not chosen a candidate."""
         tuning = self._tunings.get(phase)
-        return self._fixed[phase].variant if tuning is None else tuning.chosen
+        return self._fixed[phase].variant if tuning is None else tuning.chosen or EAGER_VARIANT
 
     def in_play(self, phase: Phase) -> InPlay:
         """Return the variants of a phase that may still run."""
         tuning = self._tunings.get(phase)
         if tuning is None:
             return InPlay(frozenset({self._fixed[phase].variant.name}), on_trial=False)
-        return InPlay(tuning.in_play, on_trial=not tuning.is_decided)
+        return InPlay(tuning.in_play, on_trial=tuning.chosen is None)
 
     def trials(self, phase: Phase) -> list[Trial]:
         """Return the candidates of a `Tune` with their results so far."""

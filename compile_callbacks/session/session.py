@@ -318,11 +318,12 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Return the report, the eager step times and the observed shapes as plain data for a checkpoint."""
         state = {"version": STATE_VERSION, "report": self.report().to_dict(), "shapes": self._observed.state()}
-        return state | self._measurements.state_dict()
+        return state | {"baseline_steps": self._arguments.baseline_steps} | self._measurements.state_dict()
 
     def resume(self, state: object) -> None:
         """Continue from the `state_dict` of an earlier run. On the same device, keep its eager step times.
 
+        If the user has changed ``baseline_steps``, or if these times vary too much, this run measures the baseline.
         The method ignores a state of another version, and parts that are missing, unknown or of a wrong type.
         """
         data = state if isinstance(state, Mapping) and state.get("version") == STATE_VERSION else {}
@@ -330,7 +331,8 @@ class Session:
             self._before = CompileReport.from_dict({**report, "before": None})
         self._observed.restore(data.get("shapes"))
         same_device = data.get("device") == self._measurements.device_name()
-        if all(self._ranks.gather(same_device)):
+        same_baseline = self._arguments.baseline_steps in (0, data.get("baseline_steps"))
+        if all(self._ranks.gather(same_device and same_baseline)):
             self._policies.resume(self._measurements.resume(data))
 
     # ------------------------------------------------------------------------------------------ parts of the above

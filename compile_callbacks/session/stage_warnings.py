@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from compile_callbacks._utils.errors import WarnOnce
@@ -11,15 +13,15 @@ from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.variant import Variant
+from compile_callbacks.profiling.comparison import compare, median_ms
 from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent, CompileKey, EventKind
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.profiling.step_stats import MIN_SAMPLES, median_ms, spread_ms
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 
-RECENT_SAMPLES = 20
-"""The number of the latest compiled step times that are compared with the eager step times."""
+RECENT_WINDOWS = 3
+"""The number of the latest windows of compiled steps that are compared with the eager steps."""
 
 LEAST_SHARE = 0.2
 """The share of a target's weights that its graphs must use. With a smaller share, most of it may run eagerly."""
@@ -106,18 +108,18 @@ class SessionWarnings:
                 self._warn.warn("CC102", message, about=target.name)
 
     def check_step_times(self, phase: Phase, variant: Variant) -> None:
-        """Warn if the latest compiled steps are slower than eager steps of the same workload, beyond the spread."""
+        """Warn if the latest compiled steps are slower than eager steps of the same workload."""
         slower: list[tuple[float, str]] = []
         all_eager = self._timer.baseline(phase)
         kind = self._timer.times(phase, variant.name).kind
-        all_compiled = self._timer.samples(phase, variant.name, kind)
+        all_compiled = self._timer.windows(phase, variant.name, kind)
         for workload in all_eager.keys() & all_compiled.keys():
-            eager, latest = all_eager[workload], all_compiled[workload][-RECENT_SAMPLES:]
-            if min(len(eager), len(latest)) < MIN_SAMPLES:
-                continue
-            eager_ms, latest_ms = median_ms(eager) or 0, median_ms(latest) or 0
-            if latest_ms - eager_ms > max(spread_ms(eager) or 0, spread_ms(latest) or 0):
-                figures = f"{latest_ms:.2f} ms in the last {len(latest)}, eager {eager_ms:.2f} ms"
+            eager, latest = all_eager[workload], all_compiled[workload][-RECENT_WINDOWS:]
+            comparison = compare([eager], latest)
+            if comparison is not None and comparison.outcome == "slower":
+                samples = list(itertools.chain(*latest))
+                eager_ms, latest_ms = median_ms(eager) or 0.0, median_ms(samples) or 0.0
+                figures = f"{latest_ms:.2f} ms in the last {len(samples)}, eager {eager_ms:.2f} ms"
                 slower.append((latest_ms - eager_ms, figures))
         if not slower:
             return

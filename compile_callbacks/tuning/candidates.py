@@ -9,11 +9,9 @@ import torch
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.tune import Tune
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.tuning.trial import Trial
-
-_AUTOTUNE_COST = 8.0  # the factor by which a compile takes longer if Inductor benchmarks kernels
+from compile_callbacks.tuning.tune import Tune
 
 
 def candidates_of(
@@ -36,8 +34,7 @@ def candidates_of(
         names.append(name)
         if (count := names.count(name)) > 1:  # two candidates may have different passes of the same class
             name = f"{name} ({count})"
-        autotunes = config.resolved_options().get("max_autotune")
-        trial = Trial(Variant(config, name), compile_cost=_AUTOTUNE_COST if autotunes else 1.0)
+        trial = Trial(Variant(config, name))
         if config.uses_cudagraphs and no_cudagraphs:
             trial.decide("not tried", f"it asks for CUDA graphs, but {no_cudagraphs}")
         elif config.freezes and phase == "infer" and no_freezing:

@@ -1,7 +1,7 @@
 """`Tuner`: decides which candidate of a `Tune` runs next, and which candidate wins, for a `TuningPolicy`.
 
-Eager and each candidate run one block of steps in turn. Then eager and the fastest candidate run one more block each,
-and only these two blocks decide. The tuner uses no clock and no random numbers.
+Eager and each candidate run one block of steps in turn. Then eager and the fastest candidate run one more block each.
+The tuner uses no clock and no random numbers.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ import math
 from collections.abc import Sequence
 
 from compile_callbacks.config.inductor_config import EAGER
-from compile_callbacks.config.tune import AUTO, LEAST_SAMPLES, Tune
 from compile_callbacks.config.variant import EAGER_VARIANT
-from compile_callbacks.profiling.step_stats import StepStats
+from compile_callbacks.profiling.comparison import MIN_SAMPLES, compare
 from compile_callbacks.tuning.trial import Block, Trial
+from compile_callbacks.tuning.tune import AUTO, Tune
+
+LEVEL = 0.99
+"""The confidence level of the comparison with eager. It is stricter than in the report, because a `Tune` compares each
+candidate with eager, and one false result of them is enough for a wrong choice."""
 
 # Rough values, which only prevent a compile that a short run cannot amortize.
 _FIRST_COMPILE_SECONDS = {"cuda": 10.0, "cpu": 4.0}  # the compile time of a small network, until one is measured
+_AUTOTUNE_COST = 8.0  # the factor by which a compile takes longer if Inductor benchmarks kernels
 _PLAUSIBLE_SPEEDUP = {"cuda": 5.0, "cpu": 2.0}  # the highest expected speedup over eager
 _FURTHER_SPEEDUP = 1.25  # the highest expected speedup over the best candidate so far
 
@@ -37,18 +42,12 @@ class Tuner:
         self._eager = self.trials[EAGER]
         self._turns = [self._eager]
         self._finalist: Trial | None = None
-        self._short_block: Sequence[float] | None = None  # a block with too few samples, which runs once more
         self._budget_left = math.inf if tune.budget_seconds is None else tune.budget_seconds
 
     @property
-    def started(self) -> bool:
-        """Whether the candidates are known."""
-        return len(self.trials) > 1
-
-    @property
-    def first_block_is_over(self) -> bool:
-        """Whether eager was measured, so that the candidates can start."""
-        return not self._turns
+    def needs_candidates(self) -> bool:
+        """Whether eager was measured, so that the candidates can `start`."""
+        return not self._turns and self.winner is None
 
     @property
     def candidate(self) -> str:
@@ -86,23 +85,17 @@ class Tuner:
         self.steps_left -= block.steps
         if trial is not self._eager:
             trial.compile_seconds = block.compile_seconds
-        milliseconds = [*(self._short_block or ()), *block.milliseconds]
-        is_short = len(milliseconds) < LEAST_SAMPLES and block.problem is None and self._budget_left > 0
-        if is_short and self._short_block is None:
-            self._short_block = milliseconds
-            return
-        self._short_block = None
-        trial.blocks.append(milliseconds)
+        trial.blocks.append(block.milliseconds)
         self._turns.pop(0)
         if block.problem is not None:
             trial.decide(*block.problem)
-        if not self.started:
+        if len(self.trials) == 1:
             return
         if self._budget_left > 0:
             self._next_turn()
         else:
             self.complete = False
-            self._choose_fastest(f"budget_seconds={self._tune.budget_seconds:g} was used up")
+            self._choose_if_clear(self._fastest(), f"budget_seconds={self._tune.budget_seconds:g} was used up")
 
     def adopt(self, name: str, reason: str) -> None:
         """Choose a candidate that won in an earlier run or on another rank."""
@@ -124,21 +117,19 @@ class Tuner:
             self.complete = False
         if self._turns:
             return
-        if self._finalist is not None:
-            self._confirm(self._finalist)
-        elif (finalist := self._fastest()) is not None:
+        if self._finalist is None and (finalist := self._fastest()) is not None:
             self._finalist, self._turns = finalist, [self._eager, finalist]
         else:
-            self._choose(self._eager)
+            self._choose_if_clear(self._finalist)
 
     def _why_not_compiled(self, trial: Trial) -> str | None:
         """Return the reason why a candidate is not worth its compile time, or ``None`` if it may be."""
-        if self._eager.stats is None:
+        eager_ms = self._eager.median_ms
+        if eager_ms is None:
             return None
-        eager_ms = self._eager.stats.median_ms
-        best_ms = min(stats.median_ms for other in (self._eager, *self._undecided()) if (stats := other.stats))
-        costs = [t.compile_seconds / t.compile_cost for t in self.trials.values() if t.compile_seconds]
-        seconds = max(costs, default=_FIRST_COMPILE_SECONDS[self._device_type]) * trial.compile_cost
+        best_ms = min([eager_ms, *(ms for other in self._undecided() if (ms := other.median_ms))])
+        costs = [other.compile_seconds / _cost(other) for other in self.trials.values() if other.compile_seconds]
+        seconds = max(costs, default=_FIRST_COMPILE_SECONDS[self._device_type]) * _cost(trial)
         if costs and seconds > self._budget_left:
             left = f"{self._budget_left:.1f} s of budget_seconds are left"
             return f"compiling takes about {seconds:.0f} s, and {left}"
@@ -159,33 +150,28 @@ class Tuner:
         for trial in self._undecided():
             if not trial.blocks:
                 continue
-            if (samples := min(trial.samples, self._eager.samples)) < LEAST_SAMPLES:
+            if (samples := min(len(trial.samples), len(self._eager.samples))) < MIN_SAMPLES:
                 trial.decide("not compared", f"only {samples} steps can be compared")
             elif not self._is_faster(trial):
                 trial.decide("not faster", self._speedup(trial))
-        measured = [(stats.median_ms, trial) for trial in self._undecided() if (stats := trial.stats)]
+        measured = [(ms, trial) for trial in self._undecided() if (ms := trial.median_ms)]
         return min(measured, key=lambda pair: pair[0])[1] if measured else None
 
-    def _confirm(self, finalist: Trial) -> None:
-        """Choose the finalist if it is faster than eager by more than noise in the last blocks. Else, choose eager."""
-        if finalist.verdict == "undecided" and self._is_clear(finalist.last_stats, self._eager.last_stats):
-            self._choose(finalist)
-            return
-        for trial in self._undecided():
-            trial.decide("not faster", f"{self._speedup(trial)}, which is within noise")
-        self._choose(self._eager)
+    def _choose_if_clear(self, fastest: Trial | None, reason: str | None = None) -> None:
+        """Choose a candidate if it is faster than eager by ``min_speedup`` and by more than noise. Else, choose eager.
 
-    def _choose_fastest(self, reason: str) -> None:
-        """Choose the fastest candidate so far, or eager."""
-        fastest = self._fastest()
-        is_clear = fastest is not None and self._is_clear(fastest.stats, self._eager.stats)
+        Each block is a window of `compare`, so a disturbance of one block decides nothing.
+        """
+        found = None
+        if fastest is not None and fastest.verdict == "undecided":
+            found = compare(self._eager.blocks, fastest.blocks, LEVEL)
+        is_clear = found is not None and found.low > self._tune.min_speedup
         for trial in self._undecided():
             if not trial.blocks:
                 trial.decide("not tried", reason)
             elif not is_clear:
                 trial.decide("not faster", f"{self._speedup(trial)}, which is within noise")
-        fastest = fastest if is_clear else None
-        self._choose(fastest or self._eager, reason)
+        self._choose(fastest if fastest is not None and is_clear else self._eager, reason)
 
     def _choose(self, winner: Trial, reason: str | None = None) -> None:
         self.winner = winner.candidate
@@ -193,17 +179,16 @@ class Tuner:
             trial.decide(*(("beaten",) if trial.blocks else ("not tried", f"{winner.candidate} was chosen before")))
         winner.decide("chosen", reason)
 
-    def _is_clear(self, fast: StepStats | None, slow: StepStats | None) -> bool:
-        """Return whether one median is below another one by ``min_speedup`` and by more than noise."""
-        return fast is not None and slow is not None and fast.clearly_below(slow, self._tune.min_speedup)
-
     def _is_faster(self, trial: Trial) -> bool:
         """Return whether the median is below eager's median by ``min_speedup``. This ignores noise."""
-        stats, eager = trial.stats, self._eager.stats
-        return stats is not None and eager is not None and stats.median_ms * self._tune.min_speedup < eager.median_ms
+        ms, eager_ms = trial.median_ms, self._eager.median_ms
+        return ms is not None and eager_ms is not None and ms * self._tune.min_speedup < eager_ms
 
     def _speedup(self, trial: Trial) -> str:
-        stats, eager = trial.stats, self._eager.stats
-        assert stats is not None
-        assert eager is not None
-        return f"{eager.median_ms / stats.median_ms:.2f} times as fast as eager"
+        return f"{(self._eager.median_ms or 0.0) / (trial.median_ms or math.inf):.2f} times as fast as eager"
+
+
+def _cost(trial: Trial) -> float:
+    """Return the expected compile time, divided by the compile time of the default mode."""
+    config = trial.variant.config
+    return _AUTOTUNE_COST if config is not None and config.resolved_options().get("max_autotune") else 1.0

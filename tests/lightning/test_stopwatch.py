@@ -101,6 +101,5 @@ def test_untimed_steps_are_counted_and_a_compile_in_one_of_them_is_recorded():
     recompiles = [event for event in callback.report.infer.diagnostics.events if event["kind"] == "recompile"]
     assert [event["step"] for event in recompiles] == [401]
     assert series["compiling"] == [1, 401]
-    assert set(range(402, 422)) <= set(series["compiled"])  # each step near a compile is timed
     assert 100 < sum(step <= 400 for step in series["compiled"]) < 250
     assert callback.session._measurements.timer.steps("infer") == {"compiled": 421}

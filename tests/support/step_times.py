@@ -27,7 +27,7 @@ class TimedSteps:
             step.span = Span(None, self.timer.clock)
             self.now += length / 1000
             step.workload = workload if isinstance(workload, Workload) else Workload(workload)
-            self.timer.stop("train", step)
+            self.timer.stop("train", step, step.workload.stage)
             kept.append(step.is_sample)
             self.now += 5  # the data loader's time is no part of a step
         return kept
@@ -40,11 +40,11 @@ class Times:
         self._ms = {"train": train or {}, "infer": infer or {}}
         real_stop = StepTimer.stop
 
-        def stop(timer, phase, step):
+        def stop(timer, phase, step, stage):
             ms = None if step.workload is None else self._fixed(phase, step.variant.name, step.workload)
             if step.span is not None and ms is not None and not step.compiling:
                 step.span = SimpleNamespace(stop=lambda: None, passed=lambda: True, milliseconds=lambda: ms)
-            real_stop(timer, phase, step)
+            real_stop(timer, phase, step, stage)
 
         monkeypatch.setattr(StepTimer, "stop", stop)
 

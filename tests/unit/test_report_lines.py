@@ -106,7 +106,7 @@ def test_medians_that_are_not_close_are_not_called_equal():
         "no difference (21.7 vs 20.6 ms, spread ±1.40), 20 s spent compiling"
     )
     assert line("no difference", 17.1, 83.1, (1.0, 99.6)) == (
-        "no clear difference: step times vary too much (17.1 vs 83.1 ms, spread ±49.8), 20 s spent compiling"
+        "no difference shown: step times vary too much (17.1 vs 83.1 ms, spread ±49.8), 20 s spent compiling"
     )
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune
-from compile_callbacks.config.tune import as_phase_config
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.tuning.candidates import auto_candidates
 from compile_callbacks.tuning.trial import Block, Trial, compared_workload
+from compile_callbacks.tuning.tune import as_phase_config
 from compile_callbacks.tuning.tuner import Tuner
 
 
@@ -64,7 +64,7 @@ class Machine:
             if tuner.winner is not None:
                 break
             tuner.block_ends(self.block(tuner.candidate, tuner._tune.steps))
-            if not tuner.started:
+            if tuner.needs_candidates:
                 tuner.start([Trial(Variant(None, name)) for name in names if name in self.mean_ms])
         return tuner.winner
 
@@ -157,16 +157,13 @@ def test_the_usual_workload_is_compared_or_all_shapes_if_none_is_usual():
     assert compared_workload(sizes) == Workload("train", "", ())
 
 
-def test_a_block_with_too_few_comparable_steps_runs_once_more():
+def test_a_candidate_with_too_few_comparable_steps_is_not_compared():
     tuner = tuner_of()
-    tuner.block_ends(Block([10.0] * 4, 1.0, steps=8))
-    assert tuner.candidate == "eager"
-    tuner.block_ends(Block([10.0] * 4, 1.0, steps=8))
+    tuner.block_ends(Block([10.0] * 10, 1.0, steps=13))
     tuner.start([Trial(Variant(None, "a"))])
-    for _ in range(2):
-        assert tuner.candidate == "a"
-        tuner.block_ends(Block([5.0], 1.0, steps=8))
-    assert (tuner.winner, reason(tuner, "a")) == ("eager", "only 2 steps can be compared")
+    tuner.block_ends(Block([5.0] * 4, 1.0, steps=13))
+    assert (tuner.winner, reason(tuner, "a")) == ("eager", "only 4 steps can be compared")
+    assert not tuner.worth_keeping
 
 
 def test_auto_has_dynamic_candidates_if_shapes_vary():

@@ -12,9 +12,7 @@ from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments
 from compile_callbacks._utils.messages import check_fields, check_type, part_of
 from compile_callbacks.config.inductor_config import EAGER, InductorConfig, Mode, as_config
-
-LEAST_SAMPLES = 5
-"""The minimum number of step times for a median. A median of fewer step times proves nothing."""
+from compile_callbacks.profiling.comparison import MIN_SAMPLES
 
 AUTO = "auto"
 """The mode, and the value of ``candidates``, for which the library chooses candidates by device, phase and run."""
@@ -61,8 +59,8 @@ class Tune:
         check_type("min_speedup", self.min_speedup, (int, float), "a number")
         check_type("budget_seconds", self.budget_seconds, (int, float, type(None)), "a number or None")
         message = ""
-        if self.steps < LEAST_SAMPLES:
-            message = f"steps={self.steps!r} must be {LEAST_SAMPLES} or more: fewer samples prove nothing"
+        if self.steps < MIN_SAMPLES:
+            message = f"steps={self.steps!r} must be {MIN_SAMPLES} or more: fewer samples prove nothing"
         elif self.budget_seconds is not None and not 0 < self.budget_seconds < math.inf:
             message = f"budget_seconds={self.budget_seconds!r} must be positive and finite, or None"
         elif not 1 <= self.min_speedup < math.inf:

@@ -1,0 +1,145 @@
+"""The only rule for "faster" and "slower": `compare`. The report, `Tune`, CC501, contracts and benchmarks use it.
+
+Imports only the standard library, and uses no random numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+MIN_SAMPLES = 5
+"""The minimum number of eager and of compiled samples for a comparison, and of the samples in a window."""
+
+MAX_WIDTH = 4.0
+"""An interval whose upper end is more than this many times its lower end is too wide to help."""
+
+MAX_FACTOR = 20.0
+"""Medians that differ by a larger factor show a fault of the measurement, such as threads that wait for each other."""
+
+_LEVEL = 0.95
+
+_WINDOW_MARGIN = 1.1
+"""The factor of the largest deviation of a window from the median. The eager steps may be in the same disturbance as a
+compiled window, where noise alone would make them the slower window of the two in half of the cases."""
+
+_MIN_TREND_WINDOWS = 5
+
+Outcome = Literal["faster", "slower", "no difference", "not comparable"]
+
+
+class Comparison(NamedTuple):
+    """The ratio of the eager median to the compiled median, and its confidence interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def outcome(self) -> Outcome:
+        """The claim that the interval supports. Without such a claim, there is no factor either."""
+        if self.high > MAX_WIDTH * self.low or not 1 / MAX_FACTOR <= self.ratio <= MAX_FACTOR:
+            return "not comparable"
+        return "faster" if self.low > 1 else "slower" if self.high < 1 else "no difference"
+
+
+def compare(
+    eager: Sequence[Sequence[float]], compiled: Sequence[Sequence[float]], level: float = _LEVEL
+) -> Comparison | None:
+    """Compare the medians of eager and compiled step times. Return ``None`` if there are too few samples.
+
+    Args:
+        eager: The eager step times in windows. A window contains the times of steps that ran after each other. The
+            windows are in order, and the eager baseline is one window.
+        compiled: The compiled step times in windows.
+        level: The confidence level of the interval.
+
+    The interval contains three intervals, because three things change the time of a step:
+
+    - Noise of single steps: the confidence interval for a ratio of medians of Bonett and Price (Confidence Intervals
+      for Ratios of Means and Medians, Journal of Educational and Behavioral Statistics 45, 2020).
+    - Disturbances that last for many steps, such as another program. The eager steps are one short window of the run,
+      and may be as slow as the slowest compiled window. So the interval contains the ratio of each eager window to each
+      compiled window. This is a distribution-free prediction interval (Hahn and Meeker, Statistical Intervals, 1991).
+    - Drift, such as a processor that becomes warm: a linear regression of the compiled windows gives the median at the
+      time of the eager steps, before the first compiled window.
+
+    Example::
+
+        >>> compare([[4.0] * 5], [[2.0] * 5])
+        Comparison(ratio=2.0, low=2.0, high=2.0)
+    """
+    if min(sum(map(len, windows)) for windows in (eager, compiled)) < MIN_SAMPLES:
+        return None
+    ours, theirs = _Side(compiled), _Side(eager)
+    center = theirs.median - ours.median
+    noise = _quantile((1 + level) / 2) * math.hypot(ours.error, theirs.error)
+    below = max(noise, _WINDOW_MARGIN * (max(ours.deviations) - min(theirs.deviations)), noise + ours.trend)
+    above = max(noise, _WINDOW_MARGIN * (max(theirs.deviations) - min(ours.deviations)), noise - ours.trend)
+    return Comparison(math.exp(center), math.exp(center - below), math.exp(center + above))
+
+
+def is_too_noisy(samples_ms: Sequence[float]) -> bool:
+    """Return whether no comparison with these steps of one side can give a factor."""
+    comparison = compare([samples_ms], [samples_ms])
+    return comparison is not None and comparison.outcome == "not comparable"
+
+
+class _Side:
+    """The logarithms of the step times of one side."""
+
+    def __init__(self, windows: Sequence[Sequence[float]]) -> None:
+        chunks: list[list[float]] = []
+        for window in windows:
+            if chunks and len(chunks[-1]) < MIN_SAMPLES:  # steps of one shape may be few in each window
+                chunks[-1] += window
+            else:
+                chunks.append(list(window))
+        samples = sorted(itertools.chain(*chunks))
+        self.logs = [math.log(ms) for ms in samples]
+        self.median = math.log(statistics.median(samples))
+        medians = [math.log(statistics.median(chunk)) for chunk in chunks if len(chunk) >= MIN_SAMPLES]
+        self.deviations = [median - self.median for median in medians]
+
+    @property
+    def error(self) -> float:
+        """The standard error of the median (Price and Bonett, J. Statist. Comput. Simul. 68, 2001)."""
+        rank, width = _ranks(len(self.logs))
+        return (self.logs[-rank] - self.logs[rank - 1]) / width
+
+    @property
+    def trend(self) -> float:
+        """The deviation before the first window by a linear regression, or 0 for too few windows."""
+        if len(self.deviations) < _MIN_TREND_WINDOWS:
+            return 0.0
+        return statistics.linear_regression(range(1, len(self.deviations) + 1), self.deviations).intercept
+
+
+@functools.lru_cache
+def _ranks(count: int) -> tuple[int, float]:
+    """Return the rank of two order statistics from both ends, and their distance in standard errors of the median."""
+    rank = max(1, round((count + 1) / 2 - math.sqrt(count)))
+    outside = sum(math.comb(count, below) for below in range(rank)) / 2**count
+    return rank, 2 * _quantile(1 - outside)
+
+
+@functools.lru_cache
+def _quantile(probability: float) -> float:
+    return statistics.NormalDist().inv_cdf(probability)
+
+
+def median_ms(samples: Sequence[float]) -> float | None:
+    """Return the median, or ``None`` if there are no samples."""
+    return statistics.median(samples) if samples else None
+
+
+def spread_ms(samples: Sequence[float]) -> float | None:
+    """Return the interquartile range, which contains half of the samples, or ``None`` for fewer than four samples."""
+    if len(samples) < 4:
+        return None
+    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return third - first

@@ -1,0 +1,96 @@
+"""`savings` and `net_series`: the time that compiling saved so far, from the medians and the numbers of steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.profiling.comparison import MIN_SAMPLES
+from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
+from compile_callbacks.profiling.workload import Workload
+
+
+class Savings(NamedTuple):
+    """The time that compiling saved."""
+
+    net_seconds: float  # the time saved by all steps, including steps in which torch compiled
+    break_even_steps: float  # the compiled steps after which the net is positive; infinite if steps save no time
+
+
+def savings(timer: StepTimer, phase: Phase, variant: str | None = None, other_seconds: float = 0.0) -> Savings | None:
+    """Return the time that compiled steps saved, or ``None`` if there is no factor between eager and compiled steps.
+
+    Each compiled step saves the same share of its time: the share by which the medians of `StepTimer.times` differ. So
+    the speedup, the net seconds and the break-even have the same sign. In a stage without eager steps, only the steps
+    in which torch compiled count. The break-even is about steps of ``variant``. The time that steps of other candidates
+    of a `Tune` lost is a cost, like ``other_seconds``.
+    """
+    reported = timer.times(phase, variant)
+    if len(reported.eager_ms) < MIN_SAMPLES or (reported.windows and _saved_share(reported) is None):
+        return None
+    eager_ms = _typical_ms({workload: (ms,) for workload, ms in timer.baseline(phase).items()})
+    cost_ms, saved_ms, count = other_seconds * 1000, 0.0, 0
+    for key, steps, ms in timer.totals(phase):
+        if key.kind == "compiling":
+            cost_ms += ms - steps * eager_ms.get(key.stage, 0.0)
+        elif key.kind != "eager" and key.stage in eager_ms:
+            compiled_ms = _typical_ms(timer.windows(phase, key.variant, key.kind)).get(key.stage, 0.0)
+            share = _saved_share(timer.times(phase, key.variant, key.kind)) or 0.0
+            if (key.variant, key.kind) == (variant, reported.kind):
+                saved_ms, count = saved_ms + steps * compiled_ms * share, count + steps
+            else:
+                cost_ms -= steps * compiled_ms * share
+    break_even_steps = max(0.0, cost_ms * count / saved_ms) if saved_ms > 0 else math.inf
+    return Savings((saved_ms - cost_ms) / 1000, break_even_steps)
+
+
+def _saved_share(times: StepTimes) -> float | None:
+    """Return the saved time of a compiled step divided by its time, or ``None`` if the steps cannot be compared."""
+    comparison = times.comparison
+    if (
+        not times.windows
+        or len(times.eager_ms) < MIN_SAMPLES
+        or (comparison and comparison.outcome == "not comparable")
+    ):
+        return None
+    return statistics.median(times.eager_ms) / statistics.median(times.compiled_ms) - 1
+
+
+def _typical_ms(samples: Mapping[Workload, Sequence[Sequence[float]]]) -> dict[str, float]:
+    """Return the mean over the steps of each stage, in which each step counts with the median of its workload."""
+    of_stage: defaultdict[str, list[float]] = defaultdict(list)
+    for workload, windows in samples.items():
+        ms = list(itertools.chain(*windows))
+        of_stage[workload.stage] += [statistics.median(ms)] * len(ms)
+    return {stage: statistics.fmean(ms) for stage, ms in of_stage.items()}
+
+
+def net_series(series: Sequence[Mapping[str, Any]], net_seconds: float, other_seconds: float) -> dict[str, Any]:
+    """Return numbers of steps in a phase, and the net seconds saved after them, from `StepTimer.series`.
+
+    A series of a long run does not contain each step. A step that it does not contain counts with the time of the next
+    step of the series. All steps are compared with the eager time with which the curve ends at ``net_seconds``.
+    """
+    points = sorted((step, ms, of["kind"]) for of in series for step, ms in zip(of["steps"], of["ms"], strict=True))
+    counted, last, missing = list[tuple[int, float, int]](), 0, 0
+    for step, ms, kind in points:
+        missing, last = missing + step - last - 1, step
+        if kind == "eager":
+            missing = 0
+        elif kind == "compiling":
+            counted.append((step, ms, 1))
+        else:
+            counted.append((step, ms, missing + 1))
+            missing = 0
+    total_ms = sum(ms * steps for _, ms, steps in counted)
+    eager_ms = ((net_seconds + other_seconds) * 1000 + total_ms) / max(1, sum(steps for *_, steps in counted))
+    saved_ms, seconds = -other_seconds * 1000, []
+    for _, ms, steps in counted:
+        saved_ms += steps * (eager_ms - ms)
+        seconds.append(float(f"{saved_ms / 1000:.4g}"))
+    return {"steps": [step for step, *_ in counted], "seconds": seconds}
