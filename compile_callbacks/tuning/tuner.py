@@ -1,7 +1,7 @@
 """`Tuner`: decides which candidate of a `Tune` runs next, and which candidate wins, for a `TuningPolicy`.
 
-Eager and each candidate run one block of steps in turn. Then eager and the fastest candidate run one more block each.
-The tuner uses no clock and no random numbers.
+Eager and each candidate run one block of steps in turn, or two if too few steps of the block can be compared. Then eager
+and the fastest candidate run one more block each. The tuner uses no clock and no random numbers.
 """
 
 from __future__ import annotations
@@ -86,6 +86,9 @@ class Tuner:
         if trial is not self._eager:
             trial.compile_seconds = block.compile_seconds
         trial.blocks.append(block.milliseconds)
+        is_short = len(trial.samples) < MIN_SAMPLES and len(trial.blocks) == 1 and block.problem is None
+        if is_short and self._budget_left > 0:  # runs once more, because too few of its steps can be compared
+            return
         self._turns.pop(0)
         if block.problem is not None:
             trial.decide(*block.problem)

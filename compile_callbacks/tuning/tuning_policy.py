@@ -43,8 +43,9 @@ class TuningPolicy:
     ) -> None:
         self._phase, self._tune, self._recorder, self._ranks = phase, tune, recorder, ranks
         self._print_line = print_line
-        # One step compiles. The number is fixed, so that a block ends at the same step on all ranks.
-        self._steps_per_block = 1 + WARMUP_STEPS + tune.steps
+        # One step compiles, and the next may record a CUDA graph. The number is fixed, so that a block ends at the same
+        # step on all ranks.
+        self._steps_per_block = 2 + WARMUP_STEPS + tune.steps
         self._tuner = Tuner(tune)
 
     # ------------------------------------------------------------------------------------------ a run

@@ -46,6 +46,7 @@ def test_a_logger_that_raises_is_warned_about_once_and_costs_the_others_nothing(
 
 def test_scalars_are_logged_within_an_epoch_without_synchronizing(monkeypatch):
     logger, waits = RecordingLogger(), []
+    Times(monkeypatch, train={"eager": 10, None: 5})
     monkeypatch.setattr(StepTimer, "synchronize", lambda timer: waits.append(run.global_step))
     callback = InductorCompile("default", None, baseline_steps=6, verify="off")
     run = trainer(callback, logger=logger, log_every_n_steps=4)

@@ -157,11 +157,15 @@ def test_the_usual_workload_is_compared_or_all_shapes_if_none_is_usual():
     assert compared_workload(sizes) == Workload("train", "", ())
 
 
-def test_a_candidate_with_too_few_comparable_steps_is_not_compared():
+def test_a_block_with_too_few_comparable_steps_runs_once_more():
     tuner = tuner_of()
-    tuner.block_ends(Block([10.0] * 10, 1.0, steps=13))
+    tuner.block_ends(Block([10.0] * 4, 1.0, steps=13))
+    assert tuner.candidate == "eager"
+    tuner.block_ends(Block([10.0] * 4, 1.0, steps=13))
     tuner.start([Trial(Variant(None, "a"))])
-    tuner.block_ends(Block([5.0] * 4, 1.0, steps=13))
+    for _ in range(2):
+        assert tuner.candidate == "a"
+        tuner.block_ends(Block([5.0] * 2, 1.0, steps=13))
     assert (tuner.winner, reason(tuner, "a")) == ("eager", "only 4 steps can be compared")
     assert not tuner.worth_keeping
 
