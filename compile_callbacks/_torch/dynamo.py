@@ -259,7 +259,7 @@ def ends_at_gradient(graph_module: torch.fx.GraphModule) -> bool:
     return "`torch.autograd.grad`" in reason
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
+def error_chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and its causes, including errors that Dynamo and Inductor have wrapped."""
     seen: set[int] = set()
     open_: list[BaseException | None] = [error]

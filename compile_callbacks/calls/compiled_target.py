@@ -146,7 +146,7 @@ class CompiledTarget:
 
     def _raised(self, call: CallInProgress, error: Exception) -> None:
         """Act on what happened in a call that raised an exception of the user's. The next call issues its warnings."""
-        if call.compiles_again:
+        if call.recompiles_in_next_call:
             self.free_compiled()
         if call.region_failure is not None:
             self._give_up_regions(call.region_failure)

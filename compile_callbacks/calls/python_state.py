@@ -78,9 +78,10 @@ class ChangingState:
 def python_state(module: nn.Module) -> dict[str, Any]:
     """Return the states of random generators, and the numbers in class attributes.
 
-    The generators are those of Python and NumPy, and the `random.Random` objects in attributes of the module, its
-    submodules and their classes, and in global variables of the files that define these classes. torch runs methods of
-    NumPy's generator objects outside of graphs, so that their state is not frozen.
+    The random generators are the global ones of Python and NumPy, and `random.Random` objects. The objects are looked
+    up in the attributes of the module, its submodules and their classes, and in the global variables of the files that
+    define these classes. NumPy's generator objects are not included: torch runs their methods outside of graphs, so
+    each call draws new numbers.
     """
     state: dict[str, Any] = {"random": random.getstate()}
     if (numpy_random := sys.modules.get("numpy.random")) is not None:

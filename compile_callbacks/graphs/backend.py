@@ -98,7 +98,7 @@ class GraphBackend:
 
     def _run_graph_eagerly(self, eager: torch.fx.GraphModule, error: Exception) -> Callable[..., Any]:
         """Return a function that runs a graph eagerly, and record that the compiler failed."""
-        shortage = next((e for e in _torch.dynamo.causes(error) if isinstance(e, torch.OutOfMemoryError)), None)
+        shortage = next((e for e in _torch.dynamo.error_chain(error) if isinstance(e, torch.OutOfMemoryError)), None)
         if shortage is None:
             self._fallback.compiler_failed(error)
         else:
@@ -109,7 +109,8 @@ class GraphBackend:
     def weights_in_graphs(self) -> tuple[int, int] | None:
         """The number of weights that the graphs use, and of all weights, or ``None`` if they cannot be compared.
 
-        A method may need only some weights of its module. Other weights are not inputs of a graph, or are shared.
+        They cannot be compared for a method, which may need only some weights of its module, for shared or sharded
+        weights, and for frozen weights, which are not inputs of a graph.
         """
         member = self._first()
         if member is None or self._shared or member.method is not None or member.sharded or self._key.frozen:

@@ -35,7 +35,7 @@ class EagerGraph:
             with _torch.modes.restored_after_error():  # takes 4 µs
                 outputs = self.graph.forward(*inputs)
         except torch.OutOfMemoryError:
-            self.fallback.eventful_call().compiles_again |= self.out_of_memory is not None
+            self.fallback.eventful_call().recompiles_in_next_call |= self.out_of_memory is not None
             raise
         if self.out_of_memory is not None:
             self.fallback.compiler_failed(self.out_of_memory)

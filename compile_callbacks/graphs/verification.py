@@ -38,10 +38,11 @@ _DROPOUT, _RANDOM_NUMBERS = "dropout", "random numbers"
 class Verification:
     """Compares one compiled graph with the captured graph at its first call, and decides which of them runs.
 
-    To compare gradients, this object runs the compiled graph on aliases of the inputs. Otherwise, it makes the user's
-    own call, and compares its outputs. A graph with a collective is not compared, because processes compile at
-    different times, and an additional collective would wait forever. Gradients of a graph that records CUDA graphs are
-    not compared, because torch records CUDA graphs in the order of calls and frees their memory after a backward pass.
+    To compare gradients, `Verification` runs the compiled graph once more, on aliases of the inputs. Otherwise, it runs
+    the compiled graph once, for the user's call, and compares these outputs with eager's. A graph with a collective is
+    not compared, because processes compile at different times, and an additional collective would wait forever.
+    Gradients are not compared with CUDA graphs: torch records them in the order of calls, so an additional backward
+    pass would become a part of each step.
     """
 
     compiled: Callable[..., Any]

@@ -38,7 +38,7 @@ class GraphPassError(RuntimeError):
 
 def find_pass_error(error: BaseException) -> GraphPassError | None:
     """Return the error of the graph pass that caused ``error``, or ``None`` if no pass caused it."""
-    return next((cause for cause in _torch.dynamo.causes(error) if isinstance(cause, GraphPassError)), None)
+    return next((cause for cause in _torch.dynamo.error_chain(error) if isinstance(cause, GraphPassError)), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,13 +33,13 @@ class CallInProgress:
         failed_frames: The code of later frames on which the compiler failed, and which ran eagerly.
         raising_frames: The code of frames in which Dynamo saw an exception of the user's code.
         region_failure: The reason why torch cannot compile the regions of the target.
-        compiles_again: Whether the compile and the eager run of its graph both ran out of memory.
+        recompiles_in_next_call: Whether the compile and the eager run of its graph both ran out of memory.
         runs_target_eagerly: Whether the target runs eagerly from now on.
         constant_draws: The functions in which torch drew random numbers only while it traced them.
         warnings: The warnings to issue: code, message, and what each is about.
     """
 
-    eventful = traced = nothing_ran = compiles_again = runs_target_eagerly = False
+    eventful = traced = nothing_ran = recompiles_in_next_call = runs_target_eagerly = False
     graphs = 0
     failure: BaseException | None = None
     region_failure: str | None = None

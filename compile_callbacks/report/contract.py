@@ -201,8 +201,10 @@ def _figures(data: Any) -> dict[str, _Measurement]:
         add("compile_seconds", seconds, longest, low=seconds / max(2.0, high / low))
     if details["speedup_interval"]:
         medians = data["eager_step_ms"], data["compiled_step_ms"]
-        slowing = _reasons(_events(data, "kind", "cudagraph_skip") + _events(data, "kind", "fallback"))
-        reason = "eager {:.4g} ms, compiled {:.4g} ms".format(*medians) + (f"; {slowing}" if slowing else "")
+        possible_causes = _reasons(_events(data, "kind", "cudagraph_skip") + _events(data, "kind", "fallback"))
+        reason = "eager {:.4g} ms, compiled {:.4g} ms".format(*medians) + (
+            f"; {possible_causes}" if possible_causes else ""
+        )
         ratio = medians[0] / medians[1]
         if Comparison(ratio, low, high).outcome != "not comparable":
             add("speedup", ratio, reason, low, high)

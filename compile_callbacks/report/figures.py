@@ -55,8 +55,8 @@ def figure(
 ) -> Any:
     """Declare a `Figure` as a field of a class that derives from `Figures`. It needs no other code.
 
-    The string below the field is its description in docs/reference/report.md. ``default`` is the value of a figure that
-    was not measured; a class is called without arguments.
+    The string literal below such a field describes it in docs/reference/report.md. ``default`` is the value before the
+    figure was measured. If ``default`` is a class, the value is a new object of the class.
     """
     initial: Any = {"default_factory": default} if isinstance(default, type) else {"default": default}
     return field(**initial, metadata={"figure": Figure(value, group, *form, **more)})

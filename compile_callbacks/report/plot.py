@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-_EAGER, _COMPILED, _COMPILING, _SAVED, _LOST = "#8c8c8c", "#2b6cb0", "#dd6b20", "#2f855a", "#c53030"
+_EAGER_COLOR, _COMPILED_COLOR, _COMPILING_COLOR, _SAVED_COLOR, _LOST_COLOR = (
+    "#8c8c8c",
+    "#2b6cb0",
+    "#dd6b20",
+    "#2f855a",
+    "#c53030",
+)
 _ORDER = ("eager", "partly compiled", "compiled", "compiling")
 _CANDIDATES = ("#b794f4", "#81c784", "#e6b800", "#f48fb1", "#4dd0e1", "#a1887f")
 
@@ -73,24 +79,24 @@ def _draw_saved(axes: Axes, report: PhaseReport) -> None:
     curve = report.diagnostics.net_series
     if not curve.get("steps"):
         why = "no eager steps to compare with"
-        axes.text(0.5, 0.5, why, ha="center", va="center", color=_EAGER, transform=axes.transAxes)
+        axes.text(0.5, 0.5, why, ha="center", va="center", color=_EAGER_COLOR, transform=axes.transAxes)
         axes.set_yticks([])
         return
     steps, seconds = [curve["steps"][0] - 1, *curve["steps"]], [0.0, *curve["seconds"]]
     axes.axhline(0, color="black", lw=0.8)
-    axes.plot(steps, seconds, color=_COMPILED, lw=1.8)
+    axes.plot(steps, seconds, color=_COMPILED_COLOR, lw=1.8)
     shades: Any = {"alpha": 0.15, "lw": 0, "interpolate": True}
-    axes.fill_between(steps, seconds, 0, where=[value >= 0 for value in seconds], color=_SAVED, **shades)
-    axes.fill_between(steps, seconds, 0, where=[value <= 0 for value in seconds], color=_LOST, **shades)
+    axes.fill_between(steps, seconds, 0, where=[value >= 0 for value in seconds], color=_SAVED_COLOR, **shades)
+    axes.fill_between(steps, seconds, 0, where=[value <= 0 for value in seconds], color=_LOST_COLOR, **shades)
     end = f"{seconds[-1]:+.3g} s"
     axes.annotate(end, (steps[-1], seconds[-1]), (-4, 6), textcoords="offset points", ha="right", fontsize=9)
     crossing = next((step for step, value in zip(steps, seconds, strict=True) if step >= steps[1] and value > 0), None)
     if crossing is not None and min(seconds) < 0:
-        axes.axvline(crossing, color=_SAVED, lw=1.4, ls=":", label=f"compile time repaid at step {crossing:,}")
+        axes.axvline(crossing, color=_SAVED_COLOR, lw=1.4, ls=":", label=f"compile time repaid at step {crossing:,}")
     elif report.break_even_steps is not None:
         never = math.isinf(report.break_even_steps)
         when = "never" if never else f"after {report.break_even_steps:,.0f} compiled steps"
-        axes.plot([], [], color=_SAVED, ls=":", label=f"break-even: {when}")
+        axes.plot([], [], color=_SAVED_COLOR, ls=":", label=f"break-even: {when}")
 
 
 def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
@@ -103,7 +109,7 @@ def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
             continue
         steps = entry["steps"]
         eager, is_chosen = entry["kind"] == "eager", entry["candidate"] in (None, report.mode)
-        color = _EAGER if eager else _COMPILED if is_chosen else next(candidates)
+        color = _EAGER_COLOR if eager else _COMPILED_COLOR if is_chosen else next(candidates)
         label = _shortened("eager" if eager else entry["candidate"] or entry["kind"]) + ("" if is_chosen else ", tried")
         known = report.eager_step_ms if eager else report.compiled_step_ms
         median = known if is_chosen and known is not None else statistics.median(entry["ms"])
@@ -113,7 +119,7 @@ def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
         axes.plot(ends, (median, median), color=color, lw=1.6, ls=style, zorder=4, label=f"{label}: {median:.3g} ms")
     if report.eager_step_ms is not None and not any(entry["kind"] == "eager" for entry in series):
         label = f"eager, in the run before: {report.eager_step_ms:.3g} ms"
-        axes.axhline(report.eager_step_ms, color=_EAGER, lw=1.4, ls="--", label=label)
+        axes.axhline(report.eager_step_ms, color=_EAGER_COLOR, lw=1.4, ls="--", label=label)
     axes.set_ylim(0, _top(report))
 
 
@@ -125,10 +131,10 @@ def _mark_compiles(axes: Axes, report: PhaseReport) -> None:
     lines: Any = {"transform": axes.get_xaxis_transform(), "lw": 1.1, "alpha": 0.8, "zorder": 1}
     if steps:
         label = "step that compiles" if len(steps) == 1 else f"{len(steps)} steps that compile"
-        axes.vlines(steps, 0, 1, color=_COMPILING, label=label, **lines)
+        axes.vlines(steps, 0, 1, color=_COMPILING_COLOR, label=label, **lines)
     if outside:
         label = f"{outside} compile{'s' if outside > 1 else ''} outside these steps"
-        axes.vlines([0.7], 0, 1, color=_COMPILING, ls=":", label=label, **lines)
+        axes.vlines([0.7], 0, 1, color=_COMPILING_COLOR, ls=":", label=label, **lines)
 
 
 def _top(report: PhaseReport) -> float:

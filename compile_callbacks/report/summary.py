@@ -13,7 +13,7 @@ from compile_callbacks.profiling.comparison import MAX_FACTOR, MIN_SAMPLES
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.report.data import PhaseReport, RunReport
 
-MAX_VARIATION = 0.25
+MAX_STEP_TIME_VARIATION = 0.25
 """The largest ± of a step time, as a share of its median, for which the verdict line does not ask for another run. ± is
 half of the interquartile range. At this value, the quartiles are 0.75 and 1.25 times the median, so equal steps differ
 by a factor of 1.67, which is as much as compiling often gains."""
@@ -168,7 +168,7 @@ def _variation(report: PhaseReport) -> float:
 
 
 def _is_noisy(report: PhaseReport) -> bool:
-    return _variation(report) > MAX_VARIATION
+    return _variation(report) > MAX_STEP_TIME_VARIATION
 
 
 def _is_unclear(report: PhaseReport) -> bool:

@@ -30,13 +30,13 @@ class Measurements:
         self._module = module
         self._device = torch.device("cpu")
         self._precision = ""
-        self._processes = 1
+        self._world_size = 1
         self._stage: Stage | None = None  # the stage of `_conditions`
         self._conditions = ""
 
-    def begin(self, device: torch.device, precision: str, processes: int) -> None:
+    def begin(self, device: torch.device, precision: str, world_size: int) -> None:
         """Begin a Trainer run."""
-        self._device, self._precision, self._processes = device, precision, processes
+        self._device, self._precision, self._world_size = device, precision, world_size
 
     def step_begins(self, step: Step, phase: Phase, *, wanted: bool) -> None:
         """Begin to measure a step. It is timed at least if this is ``wanted``."""
@@ -76,7 +76,7 @@ class Measurements:
         name = device_name(self._device)
         if self._device.type == "cpu":
             name += f", {torch.get_num_threads()} threads"
-        return name if self._processes == 1 else f"{self._processes} x {name}"
+        return name if self._world_size == 1 else f"{self._world_size} x {name}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the eager step times by phase and the hardware, as plain data."""

@@ -100,7 +100,7 @@ class Baseline:
 _EAGER = Fixed(EAGER_VARIANT)
 
 
-class InPlay(NamedTuple):
+class RemainingVariants(NamedTuple):
     """The variants of a phase that may still run."""
 
     names: frozenset[str | None]
@@ -197,12 +197,12 @@ class Policies:
         tuning = self._tunings.get(phase)
         return self._fixed[phase].variant if tuning is None else tuning.chosen or EAGER_VARIANT
 
-    def in_play(self, phase: Phase) -> InPlay:
+    def remaining_variants(self, phase: Phase) -> RemainingVariants:
         """Return the variants of a phase that may still run."""
         tuning = self._tunings.get(phase)
         if tuning is None:
-            return InPlay(frozenset({self._fixed[phase].variant.name}), on_trial=False)
-        return InPlay(tuning.in_play, on_trial=tuning.chosen is None)
+            return RemainingVariants(frozenset({self._fixed[phase].variant.name}), on_trial=False)
+        return RemainingVariants(tuning.remaining_variants, on_trial=tuning.chosen is None)
 
     def trials(self, phase: Phase) -> list[Trial]:
         """Return the candidates of a `Tune` with their results so far."""

@@ -104,7 +104,7 @@ class Session:
         self._policy: StepPolicy = self._policies.policy_of(self.stage)
         self._wanted = False  # whether the policy wants the running step to be timed
         self._counted: Step | None = None  # stands for the next untimed steps, which the session only counts
-        self._in_play: dict[Phase, object] = {}  # the variants whose compiled code is not freed
+        self._remaining_variants: dict[Phase, object] = {}  # the variants whose compiled code is not freed
         self._before: CompileReport | None = None  # the report of the run that this run resumes
 
     # ------------------------------------------------------------------------------------------ a Trainer run
@@ -340,10 +340,10 @@ class Session:
     def _free_unused(self) -> None:
         """Free the compiled code of variants that will not run again."""
         for phase in PHASES:
-            if (variants := self._policies.in_play(phase)) != self._in_play.get(phase):
+            if (variants := self._policies.remaining_variants(phase)) != self._remaining_variants.get(phase):
                 # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
                 self.after_backward()
-                self._in_play[phase] = variants
+                self._remaining_variants[phase] = variants
                 self._switch.free_other_variants(phase, variants.names, on_trial=variants.on_trial)
 
     def _reported_targets(self, phase: Phase) -> Sequence[Target]:

@@ -1,7 +1,7 @@
 """`Tuner`: decides which candidate of a `Tune` runs next, and which candidate wins, for a `TuningPolicy`.
 
-Eager and each candidate run one block of steps in turn, or two if too few steps of the block can be compared. Then eager
-and the fastest candidate run one more block each. The tuner uses no clock and no random numbers.
+Eager and each candidate run one block of steps in turn, or two if too few steps of the block can be compared. Then
+eager and the fastest candidate run one more block each. The tuner uses no clock and no random numbers.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class TuningPolicy:
         return None if self._tuner.winner is None else self._tuner.trials[self._tuner.winner].variant
 
     @property
-    def in_play(self) -> frozenset[str | None]:
+    def remaining_variants(self) -> frozenset[str | None]:
         """The names of the variants that may still run."""
         trials = self._tuner.trials.values()
         return frozenset(trial.candidate for trial in trials if trial.verdict in ("undecided", "chosen"))
