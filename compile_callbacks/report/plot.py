@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -22,13 +23,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-_EAGER_COLOR, _COMPILED_COLOR, _COMPILING_COLOR, _SAVED_COLOR, _LOST_COLOR = (
-    "#8c8c8c",
-    "#2b6cb0",
-    "#dd6b20",
-    "#2f855a",
-    "#c53030",
-)
+_EAGER_COLOR = "#8c8c8c"
+_COMPILED_COLOR = "#2b6cb0"
+_COMPILING_COLOR = "#dd6b20"
+_SAVED_COLOR = "#2f855a"
+_LOST_COLOR = "#c53030"
 _ORDER = ("eager", "partly compiled", "compiled", "compiling")
 _CANDIDATES = ("#b794f4", "#81c784", "#e6b800", "#f48fb1", "#4dd0e1", "#a1887f")
 
@@ -53,8 +52,8 @@ def plot_report(report: RunReport) -> Figure:
     for phase, row in zip(phases, figure.subfigures(len(phases), 1, squeeze=False)[:, 0], strict=True):
         phase_report = report.phase(phase)
         verdict = describe_verdict(phase, phase_report) or "no verdict"
-        title = f"{phase}: {_shortened(phase_report.mode, 40)} — {_shortened(verdict, 130)}"
-        row.suptitle(title, x=0.01, ha="left", fontsize=10)
+        title = f"{phase}: {_shortened(phase_report.mode, 40)} — {verdict}"
+        row.suptitle(textwrap.fill(title, 160), x=0.01, ha="left", fontsize=10)
         saved, times = row.subplots(1, 2, width_ratios=(3, 2))
         last = max(max(entry["steps"]) for entry in phase_report.diagnostics.series)
         edge = max(0.02 * last, 0.3)
@@ -78,7 +77,8 @@ def _draw_saved(axes: Axes, report: PhaseReport) -> None:
     axes.set_title("net seconds saved", loc="left", fontsize=9)
     curve = report.diagnostics.net_series
     if not curve.get("steps"):
-        why = "no eager steps to compare with"
+        known = report.eager_step_ms is not None and report.compiled_step_ms is not None
+        why = "eager and compiled steps cannot be compared" if known else "no eager steps to compare with"
         axes.text(0.5, 0.5, why, ha="center", va="center", color=_EAGER_COLOR, transform=axes.transAxes)
         axes.set_yticks([])
         return

@@ -194,6 +194,18 @@ def test_plot_shows_net_seconds_saved_and_step_times_from_zero():
     assert 10 < times.get_ylim()[1] < 20  # the compiling step of 900 ms does not flatten the others
 
 
+def test_plot_tells_that_steps_cannot_be_compared_and_what_to_do():
+    pytest.importorskip("matplotlib")
+    measured = report_of(*RUN, eager_step_ms=10.0, compiled_step_ms=9.0, verdict="not comparable").train
+    details = dataclasses.replace(measured.diagnostics, net_series={}, speedup_interval=(0.3, 2.9))
+    figure = CompileReport(train=dataclasses.replace(measured, diagnostics=details)).plot()
+    assert figure.axes[0].texts[0].get_text() == "eager and compiled steps cannot be compared"
+    (title,) = (part.get_suptitle() for part in figure.subfigs)
+    assert title.replace("\n", " ").endswith(
+        describe_verdict("train", dataclasses.replace(measured, diagnostics=details))
+    )
+
+
 def test_plot_marks_a_compile_outside_the_steps():
     class CallsNet(Classifier):
         def on_train_epoch_end(self):
