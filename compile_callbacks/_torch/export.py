@@ -48,7 +48,7 @@ def export_program(
     the signature does not name. A failed export leaves a hook on each module of the process, and Dynamo then breaks the
     graph at each assignment of a buffer.
     """
-    own = vars(module).get("forward")
+    override = vars(module).get("forward")
     hooks = torch.nn.modules.module._global_buffer_registration_hooks
     hooks_before = set(hooks)
 
@@ -62,8 +62,8 @@ def export_program(
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
     finally:
         vars(module).pop("forward")
-        if own is not None:
-            vars(module)["forward"] = own
+        if override is not None:
+            vars(module)["forward"] = override
         for hook in set(hooks) - hooks_before:
             del hooks[hook]
 

@@ -177,12 +177,12 @@ def generated_with_constants() -> Iterator[list[types.ModuleType]]:
     """
     from torch._inductor.codecache import PyCodeCache
 
-    before, found = len(PyCodeCache.modules), list[types.ModuleType]()
+    before, generated = len(PyCodeCache.modules), list[types.ModuleType]()
     try:
-        yield found
+        yield generated
     finally:
         shared = set(map(id, PyCodeCache.modules_no_attr.values()))
-        found += [module for module in PyCodeCache.modules[before:] if id(module) not in shared]
+        generated += [module for module in PyCodeCache.modules[before:] if id(module) not in shared]
 
 
 def forget_generated(modules: Sequence[types.ModuleType]) -> None:

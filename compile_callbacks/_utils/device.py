@@ -19,14 +19,14 @@ def as_device(device: Any, argument: str = "device") -> torch.device:
     """Check a device argument, and return the device with its index if its type has one."""
     check_type(argument, device, (str, torch.device), "a string or a torch.device")
     try:
-        found = torch.empty(0, device=device).device
+        resolved = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         # An unknown name, a missing GPU and a build without CUDA raise the same type, so pass on torch's message.
         reason = str(error).splitlines()[0]
         raise ValueError(with_code("CC201", f"{argument}={str(device)!r} cannot be used: {reason}")) from error
-    if found.type == "meta":
+    if resolved.type == "meta":
         raise ValueError(with_code("CC201", f"{argument}='meta' cannot be used, because its tensors have no values"))
-    return found
+    return resolved
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -50,5 +50,5 @@ def cpu_info(*fields: str) -> str:
     except OSError:
         lines = []
     entries = (line.partition(":") for line in lines)
-    found = (value.strip() for field, _, value in entries if field.strip().lower() in fields)
-    return next(found, platform.processor() or platform.machine())
+    names = (value.strip() for field, _, value in entries if field.strip().lower() in fields)
+    return next(names, platform.processor() or platform.machine())

@@ -38,20 +38,22 @@ def installed_version(package: str) -> str | None:
 
 def architecture_fingerprint(module: nn.Module) -> str:
     """Return a hash of the submodules, their classes and ``extra_repr``, and the shapes and dtypes of the weights."""
-    return digest([(name, _structure(part)) for name, part in module.named_modules()])
+    return digest([(name, _structure(submodule)) for name, submodule in module.named_modules()])
 
 
-def _structure(part: nn.Module) -> list[Any]:
+def _structure(module: nn.Module) -> list[Any]:
     weights = [
         (kind, name, _or_none(lambda weight: str(tuple(weight.shape)), weight), str(weight.dtype))
-        for kind, held in (("parameter", part._parameters), ("buffer", part._buffers))
+        for kind, held in (("parameter", module._parameters), ("buffer", module._buffers))
         for name, weight in held.items()
         if weight is not None
     ]
-    children = [name for name, child in part._modules.items() if child is not None]  # a shared child is in each parent
+    children = [
+        name for name, child in module._modules.items() if child is not None
+    ]  # a shared child is in each parent
     # Without the name of the class's Python module, which is `__main__` in only one process.
-    settings = _or_none(lambda part: _ADDRESS.sub("", part.extra_repr()), part)
-    return [type(part).__qualname__, settings, children, weights]
+    settings = _or_none(lambda module: _ADDRESS.sub("", module.extra_repr()), module)
+    return [type(module).__qualname__, settings, children, weights]
 
 
 def _or_none(describe: Callable[[Any], str], value: object) -> str | None:
@@ -67,9 +69,9 @@ def code_fingerprint(module: nn.Module) -> str:
 
     The hash does not cover functions that the methods call. A class without a source file counts by its name.
     """
-    classes = {base for part in module.modules() for base in type(part).__mro__}
-    own = [base for base in classes if str(base.__module__).partition(".")[0] not in _LIBRARIES]
-    return digest(sorted((base.__qualname__, _or_none(inspect.getsource, base) or "") for base in own))
+    classes = {base for submodule in module.modules() for base in type(submodule).__mro__}
+    users_classes = [base for base in classes if str(base.__module__).partition(".")[0] not in _LIBRARIES]
+    return digest(sorted((base.__qualname__, _or_none(inspect.getsource, base) or "") for base in users_classes))
 
 
 def device_fingerprint(device: torch.device) -> str:

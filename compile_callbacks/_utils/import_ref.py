@@ -14,8 +14,8 @@ from compile_callbacks._utils.messages import check_type
 
 def reference_to(value: Any, module_name: str) -> str:
     """Return ``"module:name"`` for an object that is a global of the module."""
-    for name, found in vars(sys.modules.get(module_name, object)).items():
-        if found is value:
+    for name, attribute in vars(sys.modules.get(module_name, object)).items():
+        if attribute is value:
             return f"{module_name}:{name}"
     message = f"{value!r} cannot be saved: module {module_name!r} has no global name for it; create it at the top level"
     raise ValueError(with_code("CC207", message))
@@ -45,11 +45,11 @@ def class_and_arguments(
     init_args = value.get("init_args") or {}
     check_type(f"{argument}: init_args", init_args, Mapping, "a mapping")
     try:
-        found = resolve(value["class_path"])
+        cls = resolve(value["class_path"])
     except ValueError as error:
         raise ValueError(f"{argument}: class_path {error}") from error
-    if not (isinstance(found, type) and issubclass(found, kinds)):
+    if not (isinstance(cls, type) and issubclass(cls, kinds)):
         names = " or ".join(kind.__name__ for kind in kinds)
         message = f"{argument}: class_path={value['class_path']!r} must name a subclass of {names}"
         raise TypeError(with_code("CC202", message))
-    return found, dict(init_args)
+    return cls, dict(init_args)

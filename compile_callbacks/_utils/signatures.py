@@ -32,8 +32,8 @@ def signature(args: Any, kwargs: Any = None) -> Any:
     a large container, it reads the first entries and the length. It also ends if a batch contains itself.
     """
     left = [_MAX_VALUES if kwargs is None else _MAX_INPUTS]
-    found = _signature_of(args, left, _MAX_DEPTH)
-    return (found, _signature_of(kwargs, left, _MAX_DEPTH)) if kwargs else found
+    signature = _signature_of(args, left, _MAX_DEPTH)
+    return (signature, _signature_of(kwargs, left, _MAX_DEPTH)) if kwargs else signature
 
 
 def _signature_of(value: Any, left: list[int], depth: int) -> Any:
@@ -42,16 +42,18 @@ def _signature_of(value: Any, left: list[int], depth: int) -> Any:
         return TensorSignature(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
     if depth and left[0] > 0:
         if isinstance(value, (list, tuple)):
-            found: list[Any] = []
+            signatures: list[Any] = []
             for item in value:  # without further functions, because each timed step needs the signature of its batch
                 if left[0] <= 0:
                     break
                 if isinstance(item, torch.Tensor):
                     left[0] -= 1
-                    found.append(TensorSignature(tuple(item.shape), item.dtype, item.device.type, item.requires_grad))
+                    signatures.append(
+                        TensorSignature(tuple(item.shape), item.dtype, item.device.type, item.requires_grad)
+                    )
                 else:
-                    found.append(_signature_of(item, left, depth - 1))
-            return tuple(found) if len(found) == len(value) else (*found, len(value))
+                    signatures.append(_signature_of(item, left, depth - 1))
+            return tuple(signatures) if len(signatures) == len(value) else (*signatures, len(value))
         if (entries := _entries(value)) is not None:
             return tuple((key, _signature_of(item, left, depth - 1)) for key, item in _while_left(entries, left))
     return type(value)
@@ -112,5 +114,5 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]] | None:
     if not isinstance(attributes, dict) or isinstance(value, (type, torch.nn.Module)) or callable(value):
         return None
     first = islice(attributes.items(), _MAX_VALUES)
-    found = [(name, held) for name, held in first if isinstance(held, _CONTAINERS) or is_dataclass(held)]
-    return found or None
+    containers = [(name, held) for name, held in first if isinstance(held, _CONTAINERS) or is_dataclass(held)]
+    return containers or None

@@ -210,12 +210,12 @@ class InductorCompile(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        part = ""
+        accumulated = ""
         if self._step_is_timed:
             optimizer_steps = trainer.global_step - self._global_step_before
-            part = f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated"
+            accumulated = f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated"
         if (session := self._calls.active) is not None:
-            session.step_ends("train", batch, part)
+            session.step_ends("train", batch, accumulated)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
         if every and (batch_idx + 1) % every == 0:
             self._calls.log_scalars(trainer, details=False)

@@ -94,7 +94,7 @@ class TargetSearch:
         if self._group is None or phase in self._uncompiled:
             return
         if phase not in self._probes:
-            self._probes[phase] = {CallProbe(one, self._call): None for one in possible_callees(self._root)}
+            self._probes[phase] = {CallProbe(callee, self._call): None for callee in possible_callees(self._root)}
         self._standing, self._records_methods = self._probes[phase], True
         for probe in self._standing:
             probe.install()
@@ -109,7 +109,7 @@ class TargetSearch:
             return probe.below(*args, **kwargs)
         if probe.covered is None:
             known = {_key(member) for target in self._switch.targets for member in target.members}
-            new = [part for part in compilable_parts(probe.callee) if _key(part) not in known]
+            new = [callee for callee in compilable_parts(probe.callee) if _key(callee) not in known]
             probe.covered = not new or probe.callee.module is self._root
         if not probe.covered and self.in_step and not _torch.autograd.in_backward():
             if probe.callee.method is None:
@@ -144,7 +144,7 @@ class TargetSearch:
         known = {_key(member) for target in self._switch.targets for member in target.members}
         with self._without_failures(), _removed(list(self._standing), self._standing):
             alike = with_equal_blocks(self._root, probe.callee, callees)
-            equal = [part for callee in alike for part in compilable_parts(callee)]
+            equal = [compilable for callee in alike for compilable in compilable_parts(callee)]
             self._switch.add(self._group(self._root, [callee for callee in equal if _key(callee) not in known]))
         for standing in self._standing:
             standing.covered = standing.covered or None

@@ -50,7 +50,7 @@ class Check:
     """The result of one check."""
 
     status: Literal["ok", "warning", "failed"]  # "warning" if some features may not work, "failed" if compiling fails
-    found: str  # the result on this machine
+    result: str
     impact: str = ""  # the features that will not work
     fix: str = ""
 
@@ -98,9 +98,9 @@ def check_gpu() -> Check:
         present = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     if not present.strip():
         return Check("ok", "none: modules run on the CPU")
-    found = f"{', '.join(present.split(os.linesep)).strip(', ')}, which torch {torch.__version__} cannot use"
+    result = f"{', '.join(present.split(os.linesep)).strip(', ')}, which torch {torch.__version__} cannot use"
     fix = f"a driver for CUDA {torch.version.cuda}, or another torch: https://pytorch.org/get-started/locally"
-    return Check("warning", found, "modules run on the CPU", fix)
+    return Check("warning", result, "modules run on the CPU", fix)
 
 
 def check_cpp_compiler() -> Check:
@@ -115,14 +115,14 @@ def check_cpp_compiler() -> Check:
         command = [*shlex.split(compiler), option]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
-    found = output("--version").partition("\n")[0] or compiler
+    result = output("--version").partition("\n")[0] or compiler
     # The compiler prints the bare name of a library that it does not find.
     if os.sep not in output("-print-file-name=libstdc++.a") or os.sep in output("-print-file-name=libstdc++.so"):
-        return Check("ok", found)
+        return Check("ok", result)
     impact = "it links a second C++ library next to torch's: AOTInductor's packages for a GPU crash with SIGSEGV"
     # Setting LIBRARY_PATH is not a fix: in a test, the compiler still linked its static library.
     fix = "apt-get install g++, then export CXX=/usr/bin/g++, or another compiler that has libstdc++.so"
-    return Check("warning", f"{found}; there is no libstdc++.so for it", impact, fix)
+    return Check("warning", f"{result}; there is no libstdc++.so for it", impact, fix)
 
 
 def check_cache_folder() -> Check:
@@ -133,14 +133,14 @@ def check_cache_folder() -> Check:
             pass
     except OSError as error:
         name = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or error.filename or "the default folder"
-        found = f"{name} cannot be written to: {error.strerror or error}"
-        return Check("failed", found, "nothing compiles: modules run uncompiled", _OTHER_CACHE)
+        result = f"{name} cannot be written to: {error.strerror or error}"
+        return Check("failed", result, "nothing compiles: modules run uncompiled", _OTHER_CACHE)
     free_gib = shutil.disk_usage(folder).free / 2**30
-    found = f"{folder}, {free_gib:.1f} GiB free"
+    result = f"{folder}, {free_gib:.1f} GiB free"
     if free_gib < _MIN_FREE_GIB:
         impact = "compiling fails once the folder is full: modules run uncompiled from then on"
-        return Check("warning", found, impact, f"empty the folder, or {_OTHER_CACHE}")
-    return Check("ok", found)
+        return Check("warning", result, impact, f"empty the folder, or {_OTHER_CACHE}")
+    return Check("ok", result)
 
 
 def check_compile(device: str) -> Check:
@@ -201,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
         data = {"ok": not failures, "checks": [{"name": name, **asdict(check)} for name, check in checks.items()]}
         sys.stdout.write(json.dumps(data, indent=2) + "\n")
         return int(failures > 0)
-    print_texts(("check", "status", "found"), [(name, check.status, check.found) for name, check in checks.items()])
+    print_texts(("check", "status", "found"), [(name, check.status, check.result) for name, check in checks.items()])
     for name, check in checks.items():
         if check.impact:
             sys.stdout.write(f"\n{name}: {check.impact}\n  to fix it: {check.fix}\n")

@@ -170,9 +170,9 @@ def sketches(gradients: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
         if device not in directions:
             directions[device] = _random_tensor((2, 2 * size), device, seed=0)  # a complex number has two parts
         total = torch.zeros(3, dtype=torch.float64, device=device)
-        for part in _flat(gradient).to(dtype).split(_CHUNK):
-            products = directions[device][:, : len(part)].to(dtype) @ part
-            total += torch.cat([torch.linalg.vector_norm(part).square()[None], products])
+        for chunk in _flat(gradient).to(dtype).split(_CHUNK):
+            products = directions[device][:, : len(chunk)].to(dtype) @ chunk
+            total += torch.cat([torch.linalg.vector_norm(chunk).square()[None], products])
         square, *products_in_all = total.tolist()
         made[name] = [math.sqrt(square), *products_in_all]
     return made
@@ -244,7 +244,7 @@ def _confirmed_error(
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield corresponding parts of tensors, in float64."""
     parts = zip(*(_flat(tensor).split(_CHUNK) for tensor in tensors), strict=True)
-    return (tuple(part.double() for part in of_all) for of_all in parts if of_all[0].numel())
+    return (tuple(chunk.double() for chunk in of_all) for of_all in parts if of_all[0].numel())
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -258,7 +258,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rms(tensor: torch.Tensor) -> float:
-    squares = [float(torch.where(part.isfinite(), part, 0.0).square().sum()) for (part,) in _chunks(tensor)]
+    squares = [float(torch.where(chunk.isfinite(), chunk, 0.0).square().sum()) for (chunk,) in _chunks(tensor)]
     return math.sqrt(math.fsum(squares) / max(1, tensor.numel()))
 
 

@@ -170,7 +170,9 @@ class GraphBackend:
 
     def _is_candidates_own(self, graph_pass: Any) -> bool:
         """Return whether the pass belongs to a candidate of a `Tune`, which would be another candidate without it."""
-        return self._fallback.settings.on_trial and any(graph_pass is own for own in self._config.passes)
+        return self._fallback.settings.on_trial and any(
+            graph_pass is config_pass for config_pass in self._config.passes
+        )
 
     def _record_passes(self, runs: Sequence[PassRun], skipped: Sequence[Any]) -> None:
         """Record the run of each pass. If a pass did not run, the graph is from torch's cache."""

@@ -51,7 +51,9 @@ class Snapshot:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         # A forward pass may also replace a buffer by another tensor: self.count = self.count + 1.
         self._places = [
-            (part._buffers, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()
+            (submodule._buffers, name, buffer)
+            for submodule in module.modules()
+            for name, buffer in submodule._buffers.items()
         ]
         self._random = RandomState(module.parameters())
 

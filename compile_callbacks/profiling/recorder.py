@@ -228,12 +228,12 @@ class CompileRecorder:
         if key in self._discarded:
             self._discarded.discard(key)
             self.record("recompile", key, reason="torch.compiler.reset() discarded the compiled graphs")
-        for found in breaks:
+        for graph_break in breaks:
             self.with_graph_breaks.add(key.target)
             # torch counts a graph break once for each frame that contains it, and again for each recompile.
-            if (key, found) not in self._breaks:
-                self._breaks.add((key, found))
-                self.record("graph_break", key, reason=found.reason, file=found.file, line=found.line)
+            if (key, graph_break) not in self._breaks:
+                self._breaks.add((key, graph_break))
+                self.record("graph_break", key, reason=graph_break.reason, file=graph_break.file, line=graph_break.line)
 
     # ------------------------------------------------------------------------------------------ recording
 

@@ -50,7 +50,7 @@ class Span:
 
 def call_times_ms(call: Callable[[], object], *, device: torch.device) -> tuple[float, ...]:
     """Time calls one by one, with a synchronization after each."""
-    found: list[float] = []
+    milliseconds: list[float] = []
     deadline = time.perf_counter() + _MAX_SECONDS
     synchronize = getattr(getattr(torch, device.type, None), "synchronize", lambda: None)
     for number in range(_WARMUP_CALLS + _TIMED_CALLS):
@@ -62,7 +62,7 @@ def call_times_ms(call: Callable[[], object], *, device: torch.device) -> tuple[
         synchronize()
         end = time.perf_counter()
         if number >= _WARMUP_CALLS:
-            found.append((end - start) * 1000)
+            milliseconds.append((end - start) * 1000)
             if end > deadline:
                 break
-    return tuple(found)
+    return tuple(milliseconds)

@@ -218,7 +218,7 @@ class StepTimer:
     ) -> dict[Workload, tuple[tuple[float, ...], ...]]:
         """Return the samples in milliseconds by workload, in windows, the latest workload last."""
         self._read(wait=False)
-        found: dict[Workload, list[tuple[float, ...]]] = {}
+        by_workload: dict[Workload, list[tuple[float, ...]]] = {}
         for key, record in self._records.items():
             for window in record.windows if key[:3] == (phase, variant, kind) else ():
                 of_window: defaultdict[Workload, list[float]] = defaultdict(list)
@@ -226,8 +226,11 @@ class StepTimer:
                     if timed.workload is not None and timed.ms is not None:
                         of_window[timed.workload].append(timed.ms)
                 for workload, ms in of_window.items():
-                    found[workload] = [*found.pop(workload, ()), tuple(ms)]  # the latest workload is the last
-        return {workload: tuple(windows) for workload, windows in found.items()}
+                    by_workload[workload] = [
+                        *by_workload.pop(workload, ()),
+                        tuple(ms),
+                    ]  # the latest workload is the last
+        return {workload: tuple(windows) for workload, windows in by_workload.items()}
 
     def times(self, phase: Phase, variant: str | None = None, kind: StepKind | None = None) -> StepTimes:
         """Return the eager and compiled step times of the workload that has the most compiled samples.
@@ -270,11 +273,11 @@ class StepTimer:
         for key, record in self._records.items():
             if key.phase == phase:
                 of_kind = points.setdefault((key.kind, None if key.variant == EAGER else key.variant), [])
-                of_kind += [(one.number, float(f"{one.ms:.4g}")) for one in record.timed if one.ms is not None]
+                of_kind += [(timed.number, float(f"{timed.ms:.4g}")) for timed in record.timed if timed.ms is not None]
         return tuple(
-            {"kind": kind, "candidate": candidate, "steps": [n for n, _ in found], "ms": [ms for _, ms in found]}
+            {"kind": kind, "candidate": candidate, "steps": [n for n, _ in ordered], "ms": [ms for _, ms in ordered]}
             for (kind, candidate), unsorted in points.items()
-            if (found := sorted(unsorted))
+            if (ordered := sorted(unsorted))
         )
 
     def baseline(self, phase: Phase) -> dict[Workload, tuple[float, ...]]:

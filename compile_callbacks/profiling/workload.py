@@ -46,7 +46,7 @@ def _without_sizes(batch_signature: Any, shapes: list[tuple[int, ...]]) -> Any:
         return batch_signature._replace(shape=(0,) * len(batch_signature.shape))
     if not isinstance(batch_signature, tuple):
         return batch_signature
-    found = [_without_sizes(entry, shapes) for entry in batch_signature]
+    without_sizes = [_without_sizes(entry, shapes) for entry in batch_signature]
     if all(isinstance(entry, type) for entry in batch_signature):  # no tensors, for example a list of strings
         shapes.append((len(batch_signature),))
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(without_sizes))

@@ -47,12 +47,12 @@ class Measurements:
         else:
             self.timer.untimed_left -= 1
 
-    def step_ends(self, step: Step, stage: Stage, loader: str, batch: Any, part: str, *, compares: bool) -> None:
+    def step_ends(self, step: Step, stage: Stage, loader: str, batch: Any, accumulated: str, *, compares: bool) -> None:
         """End the measurement of a step, and complete the step's data."""
         if step.span is not None:
             if step.first or step.compiling or stage is not self._stage:
                 self._conditions, self._stage = self._describe_conditions(step, stage, compares=compares), stage
-            conditions = f"{part}, {self._conditions}" if part else self._conditions
+            conditions = f"{accumulated}, {self._conditions}" if accumulated else self._conditions
             step.workload = workload_of(loader, conditions, signature(batch))
             if step.first or step.compiling:
                 self._stage = None  # because the next step may differ
@@ -95,7 +95,7 @@ class Measurements:
 def _baseline_from_data(data: Any) -> dict[Workload, tuple[float, ...]]:
     """Return step times by workload, from pairs of lists, or an empty dict if the data has another form."""
     try:
-        found = {Workload.from_data(workload): tuple(map(float, samples)) for workload, samples in data}
+        baseline = {Workload.from_data(workload): tuple(map(float, samples)) for workload, samples in data}
     except (TypeError, ValueError, OverflowError):
         return {}
-    return found if all(0 < sample < math.inf for samples in found.values() for sample in samples) else {}
+    return baseline if all(0 < sample < math.inf for samples in baseline.values() for sample in samples) else {}

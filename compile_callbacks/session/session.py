@@ -230,7 +230,7 @@ class Session:
         if self.gpu.on_gpu and config is not None and config.uses_cudagraphs:
             self.gpu.keep_gradients()
 
-    def step_ends(self, loader: str, batch: Any, part: str = "") -> None:
+    def step_ends(self, loader: str, batch: Any, accumulated: str = "") -> None:
         """End a step, and give its time to the policy."""
         stage, step, recorder, search = self.stage, self._step, self._recorder, self._search
         number, recorder.step, search.in_step = recorder.step, None, False
@@ -255,7 +255,7 @@ class Session:
                 # A compile leaves many objects. An automatic collection in a later step would take longer than a step.
                 gc.collect()
         compares = stage.phase in self._policies.comparing
-        self._measurements.step_ends(step, stage, loader, batch, part, compares=compares)
+        self._measurements.step_ends(step, stage, loader, batch, accumulated, compares=compares)
         self._policy.done(step)
         if compares:
             self._free_unused()

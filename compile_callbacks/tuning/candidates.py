@@ -62,5 +62,5 @@ def auto_candidates(
         ]
     if not shapes_vary:
         return configs
-    both = ([one] if one.uses_cudagraphs else [one, replace(one, dynamic=True)] for one in configs)
+    both = ([config] if config.uses_cudagraphs else [config, replace(config, dynamic=True)] for config in configs)
     return [config for group in both for config in group]

@@ -130,8 +130,8 @@ class Tuner:
         eager_ms = self._eager.median_ms
         if eager_ms is None:
             return None
-        best_ms = min([eager_ms, *(ms for other in self._undecided() if (ms := other.median_ms))])
-        costs = [other.compile_seconds / _cost(other) for other in self.trials.values() if other.compile_seconds]
+        best_ms = min([eager_ms, *(ms for tried in self._undecided() if (ms := tried.median_ms))])
+        costs = [tried.compile_seconds / _cost(tried) for tried in self.trials.values() if tried.compile_seconds]
         seconds = max(costs, default=_FIRST_COMPILE_SECONDS[self._device_type]) * _cost(trial)
         if costs and seconds > self._budget_left:
             left = f"{self._budget_left:.1f} s of budget_seconds are left"
@@ -165,10 +165,10 @@ class Tuner:
 
         Each block is a window of `compare`, so a disturbance of one block decides nothing.
         """
-        found = None
+        comparison = None
         if fastest is not None and fastest.verdict == "undecided":
-            found = compare(self._eager.blocks, fastest.blocks, LEVEL)
-        is_clear = found is not None and found.low > self._tune.min_speedup
+            comparison = compare(self._eager.blocks, fastest.blocks, LEVEL)
+        is_clear = comparison is not None and comparison.low > self._tune.min_speedup
         for trial in self._undecided():
             if not trial.blocks:
                 trial.decide("not tried", reason)

@@ -17,9 +17,9 @@ from compile_callbacks.cli import doctor, main
 
 def test_doctor_finds_that_this_machine_compiles():
     found = doctor.run_checks()
-    assert [check.found for check in found.values() if check.status == "failed"] == []
-    assert found["torch"].found == torch.__version__
-    assert "right sum" in found["compile on CPU"].found
+    assert [check.result for check in found.values() if check.status == "failed"] == []
+    assert found["torch"].result == torch.__version__
+    assert "right sum" in found["compile on CPU"].result
     assert ("compile on GPU" in found) == torch.cuda.is_available()
     assert all(bool(check.fix) == bool(check.impact) for check in found.values())
 
@@ -53,7 +53,7 @@ def test_doctor_names_a_compiler_that_links_torchs_cpp_library(tmp_path, monkeyp
     with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}):
         check = doctor.check_cpp_compiler()
     assert check.status == "warning"
-    assert "there is no libstdc++.so for it" in check.found
+    assert "there is no libstdc++.so for it" in check.result
     assert "packages for a GPU crash" in check.impact
     assert "export CXX=/usr/bin/g++" in check.fix
 
@@ -74,7 +74,7 @@ def test_doctor_names_the_fix_of_a_failed_compile(monkeypatch, cause, fix):
 
     monkeypatch.setattr(torch, "compile", lambda function: fails)
     check = doctor.check_compile("cpu")
-    assert (check.status, check.found) == ("failed", f"RuntimeError: {cause}")
+    assert (check.status, check.result) == ("failed", f"RuntimeError: {cause}")
     assert re.search(fix, check.fix)
 
 

@@ -344,5 +344,5 @@ for batch in (1, 5):
 def test_a_fit_on_a_gpu_exports_a_package_for_a_gpu(tmp_path, precision):
     """In another process, which an invalid memory access would end."""
     if (compiler := check_cpp_compiler()).status != "ok":
-        pytest.skip(compiler.found)  # packages for a GPU may crash, as `doctor` says
+        pytest.skip(compiler.result)  # packages for a GPU may crash, as `doctor` says
     run_in_new_process(FIT_WITH_EXPORT, tmp_path / "net.pt2", "cuda", precision)
