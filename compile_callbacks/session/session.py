@@ -127,8 +127,9 @@ class Session:
         self.gpu.begin(device)
         self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=self._policies.decide_together)
         self._measurements.begin(device, precision, self._ranks.size)
-        for phase in PHASES if self._ranks.is_global_zero else ():
-            self._warnings.check_settings(phase, self._policies.chosen(phase).config, sharded=sharded, device=device)
+        for phase in PHASES:
+            config, warns = self._policies.chosen(phase).config, self._ranks.is_global_zero
+            self._warnings.check_settings(phase, config, sharded=sharded, device=device, warns=warns)
         if self._arguments.compiles:
             self._recorder.import_seconds += _torch.inductor.import_inductor()
         model = model_fingerprint(self.module) if self._cache is not None or self._policies.decide_together else ""

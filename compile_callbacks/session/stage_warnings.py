@@ -52,9 +52,9 @@ class SessionWarnings:
         self._finds_targets = finds_targets
 
     def check_settings(
-        self, phase: Phase, config: InductorConfig | None, *, sharded: bool, device: torch.device
+        self, phase: Phase, config: InductorConfig | None, *, sharded: bool, device: torch.device, warns: bool
     ) -> None:
-        """Warn about settings that have no effect on this module and this device."""
+        """Record settings that have no effect on this module and this device. One rank ``warns`` for all."""
         if config is None:
             return
         mode = f"{phase}_mode={config.describe()!r}"
@@ -62,14 +62,14 @@ class SessionWarnings:
         if phase == "infer" and config.freezes and (sharded or shares_code):
             why = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph, but not their weights"
             message = f"{mode} asks for freezing, which has no effect: {why}"
-            self._warn_of_no_effect("freezing", phase, message, message)
+            self._report_no_effect("freezing", phase, message if warns else "", message)
         if config.uses_cudagraphs and device.type != "cuda":
             message = (
                 f"{mode} asks for CUDA graphs, and the module is not on a GPU: they have no effect. The steps run "
                 "compiled without them"
             )
             reason = f"{config.describe()!r} asks for CUDA graphs, which have no effect on a {device.type.upper()}"
-            self._warn_of_no_effect("cudagraph_skip", phase, message, reason)
+            self._report_no_effect("cudagraph_skip", phase, message if warns else "", reason)
 
     def check_stage(self, phase: Phase, variant: Variant) -> None:
         """Warn about targets that ran uncompiled in a stage, and about slow steps.
@@ -151,10 +151,12 @@ class SessionWarnings:
             return False  # each named target gets its own warning
         return not self._switch.called_targets(phase) and bool(self._timer.steps(phase, variant.name))
 
-    def _warn_of_no_effect(self, kind: EventKind, phase: Phase, message: str, reason: str) -> None:
-        if self._warn.warn("CC204", message, about=(phase, kind)):
-            for target in self._switch.targets:
-                self._recorder.record(kind, CompileKey(target.name, phase), reason=reason, show=False)
+    def _report_no_effect(self, kind: EventKind, phase: Phase, warning: str, reason: str) -> None:
+        if warning:
+            self._warn.warn("CC204", warning, about=(phase, kind))
+        for key in (CompileKey(target.name, phase) for target in self._switch.targets):
+            if not self._reasons(kind, key):
+                self._recorder.record(kind, key, reason=reason, show=False)
 
     def _record_unfrozen(self, key: CompileKey) -> None:
         """Record why a target is not frozen. This is no warning, because `validate` may freeze it later."""
