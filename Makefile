@@ -58,7 +58,9 @@ test-random: $(INSTALLED)
 test-models: $(INSTALLED_MODELS)
 	$(BIN_MODELS)/python -m pytest tests/models -m models --timeout 900 $(ARGS)
 
-# Two at a time: each spends most of its time in one thread. What one prints is shown when it ends.
+# Two at a time: each spends most of its time in one thread. What one prints is shown when it ends. With more threads,
+# the threads of two examples wait for each other, and their step times vary too much to compare.
+examples: export OMP_NUM_THREADS = 1
 examples: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(addprefix example-,$(EXAMPLES))
 
