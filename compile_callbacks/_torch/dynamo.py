@@ -93,7 +93,7 @@ def without_argument_validation() -> Iterator[None]:
 
 @contextlib.contextmanager
 def trace_settings(*, limit_factor: int, guards_hooks: bool, frozen: bool) -> Iterator[None]:
-    """Within the ``with`` block, Dynamo traces with these settings.
+    """Within the ``with`` block, Dynamo traces with these settings. torch holds its compile lock, so threads wait.
 
     - ``recompile_limit`` is multiplied by ``limit_factor``.
     - Hooks of modules get guards if ``guards_hooks``. By default, Dynamo does not notice the first hook of a module.

@@ -24,8 +24,8 @@ MAX_FACTOR = 20.0
 _LEVEL = 0.95
 
 _WINDOW_MARGIN = 1.1
-"""The factor of the largest deviation of a window from the median. The eager steps may be in the same disturbance as a
-compiled window, where noise alone would make them the slower window of the two in half of the cases."""
+"""The factor of the largest deviation of a window from the median. If the eager steps and a compiled window are in the
+same disturbance, noise alone makes the eager steps the slower of the two in half of the cases."""
 
 _MIN_TREND_WINDOWS = 5
 

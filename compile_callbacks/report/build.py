@@ -12,7 +12,7 @@ from typing import Any
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import EAGER
-from compile_callbacks.profiling.comparison import Comparison, median_ms, spread_ms
+from compile_callbacks.profiling.comparison import Comparison, median_ms
 from compile_callbacks.profiling.events import CompileEvent, EventKind, Result, Verdict
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.recorder import CompileRecorder
@@ -128,14 +128,6 @@ class PhaseFacts:
     @property
     def compiled_ms(self) -> float | None:
         return median_ms(self.times.compiled_ms)
-
-    @property
-    def eager_spread_ms(self) -> float | None:
-        return spread_ms(self.times.eager_ms)
-
-    @property
-    def compiled_spread_ms(self) -> float | None:
-        return spread_ms(self.times.compiled_ms)
 
     @property
     def compile_seconds(self) -> float | None:

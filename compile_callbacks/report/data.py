@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Self
 
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
+from compile_callbacks.profiling.comparison import spread_ms
 from compile_callbacks.profiling.events import Verdict
 from compile_callbacks.report.figures import COUNT, NOTHING, Data, Figures, cell, count, figure
 
@@ -38,8 +39,7 @@ def _peak(prefix: str, details: PhaseDiagnostics) -> str:
 
 def _samples(report: PhaseReport) -> str:
     eager, compiled = report.diagnostics.eager_samples, report.diagnostics.compiled_samples
-    # A file of an older version contains only the smaller number.
-    return cell(report.samples, "{}") if eager is None or compiled is None else f"{eager} / {compiled}"
+    return NOTHING if eager is None or compiled is None else f"{eager} / {compiled}"
 
 
 def _cache(report: PhaseReport) -> str:
@@ -57,9 +57,9 @@ class PhaseDiagnostics(Figures):
     """Number of eager samples."""
     compiled_samples: int | None = figure(lambda facts: facts.samples and facts.samples[1])
     """Number of compiled samples."""
-    eager_spread_ms: float | None = figure(lambda facts: facts.eager_spread_ms)
+    eager_spread_ms: float | None = figure(lambda facts: spread_ms(facts.times.eager_ms))
     """Interquartile range of the eager step times, in milliseconds."""
-    compiled_spread_ms: float | None = figure(lambda facts: facts.compiled_spread_ms)
+    compiled_spread_ms: float | None = figure(lambda facts: spread_ms(facts.times.compiled_ms))
     """Interquartile range of the compiled step times, in milliseconds."""
     speedup_interval: tuple[float, ...] = figure(
         lambda facts: (facts.comparison.low, facts.comparison.high) if facts.comparison else (), default=()

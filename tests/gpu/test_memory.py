@@ -110,7 +110,7 @@ def test_the_users_own_peak_is_that_of_the_whole_run():
         module = seeded(lambda: Classifier(wide()))
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        torch.empty(2**30, dtype=torch.uint8, device="cuda")  # before the fit, and larger than what it needs
+        torch.empty(2**30, dtype=torch.uint8, device="cuda")  # before the fit, and larger than the memory of the fit
         trainer(*callbacks, accelerator="cuda").fit(module, loader(12))
         return torch.cuda.max_memory_allocated()
 

@@ -223,7 +223,7 @@ def test_equal_blocks_that_the_steps_call_share_a_graph(targets, baseline_steps)
     assert train.graphs == 4  # the input of the first block requires no gradient
 
 
-# ------------------------------------------------------------------------------------------ where no probe is installed
+# ------------------------------------------------------------------------------------------ modules without a probe
 
 
 class Watched(Classifier):
