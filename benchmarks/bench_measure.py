@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from compile_callbacks._utils.errors import CompileWarning
 from compile_callbacks._utils.messages import describe_failure, in_one_line
-from compile_callbacks._utils.phases import Phase
+from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.calls.phase_switch import PhaseSwitch
-from compile_callbacks.config.inductor_config import EAGER, InductorConfig
+from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.profiling.comparison import compare, median_ms, spread_ms

@@ -14,7 +14,7 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments, reference_to
 from compile_callbacks._utils.messages import check_fields, check_type, part_of
-from compile_callbacks._utils.phases import EAGER as EAGER
+from compile_callbacks._utils.phases import EAGER
 from compile_callbacks.config import templates
 from compile_callbacks.config.options import as_options, check_loaded_settings, check_mode
 from compile_callbacks.passes.base import HOOK_OPTIONS, PASS_TYPES, as_passes, pass_hook, pass_identity, pass_name

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from compile_callbacks.config.inductor_config import EAGER, InductorConfig
+from compile_callbacks._utils.phases import EAGER
+from compile_callbacks.config.inductor_config import InductorConfig
 
 
 class Variant(NamedTuple):

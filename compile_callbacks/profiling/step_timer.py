@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.inductor_config import EAGER
+from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.profiling.comparison import Comparison, compare
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.steps import Step, StepKind

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.inductor_config import EAGER
+from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.profiling.comparison import Comparison, median_ms
 from compile_callbacks.profiling.events import CompileEvent, EventKind, Result, Verdict
 from compile_callbacks.profiling.memory import PeakMemory

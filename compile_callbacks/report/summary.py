@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks.config.inductor_config import EAGER
+from compile_callbacks._utils.phases import EAGER, PHASES, Phase
 from compile_callbacks.profiling.comparison import MAX_FACTOR, MIN_SAMPLES
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.report.data import PhaseReport, RunReport

@@ -12,9 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
-from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
+from compile_callbacks._utils.phases import EAGER, MODE_ARGUMENTS, Phase
 from compile_callbacks.cache.folder import check_folder
-from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.graphs.failures import NewShapes, OnError, TargetSettings, Verify
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs

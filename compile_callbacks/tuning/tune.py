@@ -11,7 +11,8 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments
 from compile_callbacks._utils.messages import check_fields, check_type, part_of
-from compile_callbacks.config.inductor_config import EAGER, InductorConfig, Mode, as_config
+from compile_callbacks._utils.phases import EAGER
+from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_config
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
 
 AUTO = "auto"

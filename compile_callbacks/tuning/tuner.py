@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from compile_callbacks.config.inductor_config import EAGER
+from compile_callbacks._utils.phases import EAGER
 from compile_callbacks.config.variant import EAGER_VARIANT
 from compile_callbacks.profiling.comparison import MIN_SAMPLES, compare
 from compile_callbacks.tuning.trial import Block, Trial

@@ -11,9 +11,8 @@ from typing import TypeVar
 import torch
 
 from compile_callbacks._utils.fingerprints import digest
-from compile_callbacks._utils.phases import Phase
+from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.cache.folder import ModelRecord
-from compile_callbacks.config.inductor_config import EAGER
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.events import CompileEvent
 from compile_callbacks.profiling.recorder import CompileRecorder
