@@ -33,7 +33,7 @@ def test_doctor_names_a_missing_compiler_and_the_fix(tmp_path):
     assert done.returncode == 1, done.stderr
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     missing = checks["C++ compiler"]
-    assert compiler in missing["found"]
+    assert compiler in missing["result"]
     assert "run uncompiled" in missing["impact"]
     assert "apt-get install g++" in missing["fix"]
     assert "unset CXX" in missing["fix"]
