@@ -92,6 +92,7 @@ class Verification:
             self.fallback.eventful_call().region_failure = f"the result differs from eager: {comparison.reason}"
             return False
         settings, (target, phase) = self.fallback.settings, self.fallback.key[:2]
+        self.fallback.recorder.compiles_seen += 1
         fix = None
         if comparison.verdict == "not compared" and comparison.reason in (_DROPOUT, _RANDOM_NUMBERS):
             mode = self.fallback.recorder.mode_arguments[phase]

@@ -87,6 +87,13 @@ class PhaseDiagnostics(Figures):
         lambda facts: facts.memory.peak(facts.phase, facts.candidate).at_most_mib
     )
     """An upper bound of this peak if compiled steps did not raise the peak of the process."""
+    load_seconds: float | None = figure(lambda facts: facts.load_seconds)
+    """The share of `compile_seconds` that loaded code of the helper process. The rest captured the graphs."""
+    waiting_steps: int = figure(lambda facts: facts.waiting_steps, "compile", COUNT, default=0, row="steps meanwhile")
+    """Number of steps that ran eagerly while the helper process compiled."""
+    waiting_step_ms: float | None = figure(lambda facts: facts.waiting_ms, "speed", "{:.2f}", row="step meanwhile ms")
+    """Median time of these steps, in milliseconds. The helper process may slow them. `net_seconds_saved` contains the
+    difference from `eager_step_ms`."""
     saved_for_backward_mib: float | None = figure(
         lambda facts: facts.saved_mib,
         "speed",
@@ -152,6 +159,10 @@ class PhaseReport(Figures):
     )
     """Seconds in which torch traced the code, compiled forward and backward graphs, and recorded CUDA graphs. With a
     `Tune`, the sum over all candidates. Does not include verification and compiles of your own functions."""
+    background_seconds: float | None = figure(
+        lambda facts: facts.background_seconds, "compile", "{:.1f}", row="compiled in the background s"
+    )
+    """Seconds in which the helper process of `background=True` compiled, while training went on."""
     graphs: int = figure(
         lambda facts: sum(facts.values("graphs")), "compile", COUNT, default=0, scalar="compile/PHASE/graphs"
     )

@@ -66,6 +66,8 @@ def _claim(report: PhaseReport) -> str:
             return f"{_times(speedup)} faster{than} ({times}), but {lost}"
         case "slower":
             ratio = 1 / speedup
+            if back := _last_event(report, "sent_back"):
+                return f"runs eagerly again: {back['reason']}"
             slower = f"slower by {ratio - 1:.0%}" if ratio < 1.95 else f"{_times(ratio)} slower"
             return f"{slower}{than} ({times}): {_why_slower(report)}"
         case "no difference":
@@ -87,6 +89,9 @@ def _claim(report: PhaseReport) -> str:
             return f"too few samples: no {side} steps of the same workload to compare, {compiling} spent compiling"
         case "too few samples":
             return f"too few samples ({times}): {report.samples} of one kind, {MIN_SAMPLES} of each are needed"
+        case "still compiling":
+            meanwhile = _count(report.diagnostics.waiting_steps, "step")
+            return f"not compiled yet: the run was shorter than the compile in the background ({meanwhile} meanwhile)"
         case "not compiled":
             why, code = _why_uncompiled(report)
             return f"not compiled: {why}" + (f", see {code}" if code else "")
@@ -100,6 +105,8 @@ def _claim(report: PhaseReport) -> str:
         return f"eager kept: {results}" + (f" ({reason})" if reason else "")
     if trials and all(trial["verdict"] != "chosen" for trial in trials):
         return "no candidate is chosen yet: the phase ran too few steps"
+    if not_requested := _last_event(report, "not_requested"):
+        return f"not compiled: {not_requested['reason']}"
     if report.mode != EAGER and report.eager_step_ms is not None:
         return "not compiled yet: only eager baseline steps have run"
     return ""
