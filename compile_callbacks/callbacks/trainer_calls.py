@@ -50,7 +50,6 @@ class TrainerCall:
     """One running Trainer call."""
 
     trainer: Trainer
-    report_folder: str | None
     key_matcher: RemovableHandle  # the hook on the module that matches ``_orig_mod.`` keys
 
 
@@ -89,11 +88,7 @@ class TrainerCalls:
                 return
             self._close(call)
         self._nested.clear()
-        self._call = TrainerCall(
-            trainer=trainer,
-            report_folder=loggers.report_folder(trainer),  # found here once, because it needs a collective
-            key_matcher=match_orig_mod_keys(pl_module),
-        )
+        self._call = TrainerCall(trainer=trainer, key_matcher=match_orig_mod_keys(pl_module))
         stack_chunks.install_on(trainer)
         _unwrap_compiled(pl_module, self.arguments)
 
@@ -188,7 +183,7 @@ class TrainerCalls:
         report = self.last_report.report = self.report()
         loggers.log_scalars(trainer.loggers, report.scalars(), trainer.global_step)
         loggers.log_summary(trainer.loggers, report, trainer.global_step, self.arguments.recorded_graphs())
-        path = loggers.write_report(call.report_folder, trainer, report, exception)
+        path = loggers.write_report(trainer, report, exception)
         if self.session is None or not report.has_figures:
             return
         if exception is None:
