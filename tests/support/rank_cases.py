@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile, Tune, _torch
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, LoggerIn, loader, seeded, trainer
 from tests.support.pairs import ACCELERATOR, BACKEND, join, run_cases
 from tests.support.uncached import Uncached
 
@@ -102,9 +102,9 @@ def plain() -> dict[str, Any]:
     ours = InductorCompile(baseline_steps=2)
     eager, compiled = seeded(), seeded()
     fit(eager, max_epochs=2)
-    run = fit(compiled, ours, max_epochs=2)
+    run = fit(compiled, ours, max_epochs=2, logger=LoggerIn(FOLDER))
     run.save_checkpoint(str(FOLDER / "two.ckpt"))
-    calls = [record["call"] for record in json.loads(Path(run.log_dir, "compile_report.json").read_text())]
+    calls = [record["call"] for record in json.loads((FOLDER / "compile_report.json").read_text())]
     results = {"eager": result_of(eager), "compiled": result_of(compiled), "calls": calls}
     return {**results, "report": report_of(ours), "scalars": ours.report.scalars()}
 
