@@ -202,7 +202,7 @@ class Session:
             return False
         stage, ran, self._counted = self.stage, recorder.executions, None
         if first:
-            self._switch.invalidate_weights()
+            self._switch.invalidate_weights(new_stage=self._stage_is_new)
         self._policy = self._policies.policy_of(stage)
         variant, self._wanted = self._policy.next()
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
