@@ -49,6 +49,7 @@ class PhaseSwitch:
         self._dispatchers: dict[Target, list[Dispatcher]] = {}
         self._compiled_targets: dict[tuple[Target, Phase, str | None, bool], CompiledTarget] = {}
         self._installed = False
+        self._decided: set[Phase] = set()  # the phases whose variants are not on trial
         self._selected: tuple[Phase, Variant, bool] | None = None
         self.add(targets)
 
@@ -173,7 +174,7 @@ class PhaseSwitch:
                 variant.config,
                 recorder=self._recorder,
                 warn=self._warn,
-                settings=self._settings if variant.name is None else self._settings.for_trial(),
+                settings=self._settings if phase in self._decided or not variant.name else self._settings.for_trial(),
                 frozen=frozen,
                 unfrozen=unfrozen,
                 candidate=variant.name,
@@ -203,6 +204,7 @@ class PhaseSwitch:
 
     def free_other_variants(self, phase: Phase, variants: Collection[str | None], *, on_trial: bool) -> None:
         """Free the compiled code of a phase, except for these variants. Their trial ends unless they are on trial."""
+        (self._decided.discard if on_trial else self._decided.add)(phase)
         for key in [key for key in self._compiled_targets if key[1] == phase]:
             if key[2] not in variants:
                 self._compiled_targets.pop(key).free_compiled()
