@@ -32,10 +32,10 @@ from rich.terminal_theme import MONOKAI
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
-from compile_callbacks import InductorCompile
+from compile_callbacks import CompileReport, InductorCompile
 from compile_callbacks.report.console import to_plain_text
 from compile_callbacks.report.data import FILE_NAME
-from compile_callbacks.report.file import read_records, report_in
+from compile_callbacks.report.file import read_records
 from compile_callbacks.report.loggers import PLOT_TAG
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +115,7 @@ def save_steps(logdir: Path) -> None:
 
 def show_terminal(logdir: Path) -> None:
     """Draw the table that a terminal shows at the end of a run."""
-    report = report_in(read_records(logdir / next(iter(RUNS)) / FILE_NAME)[-1])
+    report = CompileReport.from_dict(read_records(logdir / next(iter(RUNS)) / FILE_NAME)[-1]["report"])
     console = Console(record=True, width=100, file=io.StringIO(), highlight=False)
     console.print(f"torch.compile report\n{to_plain_text(report, 100)}", markup=False)
     page = console.export_html(theme=MONOKAI, inline_styles=True)

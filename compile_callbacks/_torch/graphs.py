@@ -35,11 +35,13 @@ def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for node in copied.graph.nodes:
         node.meta.clear()
-        # torch implements these two operators only for tracing.
+        # torch implements these operators only for tracing.
         if node.target is torch.ops.higher_order.invoke_subgraph:
             node.target, node.args = _call_subgraph, (node.args[0], *node.args[2:])
         elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
             node.target = _call_checkpoint
+        elif node.target is getattr(torch.ops.higher_order, "register_hook", node):  # since torch 2.15
+            node.target = _register_hook
     copied.recompile()
     copied.meta.update(graph_module.meta)
     for name, subgraph in list(copied.named_children()):
@@ -50,6 +52,13 @@ def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 def _call_subgraph(subgraph: torch.fx.GraphModule, *args: Any) -> Any:
     return subgraph.forward(*args)
+
+
+def _register_hook(tensor: torch.Tensor, hook: torch.fx.GraphModule, *args: Any) -> torch.Tensor:
+    """Register a hook of the captured graph. torch's operator fails without gradients, as on fake tensors."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: hook.forward(gradient, *args))
+    return tensor
 
 
 def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:

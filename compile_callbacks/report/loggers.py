@@ -1,4 +1,4 @@
-"""Writes the reports of `InductorCompile` and `AOTInductorExport` to Lightning's loggers and to the log directory.
+"""Writes the reports of `InductorCompile` and `AOTInductorExport` to Lightning's loggers and their folder.
 
 Call these functions on every rank: only rank zero writes. If a logger or a directory fails, the functions warn.
 """
@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import logging
 import mmap
+import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,34 +100,39 @@ def _first_time(what: str, logger: Logger) -> bool:
     return True
 
 
-def report_folder(trainer: Trainer) -> str | None:
-    """Return the folder for `write_report`, or ``None`` in a ``fast_dev_run``.
-
-    Call this function on every rank and only in ``setup``, because reading ``trainer.log_dir`` is a collective.
-    """
-    if getattr(trainer, "fast_dev_run", False):
+def _folder_of_run(logger: Logger) -> str | None:
+    """Return the folder in which a logger keeps the files of a run, or ``None`` if it has no folder."""
+    if isinstance(folder := getattr(logger, "log_dir", None), str | os.PathLike):  # a DummyLogger has any attribute
+        return os.fspath(folder)
+    if not logger.save_dir:
         return None
-    return trainer.log_dir or trainer.default_root_dir
+    # The folder of the checkpoints in Lightning's ModelCheckpoint. Several runs share the save_dir.
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return f"{logger.save_dir.rstrip('/')}/{logger.name}/{version}"
 
 
 @rank_zero_only
-def write_report(
-    folder: str | None, trainer: Trainer, report: CompileReport, exception: BaseException | None
-) -> str | None:
-    """Append a record of the trainer call to ``compile_report.json``, if anything was compiled.
+def write_report(trainer: Trainer, report: CompileReport, exception: BaseException | None) -> str | None:
+    """Append a record of the trainer call to ``compile_report.json`` in the folder of a logger.
 
-    Return the path of the file, which is relative if the working directory contains the file.
+    Return the path of the file, which is relative if the working directory contains the file. Write no file and return
+    ``None`` if nothing was compiled, in a ``fast_dev_run``, or if no logger has a folder.
     """
-    if folder is None or not report.has_figures:
+    if not report.has_figures or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
+    folder = None
     try:
+        folder = next(filter(None, map(_folder_of_run, trainer.loggers)), None)
+        if folder is None:
+            return None
         call = str(trainer.state.fn.value) if trainer.state.fn is not None else "unknown"
         record = report_file.make_record(report, call, step=trainer.global_step, exception=exception)
         path = report_file.append_record(get_filesystem(folder), folder, record)
         return path.removeprefix(f"{Path.cwd()}/")
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        warn_user("CC403", f"the compile report was not written to {folder}: {reason}. The run continues without it")
+        where = folder or "the folder of the logger"
+        warn_user("CC403", f"the compile report was not written to {where}: {reason}. The run continues without it")
         return None
 
 

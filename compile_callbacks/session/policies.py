@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -177,6 +177,15 @@ class Policies:
         for phase, known in measured.items():
             if known:
                 self._baselines[phase].skip()
+
+    def winners(self) -> dict[Phase, dict[str, Any]]:
+        """Return the winner of each `Tune` for a checkpoint."""
+        return {phase: tuning.state_dict() for phase, tuning in self._tunings.items()}
+
+    def resume_winners(self, winners: object) -> None:
+        """Use the `winners` of an earlier run."""
+        for phase, tuning in self._tunings.items():
+            tuning.resume(winners.get(phase) if isinstance(winners, Mapping) else None)
 
     def policy_of(self, stage: Stage) -> StepPolicy:
         """Return the policy of the next step."""

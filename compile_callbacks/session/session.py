@@ -214,7 +214,7 @@ class Session:
             return False
         stage, ran, self._counted = self.stage, recorder.executions, None
         if first:
-            self._switch.invalidate_weights()
+            self._switch.invalidate_weights(new_stage=self._stage_is_new)
         self._policy = self._policies.policy_of(stage)
         variant, self._wanted = self._policy.next()
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
@@ -333,12 +333,13 @@ class Session:
         return CompileReport(train=phases["train"], infer=phases["infer"], before=self._before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the report, the eager step times and the observed shapes as plain data for a checkpoint."""
+        """Return the report, eager step times, observed shapes and winners as plain data for a checkpoint."""
         state = {"version": STATE_VERSION, "report": self.report().to_dict(), "shapes": self._observed.state()}
-        return state | {"baseline_steps": self._arguments.baseline_steps} | self._measurements.state_dict()
+        state |= {"baseline_steps": self._arguments.baseline_steps, "winners": self._policies.winners()}
+        return state | self._measurements.state_dict()
 
     def resume(self, state: object) -> None:
-        """Continue from the `state_dict` of an earlier run. On the same device, keep its eager step times.
+        """Continue from the `state_dict` of an earlier run. On the same device, keep its eager step times and winners.
 
         If the user has changed ``baseline_steps``, or if these times vary too much, this run measures the baseline.
         The method ignores a state of another version, and parts that are missing, unknown or of a wrong type.
@@ -351,6 +352,8 @@ class Session:
         same_baseline = self._arguments.baseline_steps in (0, data.get("baseline_steps"))
         if all(self._ranks.gather(same_device and same_baseline)):
             self._policies.resume(self._measurements.resume(data))
+        self._policies.resume_winners(data.get("winners"))
+        self._free_unused()
 
     # ------------------------------------------------------------------------------------------ parts of the above
 
