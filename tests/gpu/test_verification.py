@@ -11,7 +11,7 @@ from torch import nn
 
 from compile_callbacks import CompileWarning, compile_phases, report_of, restore
 from compile_callbacks.graphs import accuracy, verification
-from tests.support.models import FEATURES, Wrapper, mlp
+from tests.support.models import FEATURES, Cosines, mlp
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = pytest.mark.gpu
@@ -77,25 +77,14 @@ def test_a_comparison_takes_no_more_memory_than_an_eager_step_a_copy_of_the_outp
     restore(net)
 
 
-class Cosines(Wrapper):
-    """Eager execution saves sixteen values for the backward pass, and compiled code only the first one."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(1024, 1024))
-
-    def forward(self, x):
-        x = self.net(x)
-        for _ in range(16):
-            x = x.cos()
-        return x
-
-
 def test_a_comparison_that_does_not_fit_is_skipped_before_the_process_runs_out_of_memory():
-    net, x = compile_phases(Cosines().cuda(), verify="raise"), torch.randn(2**14, 1024, device="cuda")  # 64 MiB
+    rows, width = 2**14, 1024
+    net, x = compile_phases(Cosines(width).cuda(), verify="raise"), torch.randn(rows, FEATURES, device="cuda")
     torch.cuda.empty_cache()
     total, out_of_memory = torch.cuda.get_device_properties().total_memory, torch.cuda.memory_stats()["num_ooms"]
+    room_for_values = 12 * rows * width * 4
     try:
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 12 * x.nbytes) / total)
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room_for_values) / total)
         net(x).sum().backward()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -104,13 +93,14 @@ def test_a_comparison_that_does_not_fit_is_skipped_before_the_process_runs_out_o
     restore(net)
 
 
+def encoder():
+    return nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True)
+
+
 @pytest.mark.parametrize("phase", ["train", "infer"])
-@pytest.mark.parametrize(
-    "make", [Cosines, lambda: nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True)]
-)
-def test_the_estimate_is_at_least_what_a_comparison_takes_and_not_twice_as_much(make, phase):
-    net, x = compile_phases(make().cuda(), verify="raise"), torch.randn(16, 512, 1024, device="cuda")
-    needed = []
+@pytest.mark.parametrize(("make", "shape"), [(lambda: Cosines(1024), (2**14, FEATURES)), (encoder, (16, 512, 1024))])
+def test_the_estimate_is_at_least_what_a_comparison_takes_and_not_twice_as_much(make, shape, phase):
+    net, x, needed = compile_phases(make().cuda(), verify="raise"), torch.randn(shape, device="cuda"), []
     with (
         mock.patch.object(verification, "check_memory", lambda size, free: needed.append(size)),
         torch.set_grad_enabled(phase == "train"),

@@ -112,7 +112,7 @@ def test_a_long_list_of_targets_is_shortened():
 
 
 @pytest.mark.parametrize(("fraction", "free"), [(1.0, 50), (0.25, 5)])
-def test_free_memory_includes_unused_blocks_of_the_allocator_up_to_the_limit_of_the_process(fraction, free, monkeypatch):
+def test_free_memory_includes_unused_blocks_of_the_allocator_up_to_the_limit(fraction, free, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
