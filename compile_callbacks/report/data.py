@@ -47,6 +47,17 @@ def _cache(report: PhaseReport) -> str:
     return f"{hits} / {misses}" if hits or misses else NOTHING
 
 
+def _passes(details: PhaseDiagnostics) -> str:
+    lines = []
+    for name in dict.fromkeys(run["name"] for run in details.passes):
+        runs = [run for run in details.passes if run["name"] == name]
+        changed = [run["changed"] for run in runs if "changed" in run]
+        ran = f"{sum(changed)} of {len(changed)} graphs changed" if changed else "did not run"
+        cached = len(runs) - len(changed)
+        lines.append(f"{name}: {ran}" + (f", {cached} from the cache" if cached else ""))
+    return "\n".join(lines) or NOTHING
+
+
 @dataclass(frozen=True, kw_only=True)
 class PhaseDiagnostics(Figures):
     """The details of a `PhaseReport`. A figure that was not measured is ``None``."""
@@ -108,7 +119,9 @@ class PhaseDiagnostics(Figures):
     causes small differences; verification compares [relative to the size of the tensor](limits.md#verification)."""
     skipped_passes: int = count("pass_skipped")
     """Number of graphs that were compiled without a custom graph pass because the pass failed."""
-    passes: tuple[dict[str, Any], ...] = figure(lambda facts: facts.passes, default=())
+    passes: tuple[dict[str, Any], ...] = figure(
+        lambda facts: facts.passes, "compile", _passes, row="graph passes", default=()
+    )
     """One mapping for each graph and custom graph pass, in order: `target`, `name`, `hook`, and the fields of
     `PassRun`, or `from_cache` if the graph was loaded from torch's cache."""
     steps: dict[str, int] = figure(lambda facts: dict(facts.steps), default=dict)

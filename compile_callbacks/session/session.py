@@ -269,6 +269,8 @@ class Session:
             if step.traced and gc.isenabled():
                 # A compile leaves many objects. An automatic collection in a later step would take longer than a step.
                 gc.collect()
+        if self.gpu.on_gpu:
+            self.gpu.free_cached(stage.phase, compiled=step.variant.config is not None)
         compares = stage.phase in self._policies.comparing
         self._measurements.step_ends(step, stage, loader, batch, accumulated, compares=compares)
         self._policy.done(step)
