@@ -70,3 +70,13 @@ def _autocast_nesting() -> int:
     nesting = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return nesting
+
+
+def dispatch_mode() -> str:
+    """Return the name of the innermost `TorchDispatchMode` of the user, or an empty string. Dynamo skips all frames."""
+    from torch.utils import _python_dispatch
+
+    if not _python_dispatch.is_in_any_mode_without_ignore_compile_internals():
+        return ""
+    mode = _python_dispatch._get_current_dispatch_mode()
+    return type(mode).__name__.strip("_")

@@ -15,12 +15,13 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
 from compile_callbacks.calls.compiled_function import RAISING_CALLS, CompiledFunction
 from compile_callbacks.calls.frozen_weights import WeightWatch
-from compile_callbacks.calls.observed_calls import ObservedCalls, ShapePolicy
+from compile_callbacks.calls.observed_calls import RETURNING_SHAPE_CALLS, ObservedCalls, ShapePolicy
 from compile_callbacks.calls.python_state import StateChanges
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback, TargetSettings, describe
 from compile_callbacks.profiling.events import CompileKey
+from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 from compile_callbacks.targets.target import Callee, Target
 
@@ -30,6 +31,9 @@ _forward_ad_level = _torch.dynamo.forward_ad_level
 TRACES_WITHOUT_GRAPH = 5
 """The maximum number of calls that torch traces without compiling a graph. torch 2.15 traces a target again in each
 call if the target calls ``torch.autograd.grad``. Such a call takes 50 times as long as eager."""
+
+
+_NEW_SHAPES = f"new_shapes='eager' runs inputs of new shapes eagerly until their {RETURNING_SHAPE_CALLS}th call"
 
 
 class CompiledTarget:
@@ -78,6 +82,7 @@ class CompiledTarget:
         # One policy for each block, because the first block gets other inputs than later blocks (requires_grad).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
         self._limits_shapes = settings.new_shapes != "recompile"
+        self._saw_new_shapes = False  # whether a call ran eagerly because of its shapes
         self._uncompilable: set[Any] = set()  # signatures of the inputs for which the compiler failed
         self._weights = WeightWatch(self._members[0].module)  # a target with frozen weights has a single member
         self._weights_are_suspect = True
@@ -169,7 +174,7 @@ class CompiledTarget:
             self._give_up_regions(call.region_failure)
         self._traces += call.traced
         if self._traces >= TRACES_WITHOUT_GRAPH and not (self.backend.graphs or call.runs_target_eagerly):
-            reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls and compiled no graph"
+            reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls and compiled no graph: {self.why_no_graph}"
             self._fallback.run_target_eagerly("CC101", reason)
         if self._fallback.settings.verify != "off":
             self._look_for_constant_state(call, member.module)
@@ -220,6 +225,9 @@ class CompiledTarget:
         if _torch.dynamo.is_transformed():
             self._warn_of_transform()
             return True
+        if not self.ran and (mode := _torch.modes.dispatch_mode()):
+            self._function.why_no_graph = f"{mode} is active, and torch compiles nothing within a TorchDispatchMode"
+            return True
         self._issue_warnings()
         self.ran = True
         # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within a
@@ -239,7 +247,12 @@ class CompiledTarget:
         """Call the member with new shapes, without a new compile."""
         try:
             with torch.compiler.set_stance(stance):  # type: ignore[arg-type]
-                return compiled(member.module, *args, **kwargs)
+                graphs = self._executions.graphs
+                result = compiled(member.module, *args, **kwargs)
+                if self._executions.graphs == graphs and not self._saw_new_shapes:
+                    self._saw_new_shapes = True
+                    self._recorder.record("new_shapes", self.key, reason=_NEW_SHAPES)
+                return result
         except RuntimeError as error:
             if stance not in str(error):
                 raise
@@ -280,7 +293,9 @@ class CompiledTarget:
             "forward-mode AD: torch compiles a transform together with the function that it transforms. Name the "
             "method that contains both as the target"
         )
-        self._warn.warn("CC108", message, about=(target, phase))  # also in a trial, because it affects all candidates
+        if self._warn.warn("CC108", message, about=(target, phase)):  # also in a trial: it affects all candidates
+            reason = "it is called under a transform of torch.func or forward-mode AD"
+            self._recorder.record("fallback", CompileKey(target, phase), reason=reason, code="CC108", show=False)
 
     # ------------------------------------------------------------------------------------------ weights and memory
 
@@ -312,6 +327,13 @@ class CompiledTarget:
     def end_trial(self, settings: TargetSettings) -> None:
         """End the trial. The next call issues the warnings that waited for the end of the trial."""
         self._fallback.settings = settings
+
+    @property
+    def why_no_graph(self) -> str:
+        """The reason why the target has no compiled graph: its first graph break, or what torch told."""
+        breaks = self._recorder.events_of(self.key.phase, "graph_break")
+        reasons = [event.reason for event in breaks if event.target == self.key.target]
+        return short_reason(next(filter(None, [*reasons, self._function.why_no_graph]), "torch gives no reason"))
 
     @property
     def blocks_differ(self) -> bool:

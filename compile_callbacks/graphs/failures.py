@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from compile_callbacks._utils.errors import CompileError, with_code
+from compile_callbacks._utils.errors import CompileError, code_of, with_code
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
 from compile_callbacks.passes.manager import find_pass_error
 from compile_callbacks.profiling.events import CompileKey
@@ -89,7 +89,7 @@ class EagerFallback:
         self.recorder.record("fallback", self.key, reason=reason)
         message = (
             f"{part}target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
-            f"(in full: callback.report.{phase}.diagnostics.events; on_error='raise' raises instead){self._hint}"
+            f"(in full: report.{phase}.diagnostics.events; on_error='raise' raises instead){self._hint}"
         )
         self.warn("CC301", message)
 
@@ -103,6 +103,8 @@ class EagerFallback:
 
     def as_compile_error(self, error: BaseException) -> CompileError:
         """Return the error that ``on_error="raise"`` raises instead of the compiler's error."""
+        if isinstance(error, CompileError) and code_of(str(error)):
+            return error
         target, phase = self.key[:2]
         message = f"compiling target {target!r} for the {phase} phase failed: {describe(error)}{self._hint}"
         return CompileError(with_code("CC301", message))

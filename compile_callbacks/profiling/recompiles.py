@@ -15,6 +15,10 @@ OTHER_GRAD_MODE = "is used under inference_mode, was under no_grad"
 """A part of the reason of a recompile: torch also compiles an inference graph in the other grad mode."""
 
 
+AT_GRAPH_BREAK = "a result at the graph break"
+"""The name of a value that the code behind a graph break gets, such as the result of ``.item()``."""
+
+
 class Recompile(NamedTuple):
     """The reason for a recompile."""
 
@@ -54,7 +58,11 @@ def explain_recompile(torchs_reason: str, mode_argument: str = "mode") -> Recomp
         now, before = ("eval", "train") if match[2] == "True" else ("train", "eval")
         return Recompile(f"{_subject(match[1])} is in {now} mode, was in {before} mode")
     if match := re.fullmatch(r"([\w\[\]'.]+) == (-?\d\S*)", guard):
-        return Recompile(f"value of {_subject(match[1])}: no longer {match[2]}", "passing a tensor avoids it")
+        value = _subject(match[1])
+        fix = "a buffer in its place avoids it" if value.startswith("'") else "passing a tensor avoids it"
+        return Recompile(f"value of {value}: no longer {match[2]}", fix)
+    if guard.startswith("record_name == "):  # in the hooks of Lightning's profiler
+        return Recompile(guard, "profiler=PyTorchProfiler(record_module_names=False) avoids it")
     return Recompile(guard)
 
 
@@ -67,11 +75,13 @@ def short_reason(reason: str) -> str:
         'Dynamo does not know `print`.'
     """
     explanation = re.search(r"^\s*Explanation: (.*)$", reason, re.MULTILINE)
-    return in_one_line(explanation[1] if explanation else reason, 120)
+    return in_one_line((explanation and explanation[1]) or reason.strip().partition("\n")[0], 120)
 
 
 def _subject(expression: str) -> str:
     """Return the user's name of the guarded value."""
+    if re.match(r"___stack\d+", expression):
+        return AT_GRAPH_BREAK
     if argument := _ARGUMENT.match(expression):
         return f"argument {argument[1] or argument[2]}{argument[3]}"
     path = _MODULE.findall(expression)

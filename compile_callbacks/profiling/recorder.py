@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
 from typing import Any
 
 from compile_callbacks import _torch
@@ -12,7 +14,7 @@ from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.profiling.events import CompileEvent, CompileKey, CompilePart, EventKind
 from compile_callbacks.profiling.executions import Executions
 from compile_callbacks.profiling.progress import CompileProgress
-from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, explain_recompile
+from compile_callbacks.profiling.recompiles import AT_GRAPH_BREAK, OTHER_GRAD_MODE, Recompile, explain_recompile, short_reason
 
 
 class CallInProgress:
@@ -25,6 +27,7 @@ class CallInProgress:
         args: The positional arguments.
         kwargs: The keyword arguments.
         nested_calls_eager: Whether other targets run eagerly within this call.
+        code: The code of the frame that Dynamo converts.
         eventful: Whether any attribute below differs from its default.
         traced: Whether Dynamo traced a frame.
         graphs: The number of new graphs.
@@ -53,6 +56,7 @@ class CallInProgress:
     args: Any = ()
     kwargs: Any = None
     nested_calls_eager = False
+    code: types.CodeType | None = None
 
 
 class _Calling(threading.local):
@@ -85,8 +89,6 @@ class CompileRecorder:
         """Number of compiles in this process, including the user's own. It grows if torch compiles in a step."""
         self.traces_seen = 0
         """The same without recordings of CUDA graphs."""
-        self.recompile_limits: dict[CompileKey, str] = {}
-        """The targets that reached torch's recompile limit, with the reason of the last recompile."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
         """The runs of custom graph passes, in order."""
         self.stopping: Callable[[], bool] = lambda: False
@@ -110,6 +112,7 @@ class CompileRecorder:
         self._guard_misses = 0  # of torch's cache, before the running compile
         self._part: CompilePart = "graph"
         self._breaks_seen = 0
+        self._limits_reached: set[CompileKey] = set()
         self._discarded: set[CompileKey] = set()  # targets whose graphs torch.compiler.reset() discarded
         self._breaks: set[tuple[CompileKey, _torch.events.GraphBreak]] = set()
         self._records_seen: set[int] = set()
@@ -155,7 +158,6 @@ class CompileRecorder:
         for record in _torch.events.compilation_records(self._records_seen):
             key = self._keys.get(record.compile_id)
             if key is None:
-                self._look_for_limit(record)
                 continue
             # Validation within and outside fit compiles the same graph twice. A cache hit takes almost no time.
             explained = self._recompiles_unless_cached.pop(record.compile_id, None)
@@ -166,17 +168,13 @@ class CompileRecorder:
             if record.cudagraph_skip_reason:
                 self.record("cudagraph_skip", key, reason=record.cudagraph_skip_reason)
 
-    def _look_for_limit(self, record: _torch.events.CompilationRecord) -> None:
-        """Record that a frame reached torch's recompile limit, for which torch announces no compile."""
-        if not record.hit_recompile_limit:
-            return
-        frame = _torch.events.frame_of(record.compile_id)
-        key = next((key for known, key in self._keys.items() if _torch.events.frame_of(known) == frame), None)
-        if key is not None and key not in self.recompile_limits:
-            last = self._explain(key, record.recompile_reason)
-            self.recompile_limits[key] = last.reason
+    def limit_reached(self, key: CompileKey) -> None:
+        """Record that a frame of the running call reached torch's recompile limit."""
+        if key not in self._limits_reached:
+            self._limits_reached.add(key)
+            last = self._explain(key, _torch.events.last_recompile_reason())
             reason = f"torch's recompile limit is reached; the last reason: {last.reason}"
-            self.record("fallback", key, reason=reason, fix=last.fix)
+            self.record("fallback", key, reason=reason, fix=last.fix, code="CC103")
 
     def compile_begins(self, args: Any) -> None:
         """Store which target compiles. torch calls this method when a compile begins."""
@@ -254,7 +252,17 @@ class CompileRecorder:
     def _explain(self, key: CompileKey, torchs_reason: str | None) -> Recompile:
         if not torchs_reason or torchs_reason == "Unable to find recompilation reasons":
             return Recompile("torch gives no reason")
-        return explain_recompile(torchs_reason, self.mode_arguments[key.phase])
+        explained = explain_recompile(torchs_reason, self.mode_arguments[key.phase])
+        call = self.calling.current
+        where = _torch.frames.resumes_at(call.code) if call is not None and call.code is not None else None
+        if where is None or AT_GRAPH_BREAK not in explained.reason:
+            return explained
+        breaks = [event for event in self.events_of(key.phase, "graph_break") if event.target == key.target]
+        broken = next((event for event in breaks if (event.file, event.line) == where), None) or next(iter(breaks), None)
+        at = f"{AT_GRAPH_BREAK} in {Path(where[0]).name}:{where[1]}"
+        why = f" ({short_reason(broken.reason)})" if broken and broken.reason else ""
+        reason = explained.reason.removeprefix("value of ").replace(AT_GRAPH_BREAK, at)
+        return Recompile(reason, f"removing the graph break{why} avoids it")
 
     def count_graph(self) -> None:
         """Count a graph of the running compile. The backend of a target calls this method."""

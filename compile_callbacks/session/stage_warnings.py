@@ -8,7 +8,7 @@ import torch
 
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.messages import in_one_line
-from compile_callbacks._utils.phases import Phase
+from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import InductorConfig
@@ -57,7 +57,7 @@ class SessionWarnings:
         """Record settings that have no effect on this module and this device. One rank ``warns`` for all."""
         if config is None:
             return
-        mode = f"{phase}_mode={config.describe()!r}"
+        mode = f"{self._recorder.mode_arguments[phase]}={config.describe()!r}"
         shares_code = any(target.shares_code for target in self._switch.targets)
         if phase == "infer" and config.freezes and (sharded or shares_code):
             why = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph, but not their weights"
@@ -77,9 +77,9 @@ class SessionWarnings:
         Before a `Tune` has chosen a candidate, the variant is eager, so there is nothing to warn about.
         """
         self._recorder.collect()
-        for key, reason in self._recorder.recompile_limits.items():
-            if key.phase == phase and key.candidate == variant.name:
-                self._warn_of_limit(key, reason)
+        for event in self._recorder.events_of(phase, "fallback"):
+            if event.code == "CC103" and event.candidate == variant.name:
+                self._warn_of_limit(event)
         if self._is_uncalled(phase, variant):
             names = ", ".join(repr(target.name) for target in self._switch.targets) or "none was found"
             message = (
@@ -88,8 +88,8 @@ class SessionWarnings:
             )
             self._warn.warn("CC102", message, about=phase)
         for compiled_target in self._switch.compiled_targets(phase):
-            if compiled_target.ran and not compiled_target.on_trial:
-                self._check_graphs(compiled_target.key)
+            if compiled_target.called and not compiled_target.on_trial:
+                self._check_graphs(compiled_target)
                 self._check_share(compiled_target)
                 if variant.name is None and variant.config is not None and variant.config.freezes:
                     self._record_unfrozen(compiled_target.key)
@@ -164,23 +164,23 @@ class SessionWarnings:
             reason = "freezing has no effect while weights may change, as during fit"
             self._recorder.record("freezing", key, reason=reason, show=False)
 
-    def _warn_of_limit(self, key: CompileKey, reason: str) -> None:
+    def _warn_of_limit(self, event: CompileEvent) -> None:
+        fix = event.fix or "keep this value constant, or name parts of the target that do not read it in targets=[...]"
         message = (
-            f"target {key.target!r} reached torch's recompile limit in the {key.phase} phase. Inputs that none of its "
-            f"graphs accepts run eagerly. The reason of the last recompile: {reason} (all reasons: "
-            f"callback.report.{key.phase}.diagnostics.events). If shapes are the cause, set dynamic=True in "
-            f"{key.phase}_mode or keep the shapes constant"
+            f"target {event.target!r} in the {event.phase} phase: {event.reason}. Inputs that none of its graphs accepts "
+            f"run eagerly (all reasons: report.{event.phase}.diagnostics.events); {fix}"
         )
-        self._warn.warn("CC103", message, about=key)
+        self._warn.warn("CC103", message, about=(event.target, event.phase, event.candidate))
 
-    def _check_graphs(self, key: CompileKey) -> None:
-        """Warn if a target that ran has no compiled graph, unless a fallback was reported."""
+    def _check_graphs(self, compiled_target: CompiledTarget) -> None:
+        """Warn if a target that was called has no compiled graph, unless a fallback was reported."""
+        key = compiled_target.key
         for event in self._recorder.events:
             same = (event.target, event.phase, event.candidate) == (key.target, key.phase, key.candidate)
             if same and (event.kind in ("fallback", "whole_target") or event.graphs):
                 return
-        breaks = self._reasons("graph_break", key)
-        reason = breaks[-1] if breaks else "torch gives no reason; the target may compute nothing that can be compiled"
+        reason = compiled_target.why_no_graph
+        self._recorder.record("fallback", key, reason=reason, code="CC101", show=False)
         message = f"target {key.target!r} ran in the {key.phase} phase without a compiled graph: {reason}"
         self._warn.warn("CC101", message, about=key[:2])
 
@@ -195,11 +195,14 @@ class SessionWarnings:
             return
         first = events[0]
         where = f" ({first.file}:{first.line})" if first.file else ""
+        mode = self._recorder.mode_arguments[key.phase]
+        advice = f"name the parts that torch can trace in targets=[...], or leave the phase eager with {mode}='eager'"
+        if mode not in MODE_ARGUMENTS.values():  # of an `InductorBackend`, which has one target and no eager mode
+            advice = "compile only the parts that torch can trace"
         message = (
             f"the compiled graphs of target {key.target!r} use {counts[0]} of its {counts[1]} weights "
             f"({counts[0] / counts[1]:.0%}) in the {key.phase} phase, so its other layers run eagerly or are not used. "
-            f"The first graph break: {short_reason(first.reason or '')}{where}. If the other layers run, name the "
-            f"parts that torch can trace in targets=[...], or leave the phase eager with {key.phase}_mode='eager'"
+            f"The first graph break: {short_reason(first.reason or '')}{where}. If the other layers run, {advice}"
         )
         self._warn.warn("CC131", message, about=key[:2])
 
