@@ -251,7 +251,7 @@ class CompiledTarget:
                 result = compiled(member.module, *args, **kwargs)
                 if self._executions.graphs == graphs and not self._saw_new_shapes:
                     self._saw_new_shapes = True
-                    self._recorder.record("new_shapes", self.key, reason=_NEW_SHAPES)
+                    self._recorder.record("eager_call", self.key, reason=_NEW_SHAPES, code="CC107")
                 return result
         except RuntimeError as error:
             if stance not in str(error):
@@ -295,7 +295,7 @@ class CompiledTarget:
         )
         if self._warn.warn("CC108", message, about=(target, phase)):  # also in a trial: it affects all candidates
             reason = "it is called under a transform of torch.func or forward-mode AD"
-            self._recorder.record("fallback", CompileKey(target, phase), reason=reason, code="CC108", show=False)
+            self._recorder.record("eager_call", CompileKey(target, phase), reason=reason, code="CC108")
 
     # ------------------------------------------------------------------------------------------ weights and memory
 

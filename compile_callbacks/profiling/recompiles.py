@@ -75,7 +75,9 @@ def short_reason(reason: str) -> str:
         'Dynamo does not know `print`.'
     """
     explanation = re.search(r"^\s*Explanation: (.*)$", reason, re.MULTILINE)
-    return in_one_line((explanation and explanation[1]) or reason.strip().partition("\n")[0], 120)
+    if explanation:  # which may be empty
+        reason = explanation[1] or reason.partition("\n")[0]
+    return in_one_line(reason, 120)
 
 
 def _subject(expression: str) -> str:

@@ -14,7 +14,13 @@ from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.profiling.events import CompileEvent, CompileKey, CompilePart, EventKind
 from compile_callbacks.profiling.executions import Executions
 from compile_callbacks.profiling.progress import CompileProgress
-from compile_callbacks.profiling.recompiles import AT_GRAPH_BREAK, OTHER_GRAD_MODE, Recompile, explain_recompile, short_reason
+from compile_callbacks.profiling.recompiles import (
+    AT_GRAPH_BREAK,
+    OTHER_GRAD_MODE,
+    Recompile,
+    explain_recompile,
+    short_reason,
+)
 
 
 class CallInProgress:
@@ -258,7 +264,7 @@ class CompileRecorder:
         if where is None or AT_GRAPH_BREAK not in explained.reason:
             return explained
         breaks = [event for event in self.events_of(key.phase, "graph_break") if event.target == key.target]
-        broken = next((event for event in breaks if (event.file, event.line) == where), None) or next(iter(breaks), None)
+        broken = next((event for event in breaks if (event.file, event.line) == where), breaks[0] if breaks else None)
         at = f"{AT_GRAPH_BREAK} in {Path(where[0]).name}:{where[1]}"
         why = f" ({short_reason(broken.reason)})" if broken and broken.reason else ""
         reason = explained.reason.removeprefix("value of ").replace(AT_GRAPH_BREAK, at)

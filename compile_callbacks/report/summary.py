@@ -31,7 +31,7 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     if not claim:
         return ""
     if report.partly_compiled and report.verdict != "not compiled":
-        failed = _event(report, "fallback")
+        failed = _eager_part(report)
         why = f" ({failed['target']} runs eagerly, {_code(failed)})" if failed else ""
         claim = f"partly compiled{why}: {claim}"
     net = report.net_seconds_saved or 0
@@ -153,10 +153,11 @@ def _next_steps(phase: Phase, report: PhaseReport, before: PhaseReport) -> Itera
     unpaid = verdict == "compile time not repaid"
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
     yield cached if unpaid and report.break_even_steps != math.inf else None
-    few = f"run more {phase} steps" + (", with baseline_steps=10" if report.eager_step_ms is None else "")
-    if report.eager_step_ms is None and before.eager_step_ms is not None:
-        few = f"the eager {phase} steps of the earlier run had another workload; change baseline_steps to measure again"
-    yield few if verdict == "too few samples" else None
+    few_eager = (report.diagnostics.eager_samples or 0) < MIN_SAMPLES
+    more = f"run more {phase} steps" + (", with baseline_steps=10" if few_eager else "")
+    if few_eager and before.eager_step_ms is not None:  # a checkpoint with a baseline suppresses the baseline
+        more = f"the earlier run's eager {phase} steps had another workload: change baseline_steps to measure again"
+    yield more if verdict == "too few samples" else None
     yield f"{phase}_mode='auto' tries other modes" if verdict == "no difference" and not doubtful else None
     events = [event for event in report.diagnostics.events if event.get("verdict") == "not compared"]
     random = next((event for event in events if event.get("fix")), None)
@@ -185,7 +186,7 @@ def _why_slower(report: PhaseReport) -> str:
     """Return what may have made the steps slower. The figures do not show that it did."""
     if skipped := _event(report, "cudagraph_skip"):
         return _reason(skipped)
-    if failed := _event(report, "fallback"):
+    if failed := _eager_part(report):
         return f"possible cause: a part runs eagerly, because {_reason(failed)}"
     for kind, count in (("recompile", report.recompiles), ("graph_break", report.graph_breaks)):
         if count:
@@ -196,16 +197,20 @@ def _why_slower(report: PhaseReport) -> str:
 
 def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
     """Return the reason why a phase has no compiled graph, and the code of the message that explains the reason."""
-    if failed := _event(report, "fallback"):
-        return f"{failed['target']!r} fell back to eager, because {_reason(failed)}", _code(failed)
+    if failed := _eager_part(report):
+        how = "fell back to eager" if failed["kind"] == "fallback" else "runs eagerly"
+        return f"{failed['target']!r} {how}, because {_reason(failed)}", _code(failed)
     if broken := _event(report, "graph_break"):
         return f"{broken['target']!r} has a graph break, because {_reason(broken)}", "CC101"
-    if new_shapes := _event(report, "new_shapes"):
-        return _reason(new_shapes), ""
     if report.compile_seconds is None:
         names = ", ".join(map(repr, report.targets))
         return f"the steps call no target ({names})" if names else "the steps call no target", "CC102"
     return "most steps called no compiled graph", ""
+
+
+def _eager_part(report: PhaseReport) -> Mapping[str, Any] | None:
+    """Return the last event after which a target, or a part of it, ran eagerly."""
+    return _event(report, "fallback") or _event(report, "eager_call")
 
 
 def _event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:

@@ -26,7 +26,7 @@ RECENT_WINDOWS = 3
 LEAST_SHARE = 0.2
 """The share of a target's weights that its graphs must use. With a smaller share, most of it may run eagerly."""
 
-_CAUSES: tuple[EventKind, ...] = ("recompile", "fallback", "cudagraph_skip")
+_CAUSES: tuple[EventKind, ...] = ("recompile", "fallback", "eager_call", "cudagraph_skip")
 _NAME_OTHERS = (
     "Name the modules or methods that the steps call in targets=[...]. A call inside a function that you compiled with "
     "torch.compile belongs to the graph of that function"
@@ -166,9 +166,11 @@ class SessionWarnings:
 
     def _warn_of_limit(self, event: CompileEvent) -> None:
         fix = event.fix or "keep this value constant, or name parts of the target that do not read it in targets=[...]"
+        last = (event.reason or "").partition(": ")[2]
         message = (
-            f"target {event.target!r} in the {event.phase} phase: {event.reason}. Inputs that none of its graphs accepts "
-            f"run eagerly (all reasons: report.{event.phase}.diagnostics.events); {fix}"
+            f"target {event.target!r} reached torch's recompile limit in the {event.phase} phase. Inputs that none of "
+            f"its graphs accepts run eagerly. The reason of the last recompile: {last} (all reasons: "
+            f"report.{event.phase}.diagnostics.events); {fix}"
         )
         self._warn.warn("CC103", message, about=(event.target, event.phase, event.candidate))
 
@@ -177,10 +179,10 @@ class SessionWarnings:
         key = compiled_target.key
         for event in self._recorder.events:
             same = (event.target, event.phase, event.candidate) == (key.target, key.phase, key.candidate)
-            if same and (event.kind in ("fallback", "whole_target") or event.graphs):
+            if same and (event.kind in ("fallback", "eager_call", "whole_target") or event.graphs):
                 return
         reason = compiled_target.why_no_graph
-        self._recorder.record("fallback", key, reason=reason, code="CC101", show=False)
+        self._recorder.record("eager_call", key, reason=reason, code="CC101")
         message = f"target {key.target!r} ran in the {key.phase} phase without a compiled graph: {reason}"
         self._warn.warn("CC101", message, about=key[:2])
 
