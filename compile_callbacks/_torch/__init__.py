@@ -15,4 +15,5 @@ from compile_callbacks._torch import frames as frames
 from compile_callbacks._torch import graphs as graphs
 from compile_callbacks._torch import inductor as inductor
 from compile_callbacks._torch import modes as modes
+from compile_callbacks._torch import portable_graphs as portable_graphs
 from compile_callbacks._torch import regions as regions

@@ -104,6 +104,11 @@ def guard_misses() -> int:
     return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_guard_miss"])
 
 
+def cache_hits() -> int:
+    """Return how many graphs this process has loaded from torch's cache."""
+    return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+
+
 def why_not_cached(guard_misses_before: int) -> str | None:
     """Return torch's reason for not loading the graph of the running backend from its cache, or ``None``.
 

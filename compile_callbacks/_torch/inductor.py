@@ -73,8 +73,11 @@ def compile_graph(
     options: Mapping[str, Any],
     activation_memory_budget: float | None = None,
     on_backward_lowered: Callable[[torch.fx.GraphModule, float], None],
-) -> Callable[..., Any]:
+    compile_by: Callable[..., Any] | None = None,
+) -> Any:
     """Compile a graph of Dynamo with ``compile_fx``, as ``backend="inductor"`` does. This changes the graph.
+
+    ``compile_by`` replaces ``compile_fx``.
 
     As ``torch.compile`` does, the function sets the environment variables that CUDA graphs need.
 
@@ -115,9 +118,8 @@ def compile_graph(
     with functorch_config.patch(settings), warnings.catch_warnings(), tagged_cache(tag.strip()):
         # torch compiles a backward region twice, for two layouts of a gradient.
         warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
-        return compile_fx(  # type: ignore[return-value]
-            graph_module, example_inputs, inner_compile=compile_part, config_patches=options
-        )
+        compiler = compile_by or compile_fx
+        return compiler(graph_module, example_inputs, inner_compile=compile_part, config_patches=options)
 
 
 def saved_bytes(backward_graph: torch.fx.GraphModule) -> int:

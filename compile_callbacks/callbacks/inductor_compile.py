@@ -54,6 +54,9 @@ class InductorCompile(Callback):
         baseline_steps: The number of eager steps that the callback times first in each phase, after two warm-up steps.
             The speedup is relative to these steps. The callback uses at most half of the remaining steps. With 0, the
             report shows no speedup.
+        background: Whether a helper process compiles while training goes on. The steps run eagerly until the compiled
+            code is loaded, so when it is used depends on the clock. A graph that cannot be sent to another process
+            compiles in this one. See docs/how_to/background.md.
         on_error: The reaction if the compiler fails: ``"eager"`` warns, counts the failure and runs the target
             eagerly; ``"raise"`` ends the run with a `CompileError`.
         verify: The reaction if a new graph differs from eager by more than rounding explains. The callback compares
@@ -95,6 +98,7 @@ class InductorCompile(Callback):
         targets: str | Sequence[str] | None = None,
         passes: Sequence[Any] = (),
         baseline_steps: int = 10,
+        background: bool = False,
         on_error: OnError = "eager",
         verify: Verify = "warn",
         new_shapes: NewShapes = "recompile",
@@ -111,6 +115,7 @@ class InductorCompile(Callback):
             passes=passes,
             cache_dir=cache_dir,
             baseline_steps=baseline_steps,
+            background=background,
             on_error=on_error,
             verify=verify,
             new_shapes=new_shapes,

@@ -21,3 +21,6 @@ class Variant(NamedTuple):
 
 
 EAGER_VARIANT = Variant(None, EAGER)
+
+WAITING_VARIANT = Variant(None, "waiting")
+"""Eager steps while another process compiles, which may slow them."""

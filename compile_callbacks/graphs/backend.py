@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -15,6 +17,7 @@ from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.compiled_graph import CompiledGraph, CudaGraph, EagerGraph
 from compile_callbacks.graphs.failures import EagerFallback
+from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, WaitingGraph
 from compile_callbacks.graphs.verification import Verification
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
@@ -52,6 +55,7 @@ class GraphBackend:
         self._fallback = fallback
         self._template_checked = False
         self._generated: list[ModuleType] = []
+        self._compiles_here = False  # whether another process could not compile a graph
 
     def compile(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a captured graph. ``torch.compile`` gets this method as its ``backend``."""
@@ -66,35 +70,145 @@ class GraphBackend:
         device = _device_of(example_inputs)
         # Weights are frozen only in stages in which they are constant, with any mode.
         options = {**self._config.resolved_options(device), "freezing": self._key.frozen}
-        uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
         self._check_template(device)
         eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph
-        has_collective = _torch.graphs.has_collective(graph_module)
         if self._fallback.has_regions and torch.is_grad_enabled() and self._has_joint_passes(options):
             raise RuntimeError("torch would run graph passes at the hook points of joint graphs twice on each region")
         self.shares_regions |= _torch.regions.shares_code(graph_module)
-        compiled = self._compile_with_passes(graph_module, example_inputs, options)
-        if isinstance(compiled, Exception):
-            return self._run_graph_eagerly(eager, compiled)
-        self.graphs += 1
-        self._fallback.eventful_call().graphs += 1
-        self.weights += sum(isinstance(value, torch.nn.Parameter) for value in example_inputs)
-        self._recorder.count_graph()  # after the compile, because Dynamo may restart its analysis and call this again
-        if uses_cudagraphs:
-            compiled = CudaGraph(compiled, device, self._fallback)
-        verification = Verification(
-            compiled, eager, options, self._modules, self._fallback, has_collective, uses_cudagraphs
-        )
         member = self._first()
         assert member is not None  # because it is being called
         statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
-        return CompiledGraph(
-            compiled,
-            None if self._fallback.settings.verify == "off" else verification,
+        graph = CompiledGraph(
+            EagerGraph(eager, self._fallback),
             operator.itemgetter(*statistics) if statistics else None,
             self._key if torch.is_grad_enabled() and not member.sharded else None,
             self._recorder.executions,
         )
+        use = functools.partial(self._use, graph, eager, options, device)
+        if not self._requests_code(graph_module, example_inputs, options, eager, use):
+            compiled = self._compile_with_passes(graph_module, example_inputs, options)
+            if isinstance(compiled, Exception):
+                return self._run_graph_eagerly(eager, compiled)
+            self._recorder.count_graph()  # after the compile, because Dynamo may restart its analysis and call this again
+            use(compiled)
+        self.graphs += 1
+        self._fallback.eventful_call().graphs += 1
+        self.weights += sum(isinstance(value, torch.nn.Parameter) for value in example_inputs)
+        return graph
+
+    def _use(
+        self,
+        graph: CompiledGraph,
+        eager: torch.fx.GraphModule,
+        options: Mapping[str, Any],
+        device: torch.device,
+        compiled: Callable[..., Any],
+    ) -> None:
+        """Let the next call of a graph run its compiled code, and compare it with eager."""
+        uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
+        if uses_cudagraphs:
+            compiled = CudaGraph(compiled, device, self._fallback)
+        has_collective = _torch.graphs.has_collective(eager)
+        if self._fallback.settings.verify != "off":
+            graph.verification = Verification(
+                compiled, eager, options, self._modules, self._fallback, has_collective, uses_cudagraphs
+            )
+        graph.compiled, graph.eager = compiled, None
+
+    # ------------------------------------------------------------------------------------------ in another process
+
+    def _requests_code(
+        self,
+        graph_module: torch.fx.GraphModule,
+        inputs: Sequence[Any],
+        options: Mapping[str, Any],
+        eager: torch.fx.GraphModule,
+        use: Callable[[Callable[..., Any]], None],
+    ) -> bool:
+        """Request the compiled code of a graph from another process. Return whether this is possible."""
+        requests = self._fallback.settings.requests
+        if requests is None or self._compiles_here:
+            return False
+        try:
+            self._check_portable(eager)
+            request = CompileRequest(
+                graph=_torch.portable_graphs.portable_graph(graph_module, inputs),
+                phase=self._key.phase,
+                options=options,
+                passes=self._passes,
+                activation_memory_budget=self._config.activation_memory_budget,
+            ).pickled()
+        except _torch.portable_graphs.NotPortableError as error:
+            self._recorder.record("foreground", self._key, reason=str(error))
+            return False
+        if requests.failure is None:
+            requests.waiting.append(
+                WaitingGraph(
+                    key=self._key,
+                    request=request,
+                    load=functools.partial(self._load, eager, options, use),
+                    compile_here=self._compile_here,
+                )
+            )
+        return True
+
+    def _check_portable(self, eager: torch.fx.GraphModule) -> None:
+        reasons = {
+            "its weights are frozen": self._key.frozen,
+            "its repeated blocks are regions": self._fallback.has_regions,
+            "it contains a collective": _torch.graphs.has_collective(eager),
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise _torch.portable_graphs.NotPortableError(reason)
+
+    def _load(
+        self,
+        eager: torch.fx.GraphModule,
+        options: Mapping[str, Any],
+        use: Callable[[Callable[..., Any]], None],
+        answer: CompileAnswer,
+    ) -> None:
+        """Load the compiled code of a graph, and use it from its next call on."""
+        started = time.perf_counter()
+        try:
+            compiled = _torch.portable_graphs.load(answer.artifact, options)
+        except Exception as error:
+            self._fallback.compiler_failed(error, what="the code that the helper process compiled cannot be loaded")
+            return
+        is_valid = _torch.portable_graphs.guard_of(answer.guards)
+        use(compiled if is_valid is None else self._checked(compiled, eager, is_valid))
+        self._recorder.record(
+            "compile",
+            self._key,
+            part="load",
+            seconds=time.perf_counter() - started,
+            saved_mib=answer.saved_bytes / 2**20 if answer.backward_seconds else None,
+            graphs=1,
+        )
+        self._recorder.record("background", self._key, seconds=answer.seconds)
+        self._recorder.record("cache", self._key, cache_hits=int(answer.cached), cache_misses=int(not answer.cached))
+        self._record_passes(answer.pass_runs, ())
+
+    def _checked(
+        self, compiled: Callable[..., Any], eager: torch.fx.GraphModule, is_valid: Callable[[Sequence[Any]], bool]
+    ) -> Callable[..., Any]:
+        """Return compiled code that is called only with the sizes for which it is valid."""
+        executions, run_eagerly = self._recorder.executions, EagerGraph(eager, self._fallback)
+
+        def call(*inputs: Any) -> Any:
+            if is_valid(inputs):
+                return compiled(*inputs)
+            executions.graphs -= 1  # the caller counted this call
+            return run_eagerly(*inputs)
+
+        return call
+
+    def _compile_here(self, reason: str) -> None:
+        """Compile the target in this process from its next call on."""
+        self._compiles_here = True
+        self._recorder.record("foreground", self._key, reason=reason)
+        self.free()
 
     def _run_graph_eagerly(self, eager: torch.fx.GraphModule, error: Exception) -> Callable[..., Any]:
         """Return a function that runs a graph eagerly, and record that the compiler failed."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from compile_callbacks._utils.errors import CompileError, code_of, with_code
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
+from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.passes.manager import find_pass_error
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
@@ -41,6 +42,7 @@ class TargetSettings:
     passes: tuple[Any, ...] = ()  # the graph passes of both phases, which run before those of the config
     cache_dir: Path | None = None  # the folder for compiled code
     trace_dir: Path | None = None  # the folder for scripts that reproduce a difference from eager
+    requests: RequestQueue | None = None  # the graphs that another process compiles
 
     def __post_init__(self) -> None:
         if isinstance(self.verify, bool):

@@ -33,6 +33,10 @@ EVENT_KINDS = {
     "template": EventKindInfo("Templates that fell back"),
     "whole_target": EventKindInfo("Repeated blocks compiled with the whole target"),
     "cache": EventKindInfo("Not loaded from torch's cache"),
+    "foreground": EventKindInfo(
+        "Not compiled in the background", "foreground compile", "{target} compiles in the foreground: {reason}"
+    ),
+    "background": EventKindInfo("Compiled in the background"),
     "compile": EventKindInfo("Compiles"),
     "verify": EventKindInfo("Comparisons with eager"),
 }
@@ -47,7 +51,7 @@ Result = Literal["differs", "equal", "outputs only", "not compared"]
 Verdict = Literal[Outcome, "too few samples", "compile time not repaid", "not compiled"]
 """The result of comparing the step times of a phase."""
 
-CompilePart = Literal["graph", "backward", "cudagraph"]
+CompilePart = Literal["graph", "backward", "cudagraph", "load"]
 
 
 class CompileKey(NamedTuple):
@@ -81,7 +85,8 @@ class CompileEvent:
         file: The user's file, if torch names it.
         line: The line in the file.
         part: The compiled part, for the kind ``"compile"``: ``"graph"``, forward and backward; ``"backward"``, a
-            backward graph that torch compiled later; ``"cudagraph"``, the recording of a CUDA graph.
+            backward graph that torch compiled later; ``"cudagraph"``, the recording of a CUDA graph; ``"load"``,
+            the loading of code that the helper process compiled.
         seconds: The duration of the compile in seconds.
         backward_seconds: The share of ``seconds`` that compiled the backward graph.
         saved_mib: Memory of the activations that the graphs save for backward, in MiB, or ``None`` if unknown.

@@ -162,7 +162,7 @@ class StepTimer:
         # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
         is_new = not step.compiling and workload is not None and self._is_new(key, workload)
         # A step that ran eagerly although its variant compiles is a sample of neither.
-        is_eager_sample = step.kind != "eager" or step.variant.name == EAGER
+        is_eager_sample = step.kind != "eager" or step.variant.config is None
         step.is_sample = is_warm and workload is not None and not is_new and is_eager_sample
         step.span = span if is_warm and workload is not None else None
         timed = _Timed(self._numbers[phase], workload if step.is_sample else None, span)

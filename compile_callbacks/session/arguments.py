@@ -35,6 +35,7 @@ class CompileArguments:
     targets: Sequence[str] | str | None = None
     target_settings: TargetSettings = field(default_factory=TargetSettings)
     baseline_steps: int = 0
+    background: bool = False
     mode_arguments: Mapping[Phase, str] = field(default_factory=lambda: MODE_ARGUMENTS)
 
     @classmethod
@@ -47,6 +48,7 @@ class CompileArguments:
         passes: object,
         cache_dir: str | os.PathLike[str] | None,
         baseline_steps: int = 0,
+        background: bool = False,
         trace_dir: str | os.PathLike[str] | None = None,
         **target_settings: Any,
     ) -> CompileArguments:
@@ -61,8 +63,10 @@ class CompileArguments:
         if baseline_steps < 0:
             message = f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline"
             raise ValueError(with_code("CC201", message))
+        check_type("background", background, bool, "True or False")
         return cls(
             configs=configs,
+            background=background,
             targets=check_target_names(targets),
             target_settings=TargetSettings(
                 **target_settings,
@@ -95,7 +99,7 @@ class CompileArguments:
         if train is not None and train.freezes:
             messages.append("train_mode's option 'freezing' has no effect, because training changes the weights")
         settings = self.target_settings
-        given = {"passes": settings.passes, "cache_dir": settings.cache_dir, "trace_dir": settings.trace_dir, **others}
+        given = {"background": self.background, "passes": settings.passes, "cache_dir": settings.cache_dir, "trace_dir": settings.trace_dir, **others}
         if not self.compiles and (name := next((name for name, value in given.items() if value), None)):
             messages.append(f"{name} has no effect, because neither train_mode nor infer_mode compiles")
         return messages
@@ -115,6 +119,7 @@ class CompileArguments:
             "targets": self.targets if self.targets is None or isinstance(self.targets, str) else list(self.targets),
             "passes": settings.passes,
             "baseline_steps": self.baseline_steps,
+            "background": self.background,
             "on_error": settings.on_error,
             "verify": settings.verify,
             "new_shapes": settings.new_shapes,

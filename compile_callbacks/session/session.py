@@ -10,6 +10,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,10 +19,12 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks.background.helper import Helper
 from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fingerprint
 from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
+from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.steps import Stage, Step, StepKind
@@ -63,7 +66,8 @@ class Session:
         self._finds_targets = finds_targets and arguments.compiles
         self._ranks = Ranks()
         warn = WarnOnce()
-        settings = arguments.target_settings
+        self._requests = RequestQueue() if arguments.background and arguments.compiles else None
+        settings = replace(arguments.target_settings, requests=self._requests)
         folder = settings.cache_dir if arguments.compiles else None
         self._cache = CompileCache(folder, functools.partial(warn.warn, "CC401")) if folder else None
         self._model_record: ModelRecord | None = None
@@ -72,7 +76,7 @@ class Session:
         self._recorder = CompileRecorder(progress=self._progress, mode_arguments=arguments.mode_arguments)
         self._observed = CallRecords()
         self._measurements = Measurements(module)
-        self._policies = Policies(arguments, self._recorder, self._ranks, print_line)
+        self._policies = Policies(arguments, self._recorder, self._ranks, print_line, self._requests)
         self._switch = PhaseSwitch(
             targets,
             uncompiled=arguments.uncompiled,
@@ -93,6 +97,7 @@ class Session:
         self._warnings = SessionWarnings(
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
         )
+        self._helper = self._requests and Helper(self._requests, self._warnings.helper_failed)
         self._trace = _torch.events.StructuredTrace(settings.trace_dir) if settings.trace_dir else None
         self.gpu = StepsOnGpu(module)
         self.running = False
@@ -155,6 +160,7 @@ class Session:
         chosen = {phase: self._policies.chosen(phase) for phase in PHASES}
         actions = (
             self._search.remove,
+            *((self._helper.stop,) if self._helper is not None else ()),
             self.gpu.end,
             self._ranks.leave,
             self._recorder.stop,
@@ -222,6 +228,8 @@ class Session:
             eager_calls=ran.eager_calls,
         )
         recorder.step = timer.next_step(stage.phase)
+        if self._helper is not None and self._helper.poll():
+            step.compiling = True
         self._measurements.step_begins(step, stage.phase, wanted=self._wanted)
         return step.span is not None
 
@@ -261,7 +269,8 @@ class Session:
         if compares:
             self._free_unused()
         # On a GPU, each step must be marked for CUDA graphs. A count of a partly compiled step would need two numbers.
-        if not (self._wanted or self.gpu.on_gpu or step.compiling) and kind != "partly compiled":
+        waits = self._requests is not None and self._requests.waiting
+        if not (self._wanted or waits or self.gpu.on_gpu or step.compiling) and kind != "partly compiled":
             self._counted = Step(
                 variant=step.variant,
                 compiles_seen=recorder.compiles_seen,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import torch
 
@@ -70,6 +71,14 @@ class SessionWarnings:
             )
             reason = f"{config.describe()!r} asks for CUDA graphs, which have no effect on a {device.type.upper()}"
             self._report_no_effect("cudagraph_skip", phase, message if warns else "", reason)
+
+    def helper_failed(self, problem: str, keys: Collection[CompileKey]) -> None:
+        """Record and warn that the helper process compiles nothing more."""
+        reason = f"the helper process failed: {problem}"
+        for key in keys:
+            self._recorder.record("fallback", key, reason=reason, code="CC309")
+        message = f"{reason}. The steps whose code is not loaded yet run eagerly; background=False compiles in this process"
+        self._warn.warn("CC309", message)
 
     def check_stage(self, phase: Phase, variant: Variant) -> None:
         """Warn about targets that ran uncompiled in a stage, and about slow steps.

@@ -1,0 +1,388 @@
+"""Moves captured graphs to another process, compiles them there, and loads the compiled code.
+
+torch's `GraphPickler` pickles the graph, and `standalone_compile` compiles it. Dynamo's metadata cannot be pickled: it
+has weak references and the weights themselves. So a request contains the operators of the graph and a description of
+its inputs, from which the other process makes fake tensors. Weights and data never leave the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compile_callbacks._torch import graphs
+
+MAX_CONSTANT_BYTES = 2**20
+"""The size up to which a constant of a graph travels. Larger constants are frozen weights or data."""
+
+
+class NotPortableError(Exception):
+    """A graph that must be compiled in its own process. The message is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TensorInput:
+    """An input of a graph. Sizes, strides and the offset are integers or expressions of `Request.symbols`."""
+
+    size: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_leaf: bool
+    is_parameter: bool
+    address: str | None  # Dynamo's mark that says whether the input keeps its address
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortableGraph:
+    """A captured graph, and the state of the process in which it was captured.
+
+    Attributes:
+        graph: The pickled operators.
+        inputs: A `_TensorInput` for each tensor, or the expression of an integer.
+        symbols: The value and the bounds of each symbol.
+        grad_mode: Whether autograd was enabled.
+        autocast: The arguments of each enabled `torch.autocast`.
+        flags: Settings of torch that change what is compiled.
+        configs: The configs of Inductor and AOTAutograd that differ from their defaults.
+        modules: The modules that register the custom operators of the graph.
+    """
+
+    graph: bytes
+    inputs: tuple[Any, ...]
+    symbols: Mapping[Any, tuple[int, Any]]
+    grad_mode: bool
+    autocast: tuple[Mapping[str, Any], ...]
+    flags: Mapping[str, Any]
+    configs: Mapping[str, Mapping[str, Any]]
+    modules: tuple[str, ...]
+
+
+# ------------------------------------------------------------------------------------------ in the process that trains
+
+
+def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> PortableGraph:
+    """Describe a graph of Dynamo for another process.
+
+    Raises:
+        NotPortableError: If the graph must be compiled in this process.
+    """
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("example_value") for node in placeholders]
+    _check_memory(inputs)
+    symbols: dict[Any, tuple[int, Any]] = {}
+    described = tuple(_describe(value, fake, symbols) for value, fake in zip(inputs, values, strict=True))
+    known = {expression for expression in described if not isinstance(expression, (_TensorInput, int))}
+    if not symbols.keys() <= known:
+        raise NotPortableError("a size is not an input of the graph")
+    lean = _without_metadata(graph_module)
+    modules = _modules_of_operators(lean)
+    try:
+        data = GraphPickler.dumps(lean, Options(ops_filter=None))
+    except Exception as error:
+        raise NotPortableError(f"it cannot be pickled: {error}") from error
+    if b"__main__" in data:
+        raise NotPortableError("it contains functions of the script itself (__main__)")
+    return PortableGraph(
+        graph=data,
+        inputs=described,
+        symbols=symbols,
+        grad_mode=torch.is_grad_enabled(),
+        autocast=tuple(
+            {"device_type": device, "dtype": torch.get_autocast_dtype(device)}
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        ),
+        flags={name: get() for name, (get, _) in _FLAGS.items()},
+        configs={name: _changed(config) for name, config in _configs().items()},
+        modules=modules,
+    )
+
+
+def load(artifact: bytes, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Load compiled code. While it loads, the options must be set, because they ask for CUDA graphs."""
+    from torch._inductor import config
+    from torch._inductor.standalone_compile import AOTCompiledArtifact
+
+    known = {name: value for name, value in options.items() if name.startswith("triton.cudagraph")}
+    with config.patch(known):
+        return AOTCompiledArtifact.deserialize(artifact).inner_fn.compiled_fn
+
+
+def guard_of(expression: str | None) -> Callable[[Sequence[Any]], bool] | None:
+    """Return a function that checks whether compiled code is valid for the integers among the inputs of a call."""
+    if not expression:
+        return None
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP  # type: ignore[attr-defined]
+
+    code = compile(expression, "<guards of a graph>", "eval")
+
+    def is_valid(inputs: Sequence[Any]) -> bool:
+        integers = [value for value in inputs if isinstance(value, int)]
+        return bool(eval(code, SYMPY_INTERP, {"L": {f"t{i}": value for i, value in enumerate(integers)}}))  # noqa: S307
+
+    return is_valid
+
+
+def _check_memory(inputs: Sequence[Any]) -> None:
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise NotPortableError(f"an input is a {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            raise NotPortableError("an input is sparse, quantized or a lazy view")
+    if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors):
+        raise NotPortableError("inputs share memory")
+
+
+def _describe(value: Any, fake: Any, symbols: dict[Any, tuple[int, Any]]) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _expression(fake if isinstance(fake, torch.SymInt) else value, symbols)
+    if not isinstance(value, torch.Tensor) or not isinstance(fake, torch.Tensor):
+        raise NotPortableError(f"an input is a {type(value).__name__}")
+    return _TensorInput(
+        size=tuple(_expression(size, symbols) for size in fake.size()),
+        stride=tuple(_expression(stride, symbols) for stride in fake.stride()),
+        offset=_expression(fake.storage_offset(), symbols),
+        dtype=value.dtype,
+        device=value.device,
+        requires_grad=value.requires_grad,
+        is_leaf=value.is_leaf,
+        is_parameter=isinstance(value, torch.nn.Parameter),
+        address=torch._dynamo.utils.get_static_address_type(value),
+    )
+
+
+def _expression(value: Any, symbols: dict[Any, tuple[int, Any]]) -> Any:
+    if not isinstance(value, torch.SymInt):
+        return value
+    node = value.node
+    for symbol in node.expr.free_symbols:
+        shape_env = node.shape_env
+        if symbol not in shape_env.backed_var_to_val:
+            raise NotPortableError("an input has a size that depends on data")
+        bounds = shape_env.var_to_range[symbol]
+        symbols[symbol] = int(shape_env.backed_var_to_val[symbol]), (bounds.lower, bounds.upper)
+    return node.expr if node.expr.free_symbols else int(node.expr)
+
+
+def _without_metadata(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    lean = torch.fx.GraphModule(graph_module, graph)
+    for node in lean.graph.nodes:
+        node.meta = {}
+        if node.target in _NOT_PORTABLE_OPERATORS:
+            raise NotPortableError(f"it calls {node.target}")
+    for name, constant in itertools.chain(lean.named_parameters(), lean.named_buffers()):
+        if constant.nbytes > MAX_CONSTANT_BYTES or type(constant) not in (torch.Tensor, torch.nn.Parameter):
+            raise NotPortableError(f"it contains weights or a large constant ({name})")
+    for name, value in vars(lean).items():
+        if isinstance(value, torch.Tensor) and value.nbytes > MAX_CONSTANT_BYTES:
+            raise NotPortableError(f"it contains a large constant ({name})")
+    for name, subgraph in list(lean.named_children()):
+        if isinstance(subgraph, torch.fx.GraphModule):
+            setattr(lean, name, _without_metadata(subgraph))
+    return lean
+
+
+_NOT_PORTABLE_OPERATORS = (
+    torch.ops.higher_order.triton_kernel_wrapper_mutation,
+    torch.ops.higher_order.triton_kernel_wrapper_functional,
+)
+"""Operators that refer to a table of this process."""
+
+
+def _modules_of_operators(graph_module: torch.fx.GraphModule) -> tuple[str, ...]:
+    """Return the modules that register the custom operators of a graph."""
+    from torch._library.custom_ops import OPDEFS
+
+    modules = set()
+    for subgraph in graph_module.modules():
+        for node in subgraph.graph.nodes if isinstance(subgraph, torch.fx.GraphModule) else ():
+            if isinstance(node.target, graphs.OPERATOR_TYPES):
+                name = str(node.target).replace(".", "::", 1).partition(".")[0]
+                namespace = name.partition("::")[0]
+                if name in OPDEFS:
+                    modules.add(OPDEFS[name]._init_fn.__module__)
+                elif namespace in sys.modules:
+                    modules.add(namespace)
+    if "__main__" in modules:
+        raise NotPortableError("it calls a custom operator of the script itself (__main__)")
+    return tuple(sorted(modules))
+
+
+# ------------------------------------------------------------------------------------------ in the process that compiles
+
+
+@contextlib.contextmanager
+def restored(portable: PortableGraph) -> Iterator[tuple[torch.fx.GraphModule, list[Any]]]:
+    """Yield the graph and its fake inputs, in the state in which it was captured.
+
+    Raises:
+        Exception: Any exception, if this process cannot import what the graph needs.
+    """
+    import importlib
+
+    from torch._subclasses import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    for module in portable.modules:
+        importlib.import_module(module)
+    for name, (_, set_flag) in _FLAGS.items():
+        set_flag(portable.flags[name])
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with contextlib.ExitStack() as state:
+        for name, config in _configs().items():
+            state.enter_context(config.patch(dict(portable.configs[name])))
+        for autocast in portable.autocast:
+            state.enter_context(torch.autocast(**autocast, cache_enabled=False))
+        state.enter_context(torch.set_grad_enabled(portable.grad_mode))
+        graph_module = GraphPickler.loads(portable.graph, fake_mode)
+        assert isinstance(graph_module, torch.fx.GraphModule)
+        _recompile(graph_module)
+        inputs = _fake_inputs(portable, fake_mode)
+        with fake_mode:
+            _Propagation(graph_module).run(*inputs)
+        _restore_sources(graph_module, portable.inputs)
+        yield graph_module, inputs
+
+
+def compile_portable(
+    graph_module: torch.fx.GraphModule, inputs: Sequence[Any], **arguments: Any
+) -> tuple[bytes, str | None]:
+    """Compile a graph of `restored`. Return the artifact, and the condition on the inputs for which it is valid."""
+    from torch._inductor.standalone_compile import standalone_compile
+
+    # `standalone_compile` copies the graph, and the copy loses the attributes of `_restore_sources`.
+    type(graph_module).__deepcopy__ = lambda self, memo: self  # type: ignore[method-assign, assignment]
+    artifact = standalone_compile(graph_module, inputs, dynamic_shapes="from_graph", options=arguments, aot=True)
+    integers = [value for value in inputs if isinstance(value, torch.SymInt)]
+    expression = None
+    if integers:
+        shape_env = integers[0].node.shape_env
+        expression = shape_env.produce_guards_expression(integers, guards=shape_env.get_pruned_guards(integers))
+    return artifact.serialize(), expression  # type: ignore[attr-defined]
+
+
+def _recompile(graph_module: torch.fx.GraphModule) -> None:
+    for subgraph in graph_module.modules():
+        if isinstance(subgraph, torch.fx.GraphModule):
+            subgraph.recompile()
+
+
+def _fake_inputs(portable: PortableGraph, fake_mode: Any) -> list[Any]:
+    from torch._dynamo.source import LocalSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    shape_env, new = fake_mode.shape_env, {}
+    for i, (symbol, (value, bounds)) in enumerate(portable.symbols.items()):
+        source = LocalSource(f"size_{i}")
+        new[symbol] = shape_env.create_symbol(
+            value, source, dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
+        )
+        shape_env.var_to_range[new[symbol]] = ValueRanges(*bounds)
+    values = {symbol: value for symbol, (value, _) in portable.symbols.items()}
+
+    def integer(expression: Any) -> Any:
+        if isinstance(expression, int):
+            return expression
+        return shape_env.create_symintnode(expression.xreplace(new), hint=int(expression.xreplace(values)))
+
+    def tensor(described: _TensorInput) -> torch.Tensor:
+        size, stride, offset = [list(map(integer, s)) for s in (described.size, described.stride)] + [
+            integer(described.offset)
+        ]
+        with torch.no_grad():
+            value = torch.empty_strided(size, stride, dtype=described.dtype, device=described.device)
+            if isinstance(offset, torch.SymInt) or offset:
+                count = 1 + offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+                memory = torch.empty(count, dtype=described.dtype, device=described.device)
+                value = memory.as_strided(size, stride, offset)
+        if described.is_parameter:
+            value = torch.nn.Parameter(value, described.requires_grad)
+        elif described.requires_grad and described.is_leaf:
+            value.requires_grad_()
+        elif described.requires_grad:
+            with torch.enable_grad():
+                value.copy_(torch.empty_strided(size, stride, dtype=value.dtype, device=value.device).requires_grad_())
+        if described.address is not None:
+            value._dynamo_static_input_type = described.address  # type: ignore[attr-defined]
+        return value
+
+    with fake_mode:
+        return [tensor(x) if isinstance(x, _TensorInput) else integer(x) for x in portable.inputs]
+
+
+class _Propagation(torch.fx.Interpreter):
+    """Runs a graph on fake tensors, and stores the values as Dynamo does."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        n.meta["example_value"] = result = super().run_node(n)
+        return result
+
+
+def _restore_sources(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Restore what AOTAutograd reads to see which inputs keep their address.
+
+    Without it, CUDA graphs are skipped "due to mutated inputs".
+    """
+    from torch._dynamo.source import LocalSource
+
+    graph_module.meta["dynamo_compile_id"] = "0/0"
+    graph_module._param_name_to_source = {}  # type: ignore[assignment]
+    for i, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
+        node._dynamo_source = LocalSource(f"input_{i}")  # type: ignore[attr-defined]
+        address = getattr(inputs[i], "address", None)
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": address} if address else {}
+
+
+# ------------------------------------------------------------------------------------------ the state of a process
+
+_FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
+    "cudnn": (
+        lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
+        lambda values: torch.backends.cudnn.set_flags(
+            _benchmark=values[0], _deterministic=values[1], _allow_tf32=values[2]
+        ),
+    ),
+}
+"""How to get and to set the settings of torch that change what is compiled."""
+
+
+def _configs() -> dict[str, Any]:
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
+    return {"inductor": inductor_config, "functorch": functorch_config}
+
+
+def _changed(config: Any) -> dict[str, Any]:
+    """Return the settings of a config that differ from their defaults."""
+    changed = {name: value for name, value in config.get_config_copy().items() if not config._is_default(name)}
+    for name, value in changed.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise NotPortableError(f"the setting {name!r} of torch cannot be pickled: {error}") from error
+    return changed

@@ -1,0 +1,1 @@
+"""The helper process that compiles graphs while training goes on."""

@@ -1,0 +1,161 @@
+"""`Helper`: compiles the graphs of a `RequestQueue` in another process while this process trains."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from compile_callbacks._utils.messages import describe_failure, in_one_line
+from compile_callbacks.graphs.requests import CompileAnswer, RequestQueue, WaitingGraph
+from compile_callbacks.profiling.events import CompileKey
+
+IDLE_SECONDS = 300.0
+"""The time without a request after which the process ends. The next request starts it again."""
+
+LIMIT_SECONDS = 3600.0
+"""The time after which a process that has not answered counts as hanging."""
+
+
+class Helper:
+    """The helper process of a session.
+
+    The process starts at the first request. It ends with the run, with this process, and after `IDLE_SECONDS`. If it
+    dies or hangs, the graphs stay eager, and it does not start again in this run.
+    """
+
+    def __init__(self, requests: RequestQueue, fails: Callable[[str, Collection[CompileKey]], None]) -> None:
+        self._queue = requests
+        self._fails = fails
+        self._conversation: _Conversation | None = None
+
+    def poll(self) -> bool:
+        """Send new requests, and load the code of at most one graph. Return whether code was loaded.
+
+        The caller calls this between two steps while graphs wait.
+        """
+        if not self._queue.waiting or self._queue.failure is not None:
+            return False
+        try:
+            return self._load_next()
+        except _HelperFailedError as failure:
+            problem = str(failure)
+        except Exception as error:
+            problem = in_one_line(describe_failure(error))
+        self.stop()
+        self._queue.failure = problem
+        self._fails(problem, {graph.key for graph in self._queue.waiting})
+        return False
+
+    def _load_next(self) -> bool:
+        if self._conversation is None or not self._conversation.thread.is_alive():
+            self._conversation = _Conversation()
+        self._conversation.send(self._queue.waiting)
+        answered = self._conversation.answer()
+        if answered is None:
+            return False
+        if isinstance(answered, _HelperFailedError):
+            raise answered
+        graph, answer = answered
+        self._queue.waiting.remove(graph)
+        if answer.problem:
+            graph.compile_here(answer.problem)
+            return False
+        graph.load(answer)
+        return True
+
+    def stop(self) -> None:
+        """End the process. Graphs that still wait are requested again by the next `poll`."""
+        conversation, self._conversation = self._conversation, None
+        if conversation is not None:
+            conversation.stop()
+
+
+class _HelperFailedError(Exception):
+    """The process died or hangs."""
+
+
+_Answer = tuple[WaitingGraph, CompileAnswer] | _HelperFailedError
+
+
+class _Conversation:
+    """One helper process, and the thread that waits for its answers."""
+
+    def __init__(self) -> None:
+        self._sent: set[WaitingGraph] = set()
+        self._requests: queue.SimpleQueue[WaitingGraph | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (stop closes it)
+        ours, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "compile_callbacks.background.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                start_new_session=True,  # so that one signal also ends its compilers, and Ctrl-C does not reach it
+            )
+        self.thread = threading.Thread(target=self._converse, args=(ours,), daemon=True, name="compile_callbacks")
+        self.thread.start()
+
+    def send(self, graphs: list[WaitingGraph]) -> None:
+        """Send the requests that the process did not get yet."""
+        for graph in graphs:
+            if graph not in self._sent:
+                self._sent.add(graph)
+                self._requests.put(graph)
+
+    def answer(self) -> _Answer | None:
+        """Return an answer, or ``None`` if there is none yet."""
+        return None if self._answers.empty() else self._answers.get()
+
+    def stop(self) -> None:
+        """End the process, and wait until it has ended."""
+        self._requests.put(None)
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        self._errors.close()
+
+    def _converse(self, connection: Connection[Any, Any]) -> None:
+        with connection:
+            try:
+                while (graph := self._requests.get(timeout=IDLE_SECONDS)) is not None:
+                    connection.send_bytes(graph.request)
+                    if not connection.poll(LIMIT_SECONDS):
+                        raise TimeoutError(f"it did not answer for {LIMIT_SECONDS:.0f} s")
+                    self._answers.put((graph, pickle.loads(connection.recv_bytes())))  # noqa: S301
+            except queue.Empty:
+                pass
+            except (EOFError, OSError) as error:
+                self._answers.put(_HelperFailedError(self._why_it_ended(error)))
+
+    def _why_it_ended(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return str(error)
+        try:
+            code = self._process.wait(timeout=5)
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            return in_one_line(describe_failure(error))
+        return f"it ended with status {code}" + (f": {lines[-1]}" if lines else "")
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the process, with which it imports what this process imports."""
+    threads = max(1, min(8, (os.cpu_count() or 1) // 2))
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}

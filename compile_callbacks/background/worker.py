@@ -1,0 +1,51 @@
+"""The helper process: compiles one graph after another. `Helper` starts it with ``python -m``."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+NICENESS = 5
+"""The priority of the process. Training goes first."""
+
+
+def main() -> None:
+    """Receive requests, and send answers, until the process that trains closes the connection or ends."""
+    os.nice(NICENESS)
+    connection = Connection(int(sys.argv[1]))
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, requests, os.getppid()), daemon=True).start()
+    while True:
+        connection.send_bytes(_answer(requests.get()))
+
+
+def _receive(connection: Connection, requests: queue.SimpleQueue[bytes], parent: int) -> None:
+    """Receive requests while the main thread compiles. End this process and its compilers with the connection."""
+    try:
+        while os.getppid() == parent:  # a process that the parent forked may keep the connection open
+            if connection.poll(1.0):
+                requests.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def _answer(request: bytes) -> bytes:
+    from compile_callbacks._utils.messages import describe_failure, in_one_line
+    from compile_callbacks.graphs.requests import CompileAnswer
+
+    try:
+        # Only the process that started this one can write to the connection.
+        answer = pickle.loads(request).compile()  # noqa: S301
+    except Exception as error:
+        answer = CompileAnswer(problem=in_one_line(describe_failure(error)))
+    return pickle.dumps(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""`CompileRequest`: a graph that another process compiles. `RequestQueue` holds the graphs without compiled code."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from compile_callbacks import _torch
+from compile_callbacks._torch.portable_graphs import NotPortableError, PortableGraph
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.passes.manager import PassRun, pass_options
+from compile_callbacks.profiling.events import CompileKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileAnswer:
+    """The compiled code of a graph, or the reason why there is none.
+
+    Attributes:
+        artifact: The compiled code, as torch serializes it.
+        guards: The condition on the inputs for which the code is valid.
+        seconds: The duration of the compile.
+        backward_seconds: The share of ``seconds`` that compiled the backward graph.
+        saved_bytes: The memory of the activations that the graph saves for its backward pass.
+        cached: Whether the code is from torch's cache.
+        pass_runs: The runs of graph passes.
+        problem: The reason why there is no code.
+    """
+
+    artifact: bytes = b""
+    guards: str | None = None
+    seconds: float = 0.0
+    backward_seconds: float = 0.0
+    saved_bytes: int = 0
+    cached: bool = False
+    pass_runs: tuple[PassRun, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileRequest:
+    """A graph, and the settings with which another process compiles it."""
+
+    graph: PortableGraph
+    phase: Phase
+    options: Mapping[str, Any]
+    passes: tuple[Any, ...]
+    activation_memory_budget: float | None
+
+    def pickled(self) -> bytes:
+        """Pickle the request.
+
+        Raises:
+            NotPortableError: If a pass or an option cannot be pickled, or is a part of the script itself.
+        """
+        try:
+            data = pickle.dumps(self)
+        except Exception as error:
+            raise NotPortableError(f"a graph pass or an option cannot be pickled: {error}") from error
+        if b"__main__" in data:
+            raise NotPortableError("a graph pass or an option is a part of the script itself (__main__)")
+        return data
+
+    def compile(self) -> CompileAnswer:
+        """Compile the graph in this process."""
+        runs: list[PassRun] = []
+        backward_seconds, saved_bytes = 0.0, 0
+
+        def add_backward(graph: Any, seconds: float) -> None:
+            nonlocal backward_seconds, saved_bytes
+            backward_seconds += seconds
+            saved_bytes += _torch.inductor.saved_bytes(graph)
+
+        started, hits = time.perf_counter(), _torch.events.cache_hits()
+        with _torch.portable_graphs.restored(self.graph) as (graph_module, inputs):
+            artifact, guards = _torch.inductor.compile_graph(
+                graph_module,
+                inputs,
+                options={**self.options, **pass_options(self.passes, self.phase, runs.append)},
+                activation_memory_budget=self.activation_memory_budget,
+                on_backward_lowered=add_backward,
+                compile_by=_torch.portable_graphs.compile_portable,
+            )
+        return CompileAnswer(
+            artifact=artifact,
+            guards=guards,
+            seconds=time.perf_counter() - started,
+            backward_seconds=backward_seconds,
+            saved_bytes=saved_bytes,
+            cached=_torch.events.cache_hits() > hits,
+            pass_runs=tuple(runs),
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class WaitingGraph:
+    """A captured graph that runs eagerly until its compiled code is loaded.
+
+    Attributes:
+        key: The target, the phase and the candidate.
+        request: The pickled `CompileRequest`.
+        load: Loads the compiled code of an answer.
+        compile_here: Lets the target compile in this process instead, for the given reason.
+    """
+
+    key: CompileKey
+    request: bytes
+    load: Callable[[CompileAnswer], None]
+    compile_here: Callable[[str], None]
+
+
+@dataclass(eq=False)
+class RequestQueue:
+    """The graphs of a session that wait for compiled code.
+
+    Attributes:
+        waiting: The graphs, in the order of their requests.
+        failure: The reason why no further graph is compiled.
+    """
+
+    waiting: list[WaitingGraph] = field(default_factory=list)
+    failure: str | None = None
+
+    def waits(self, phase: Phase, candidate: str | None) -> bool:
+        """Return whether a graph of a variant has no compiled code yet."""
+        return any((graph.key.phase, graph.key.candidate) == (phase, candidate) for graph in self.waiting)
