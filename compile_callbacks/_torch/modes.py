@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch._C import _functorch
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 
 _DEVICES = ("cpu", "cuda")
 _LEAVE = {
@@ -74,9 +75,5 @@ def _autocast_nesting() -> int:
 
 def dispatch_mode() -> str:
     """Return the name of the innermost `TorchDispatchMode` of the user, or an empty string. Dynamo skips all frames."""
-    from torch.utils import _python_dispatch
-
-    if not _python_dispatch.is_in_any_mode_without_ignore_compile_internals():
-        return ""
-    mode = _python_dispatch._get_current_dispatch_mode()
-    return type(mode).__name__.strip("_")
+    active = _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+    return type(_python_dispatch._get_current_dispatch_mode()).__name__.strip("_") if active else ""

@@ -45,12 +45,6 @@ def with_code(code: str, message: str) -> str:
     return f"{_CODE.sub('', message)} [{code}: compile-callbacks explain {code}]"
 
 
-def code_of(message: str) -> str:
-    """Return the code at the end of a message, or an empty string."""
-    match = re.search(r"\[(CC\d+): [^\]]*\]$", message)
-    return match[1] if match else ""
-
-
 def warn_user(code: str, message: str) -> None:
     """Issue a `CompileWarning` at the user's line: the innermost caller outside this library, torch and Lightning."""
     warnings.warn(with_code(code, message), CompileWarning, stacklevel=_stack_level_of_user())

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.errors import CompileError, with_code
+from compile_callbacks._utils.errors import CompileError
 from compile_callbacks.calls.observed_calls import ObservedCalls
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
@@ -112,7 +112,8 @@ class CompiledFunction:
     def _limit_factor(self) -> int:
         """Return by how much torch's recompile limit is too low."""
         # Before torch 2.13, the graphs of both phases share the user's code object after a graph break.
-        shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._key.target in self._recorder.with_graph_breaks
+        broken = (event.target for event in self._recorder.events if event.kind == "graph_break")
+        shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._key.target in broken
         # torch compiles blocks that differ separately.
         many = len(self._target.members) > 1 and self._backend.graphs >= _torch.dynamo.recompile_limit()
         return (2 if shares else 1) * (len(self._target.members) if many else 1)
@@ -137,7 +138,7 @@ class CompiledFunction:
             is_first = is_own and not self._backend.graphs
             if is_first and self._observed.gradients_differentiated:
                 if self._fallback.settings.on_error == "raise":
-                    raise CompileError(with_code("CC303", f"target {self._key.target!r}: {_DIFFERENTIATED}"))
+                    raise CompileError(_DIFFERENTIATED)
                 raise self._fallback.run_target_eagerly("CC303", _DIFFERENTIATED)
             with self._tracing(call):
                 result = frame.convert()

@@ -82,7 +82,6 @@ class CompiledTarget:
         # One policy for each block, because the first block gets other inputs than later blocks (requires_grad).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
         self._limits_shapes = settings.new_shapes != "recompile"
-        self._saw_new_shapes = False  # whether a call ran eagerly because of its shapes
         self._uncompilable: set[Any] = set()  # signatures of the inputs for which the compiler failed
         self._weights = WeightWatch(self._members[0].module)  # a target with frozen weights has a single member
         self._weights_are_suspect = True
@@ -249,8 +248,8 @@ class CompiledTarget:
             with torch.compiler.set_stance(stance):  # type: ignore[arg-type]
                 graphs = self._executions.graphs
                 result = compiled(member.module, *args, **kwargs)
-                if self._executions.graphs == graphs and not self._saw_new_shapes:
-                    self._saw_new_shapes = True
+                reported = self._recorder.events_of(self.key.phase, "eager_call")
+                if self._executions.graphs == graphs and self.key.target not in {event.target for event in reported}:
                     self._recorder.record("eager_call", self.key, reason=_NEW_SHAPES, code="CC107")
                 return result
         except RuntimeError as error:

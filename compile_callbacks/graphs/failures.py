@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from compile_callbacks._utils.errors import CompileError, code_of, with_code
+from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.passes.manager import find_pass_error
@@ -105,8 +105,6 @@ class EagerFallback:
 
     def as_compile_error(self, error: BaseException) -> CompileError:
         """Return the error that ``on_error="raise"`` raises instead of the compiler's error."""
-        if isinstance(error, CompileError) and code_of(str(error)):
-            return error
         target, phase = self.key[:2]
         message = f"compiling target {target!r} for the {phase} phase failed: {describe(error)}{self._hint}"
         return CompileError(with_code("CC301", message))

@@ -109,7 +109,9 @@ class Verification:
             self.fallback.eventful_call().runs_target_eagerly = True
             return False
         message = f"target {target!r} differs from eager in the {phase} phase: {reason}"
-        if comparison.may_be_rounding and self._generates_code():
+        rounds = comparison.may_be_rounding and not self.options.get("fallback_by_default")  # else runs eager's kernels
+        known = "numerics" in _torch.inductor.option_names()
+        if rounds and known and self.options.get("numerics", "default") == "default":
             message += "; options={'numerics': 'strict'} is closer to eager, but slower"
         message += repro
         if settings.verify == "raise":
@@ -126,11 +128,6 @@ class Verification:
             return False
         self.fallback.warn("CC302", message)
         return True
-
-    def _generates_code(self) -> bool:
-        """Return whether Inductor generates code in which ``numerics`` can reduce rounding errors."""
-        known = "numerics" in _torch.inductor.option_names() and not self.options.get("fallback_by_default")
-        return known and self.options.get("numerics", "default") == "default"
 
     def _write_repro(self, comparison: Comparison, inputs: Sequence[Any]) -> str:
         """Write a script that reproduces a difference to ``trace_dir``, if set. Return a part of the message."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from compile_callbacks._utils.messages import in_one_line
@@ -11,12 +12,10 @@ _ARGUMENT = re.compile(r"^(?:args\[(\d+)\]|kwargs\[('\w+')\])(.*)$")
 _MODULE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _ATTRIBUTE = re.compile(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
 
+_RESULT = "a result at the graph break"
+
 OTHER_GRAD_MODE = "is used under inference_mode, was under no_grad"
 """A part of the reason of a recompile: torch also compiles an inference graph in the other grad mode."""
-
-
-AT_GRAPH_BREAK = "a result at the graph break"
-"""The name of a value that the code behind a graph break gets, such as the result of ``.item()``."""
 
 
 class Recompile(NamedTuple):
@@ -66,6 +65,17 @@ def explain_recompile(torchs_reason: str, mode_argument: str = "mode") -> Recomp
     return Recompile(guard)
 
 
+def at_graph_break(recompile: Recompile, file: str, line: int, reason: str | None) -> Recompile:
+    """Name the graph break in the explanation of a recompile behind it, if a result at the break caused the recompile.
+
+    An example of such a result is the number of ``.item()``.
+    """
+    if _RESULT not in recompile.reason:
+        return recompile
+    text = recompile.reason.removeprefix("value of ").replace(_RESULT, f"{_RESULT} in {Path(file).name}:{line}")
+    return Recompile(text, f"removing the graph break{f' ({short_reason(reason)})' if reason else ''} avoids it")
+
+
 def short_reason(reason: str) -> str:
     r"""Return the sentence of torch's reason that describes the event, in one line.
 
@@ -83,7 +93,7 @@ def short_reason(reason: str) -> str:
 def _subject(expression: str) -> str:
     """Return the user's name of the guarded value."""
     if re.match(r"___stack\d+", expression):
-        return AT_GRAPH_BREAK
+        return _RESULT
     if argument := _ARGUMENT.match(expression):
         return f"argument {argument[1] or argument[2]}{argument[3]}"
     path = _MODULE.findall(expression)

@@ -6,7 +6,6 @@ import threading
 import time
 import types
 from collections.abc import Callable, Hashable, Mapping
-from pathlib import Path
 from typing import Any
 
 from compile_callbacks import _torch
@@ -14,13 +13,7 @@ from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.profiling.events import CompileEvent, CompileKey, CompilePart, EventKind
 from compile_callbacks.profiling.executions import Executions
 from compile_callbacks.profiling.progress import CompileProgress
-from compile_callbacks.profiling.recompiles import (
-    AT_GRAPH_BREAK,
-    OTHER_GRAD_MODE,
-    Recompile,
-    explain_recompile,
-    short_reason,
-)
+from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, at_graph_break, explain_recompile
 
 
 class CallInProgress:
@@ -99,8 +92,6 @@ class CompileRecorder:
         """The runs of custom graph passes, in order."""
         self.stopping: Callable[[], bool] = lambda: False
         """Whether the process was asked to stop, so that no compile should begin. Must not refer to the module."""
-        self.with_graph_breaks: set[str] = set()
-        """The targets with graph breaks."""
         self.import_seconds = 0.0
         """The time that the import of the compiler took, which belongs to the phase that compiles first."""
         self._clock = clock
@@ -233,7 +224,6 @@ class CompileRecorder:
             self._discarded.discard(key)
             self.record("recompile", key, reason="torch.compiler.reset() discarded the compiled graphs")
         for graph_break in breaks:
-            self.with_graph_breaks.add(key.target)
             # torch counts a graph break once for each frame that contains it, and again for each recompile.
             if (key, graph_break) not in self._breaks:
                 self._breaks.add((key, graph_break))
@@ -260,15 +250,11 @@ class CompileRecorder:
             return Recompile("torch gives no reason")
         explained = explain_recompile(torchs_reason, self.mode_arguments[key.phase])
         call = self.calling.current
-        where = _torch.frames.resumes_at(call.code) if call is not None and call.code is not None else None
-        if where is None or AT_GRAPH_BREAK not in explained.reason:
+        if call is None or call.code is None or (where := _torch.frames.resumes_at(call.code)) is None:
             return explained
         breaks = [event for event in self.events_of(key.phase, "graph_break") if event.target == key.target]
-        broken = next((event for event in breaks if (event.file, event.line) == where), breaks[0] if breaks else None)
-        at = f"{AT_GRAPH_BREAK} in {Path(where[0]).name}:{where[1]}"
-        why = f" ({short_reason(broken.reason)})" if broken and broken.reason else ""
-        reason = explained.reason.removeprefix("value of ").replace(AT_GRAPH_BREAK, at)
-        return Recompile(reason, f"removing the graph break{why} avoids it")
+        reason = next((event.reason for event in breaks if (event.file, event.line) == where), None)
+        return at_graph_break(explained, *where, reason)
 
     def count_graph(self) -> None:
         """Count a graph of the running compile. The backend of a target calls this method."""

@@ -9,7 +9,7 @@ import torch
 
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.messages import in_one_line
-from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import InductorConfig
@@ -27,7 +27,7 @@ RECENT_WINDOWS = 3
 LEAST_SHARE = 0.2
 """The share of a target's weights that its graphs must use. With a smaller share, most of it may run eagerly."""
 
-_CAUSES: tuple[EventKind, ...] = ("recompile", "fallback", "eager_call", "cudagraph_skip")
+_CAUSES: tuple[EventKind, ...] = ("cudagraph_skip", "fallback", "eager_call", "recompile", "graph_break")
 _NAME_OTHERS = (
     "Name the modules or methods that the steps call in targets=[...]. A call inside a function that you compiled with "
     "torch.compile belongs to the graph of that function"
@@ -77,7 +77,9 @@ class SessionWarnings:
         reason = f"the helper process failed: {problem}"
         for key in keys:
             self._recorder.record("fallback", key, reason=reason, code="CC309")
-        message = f"{reason}. The steps whose code is not loaded yet run eagerly; background=False compiles in this process"
+        message = (
+            f"{reason}. The steps whose code is not loaded yet run eagerly; background=False compiles in this process"
+        )
         self._warn.warn("CC309", message)
 
     def check_stage(self, phase: Phase, variant: Variant) -> None:
@@ -132,8 +134,9 @@ class SessionWarnings:
                 slower.append((latest_ms - eager_ms, figures))
         if not slower:
             return
-        events = (e for e in reversed(self._recorder.events) if e.phase == phase and e.candidate == variant.name)
-        cause = next((event for event in events if event.kind in _CAUSES), None)
+        events = [e for e in reversed(self._recorder.events) if e.phase == phase and e.candidate == variant.name]
+        of_kind = ([event for event in events if event.kind == kind] for kind in _CAUSES)
+        cause = next((found[-1 if found[0].kind == "graph_break" else 0] for found in of_kind if found), None)
         message = (
             f"{kind} {phase} steps are slower than eager steps ({max(slower)[1]}). {_describe(cause)}. "
             f"{phase}_mode='eager' leaves the phase eager"
@@ -206,14 +209,11 @@ class SessionWarnings:
             return
         first = events[0]
         where = f" ({first.file}:{first.line})" if first.file else ""
-        mode = self._recorder.mode_arguments[key.phase]
-        advice = f"name the parts that torch can trace in targets=[...], or leave the phase eager with {mode}='eager'"
-        if mode not in MODE_ARGUMENTS.values():  # of an `InductorBackend`, which has one target and no eager mode
-            advice = "compile only the parts that torch can trace"
         message = (
             f"the compiled graphs of target {key.target!r} use {counts[0]} of its {counts[1]} weights "
             f"({counts[0] / counts[1]:.0%}) in the {key.phase} phase, so its other layers run eagerly or are not used. "
-            f"The first graph break: {short_reason(first.reason or '')}{where}. If the other layers run, {advice}"
+            f"The first graph break: {short_reason(first.reason or '')}{where}. If the other layers run, compile "
+            "only the parts that torch can trace, or leave the phase eager"
         )
         self._warn.warn("CC131", message, about=key[:2])
 
@@ -233,8 +233,8 @@ class SessionWarnings:
 
 def _describe(cause: CompileEvent | None) -> str:
     if cause is None:
-        none = "torch reports no recompile, no fallback and no skipped CUDA graph"
-        return f"{none}. Other programs that use the machine are a possible cause"
-    reason = " ".join((cause.reason or "torch gives no reason").split())
-    last = f"the last {EVENT_KINDS[cause.kind].name} of target {cause.target!r} ({reason})"
-    return f"Possible causes are {last}, and other programs that use the machine"
+        return "torch reports no cause. Other programs that use the machine are a possible cause"
+    reason = short_reason(cause.reason or "torch gives no reason")
+    which = "first" if cause.kind == "graph_break" else "last"
+    event = f"the {which} {EVENT_KINDS[cause.kind].name} of target {cause.target!r} ({reason})"
+    return f"Possible causes are {event}, and other programs that use the machine"
