@@ -34,6 +34,7 @@ class Comparison:
     reason: str | None = None
     max_abs_error: float | None = None  # the largest absolute error of any output element
     is_wrong: bool = False  # whether a difference is too large for an imprecise result, so that nobody may get it
+    may_be_rounding: bool = False  # whether a difference is small enough for rounding errors of another order
     failed: bool = False  # whether the comparison failed with an error; a traceback would keep the tensors alive
 
 
@@ -108,8 +109,10 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
     # Wrong outputs cause wrong gradients, so name an output if one is wrong.
     name = max([name for name in confirmed if name not in of_gradients] or confirmed, key=confirmed.__getitem__)
     reason = f"{name} has a relative error of {confirmed[name]:.2g} (tolerance {allowed_of[name]:.2g})"
+    reason = f"{reason}; {problem}" if problem else reason
+    rounding = confirmed[name] <= _CLEAR_FACTOR * allowed_of[name]
     is_wrong = max(confirmed.values()) > _WRONG
-    return Comparison("differs", f"{reason}; {problem}" if problem else reason, max_abs_error, is_wrong=is_wrong)
+    return Comparison("differs", reason, max_abs_error, is_wrong=is_wrong, may_be_rounding=rounding)
 
 
 def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = ()) -> float:

@@ -196,7 +196,7 @@ class GraphBackend:
         if reason is not None:
             self._recorder.record("template", self._key, reason=reason)
             phase = self._key.phase
-            self._fallback.warn("CC204", f"{phase}_mode: {reason}", about=phase)
+            self._fallback.warn("CC204", f"{self._recorder.mode_arguments[phase]}: {reason}", about=phase)
 
     # ------------------------------------------------------------------------------------------ passes
 
@@ -261,7 +261,7 @@ class GraphBackend:
         target, phase = self._key[:2]
         message = (
             f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without the pass (all failures: "
-            f"callback.report.{phase}.diagnostics.events; on_error='raise' raises instead)"
+            f"report.{phase}.diagnostics.events; on_error='raise' raises instead)"
         )
         self._fallback.warn("CC701", message, about=(target, phase, pass_name(failure.failed)))
 

@@ -27,6 +27,7 @@ EVENT_KINDS = {
     "cudagraph_skip": EventKindInfo(
         "CUDA graphs not used", "skipped CUDA graph", "CUDA graph of {target} skipped: {reason}", "skipped_cudagraphs"
     ),
+    "eager_call": EventKindInfo("Calls that ran eagerly", "eager call"),
     "pass_skipped": EventKindInfo("Graph passes skipped"),
     "freezing": EventKindInfo("Weights not frozen"),
     "template": EventKindInfo("Templates that fell back"),

@@ -84,7 +84,7 @@ class CompileProgress:
         for (kind, of_phase), count in self._events.items():
             if of_phase == phase and count > MAX_LINES:
                 further = f"{EVENT_KINDS[kind].name}: {count - MAX_LINES} more in the {phase} phase"
-                self._print_line(f"{further}; their reasons: callback.report.{phase}.diagnostics.events")
+                self._print_line(f"{further}; their reasons: report.{phase}.diagnostics.events")
                 self._events[kind, phase] = MAX_LINES
 
     def _print_lines(self, key: CompileKey, started: float, over: threading.Event) -> None:
