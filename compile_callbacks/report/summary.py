@@ -55,6 +55,8 @@ def _claim(report: PhaseReport) -> str:
     speedup = report.speedup or 1.0
     earlier = "the eager steps of the earlier run" if report.diagnostics.restored else ""
     than, unlike = (f" than {earlier}", f" from {earlier}") if earlier else ("", "")
+    if back := _event(report, "sent_back"):
+        return f"runs eagerly again: {back['reason']}"
     match report.verdict:
         case "faster":
             saved = f"saved {_duration(net)} after {compiling} of compiling"
@@ -66,8 +68,6 @@ def _claim(report: PhaseReport) -> str:
             return f"{_times(speedup)} faster{than} ({times}), but {lost}"
         case "slower":
             ratio = 1 / speedup
-            if back := _last_event(report, "sent_back"):
-                return f"runs eagerly again: {back['reason']}"
             slower = f"slower by {ratio - 1:.0%}" if ratio < 1.95 else f"{_times(ratio)} slower"
             return f"{slower}{than} ({times}): {_why_slower(report)}"
         case "no difference":
@@ -105,7 +105,7 @@ def _claim(report: PhaseReport) -> str:
         return f"eager kept: {results}" + (f" ({reason})" if reason else "")
     if trials and all(trial["verdict"] != "chosen" for trial in trials):
         return "no candidate is chosen yet: the phase ran too few steps"
-    if not_requested := _last_event(report, "not_requested"):
+    if not_requested := _event(report, "not_requested"):
         return f"not compiled: {not_requested['reason']}"
     if report.mode != EAGER and report.eager_step_ms is not None:
         return "not compiled yet: only eager baseline steps have run"
