@@ -131,8 +131,8 @@ class GraphBackend:
         use: Callable[[CompiledGraph, Callable[..., Any]], None],
     ) -> Callable[..., Any] | None:
         """Request the code of a graph from another process, or return ``None`` if this process must compile it."""
-        requests = self._fallback.settings.requests
-        if requests is None or self._compiles_here:
+        settings, requests = self._fallback.settings, self._fallback.settings.requests
+        if requests is None or self._compiles_here or (settings.on_trial and not requests.takes_trials):
             return None
         try:
             for reason, applies in (

@@ -120,10 +120,12 @@ class RequestQueue:
     Attributes:
         waiting: The graphs, in the order of their requests.
         failure: The reason why no further graph is compiled.
+        takes_trials: Whether candidates of a `Tune` are compiled. Not with several ranks, which measure together.
     """
 
     waiting: list[WaitingGraph] = field(default_factory=list)
     failure: str | None = None
+    takes_trials: bool = True
 
     def waits(self, phase: Phase, candidate: str | None) -> bool:
         """Return whether another process will compile a graph of a variant."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +13,7 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.cache.folder import ModelRecord, conditions
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.variant import EAGER_VARIANT, Variant
+from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from compile_callbacks.profiling.steps import Stage, Step
@@ -118,6 +120,7 @@ class Policies:
         ranks: Ranks,
         print_line: Callable[[str], None] = lambda line: None,
         background: Callable[[Phase, Variant], BackgroundPolicy] | None = None,
+        requests: RequestQueue | None = None,
     ) -> None:
         self._passes = arguments.target_settings.passes
         self._ranks = ranks
@@ -132,7 +135,8 @@ class Policies:
             if config and background is not None:
                 self._fixed[phase] = background(phase, Variant(config))
             if isinstance(settings, Tune):
-                self._tunings[phase] = TuningPolicy(phase, settings, recorder, ranks, print_line)
+                waits = functools.partial(requests.waits, phase) if requests is not None else lambda candidate: False
+                self._tunings[phase] = TuningPolicy(phase, settings, recorder, ranks, print_line, waits)
         self.comparing = frozenset(self._tunings)
         """The phases that compare variants with each other."""
         self._shares = arguments.targets == REPEATED

@@ -80,7 +80,7 @@ class Session:
         self._observed = CallRecords()
         self._measurements = Measurements(module)
         background = self._background_policy if self._requests is not None else None
-        self._policies = Policies(arguments, self._recorder, self._ranks, print_line, background)
+        self._policies = Policies(arguments, self._recorder, self._ranks, print_line, background, self._requests)
         self._switch = PhaseSwitch(
             targets,
             uncompiled=arguments.uncompiled,
@@ -139,7 +139,8 @@ class Session:
         for phase in PHASES:
             config, warns = self._policies.chosen(phase).config, self._ranks.is_global_zero
             self._warnings.check_settings(phase, config, sharded=sharded, device=device, warns=warns)
-        if self._helper is not None:
+        if self._requests is not None:
+            self._requests.takes_trials = self._ranks.size == 1
             self._warnings.check_repeatable()
         if self._arguments.compiles:
             self._recorder.import_seconds += _torch.inductor.import_inductor()

@@ -13,7 +13,7 @@ import torch
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.cache.folder import ModelRecord
-from compile_callbacks.config.variant import Variant
+from compile_callbacks.config.variant import WAITING_VARIANT, Variant
 from compile_callbacks.profiling.events import CompileEvent
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.spans import Span
@@ -38,10 +38,17 @@ class TuningPolicy:
     """
 
     def __init__(
-        self, phase: Phase, tune: Tune, recorder: CompileRecorder, ranks: Ranks, print_line: Callable[[str], None]
+        self,
+        phase: Phase,
+        tune: Tune,
+        recorder: CompileRecorder,
+        ranks: Ranks,
+        print_line: Callable[[str], None],
+        waits: Callable[[str], bool] = lambda candidate: False,
     ) -> None:
         self._phase, self._tune, self._recorder, self._ranks = phase, tune, recorder, ranks
         self._print_line = print_line
+        self._waits = waits  # returns whether another process compiles a candidate
         # One step compiles, and the next may record a CUDA graph. The number is fixed, so that a block ends at the same
         # step on all ranks.
         self._steps_per_block = 2 + WARMUP_STEPS + tune.steps
@@ -109,11 +116,16 @@ class TuningPolicy:
 
     def next(self) -> tuple[Variant, bool]:
         """Return the variant of the next step, and whether it must be timed."""
+        if self._tuner.winner is None and self._waits(self._tuner.candidate):
+            return self._tuner.best if self._tuner.best.config is not None else WAITING_VARIANT, False
         return self._tuner.trials[self._tuner.candidate].variant, self._tuner.winner is None
 
     def done(self, step: Step) -> None:
         """End a step."""
         if self._tuner.winner is not None or step.workload is None:
+            return
+        if step.variant is not self._tuner.trials[self._tuner.candidate].variant or self._waits(self._tuner.candidate):
+            self._tuner.steps_left -= 1  # another process compiles the candidate
             return
         self._workloads[step.workload] += 1
         if step.span is not None:
@@ -204,7 +216,8 @@ class TuningPolicy:
         milliseconds = [  # reading a span synchronizes the GPU
             span.milliseconds() for w, span in self._timed if w in compared or w._replace(shapes=()) in compared
         ]
-        compile_seconds = sum(event.seconds or 0 for event in self._events() if event.kind == "compile")
+        compiles = [event for event in self._events() if event.kind in ("compile", "background")]
+        compile_seconds = sum(event.seconds or 0 for event in compiles)
         seconds = self._block_seconds + time.perf_counter() - began
         return Block(milliseconds, seconds, compile_seconds, self._problem(), self._block_steps)
 

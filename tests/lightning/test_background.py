@@ -17,7 +17,9 @@ from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, _torch
 from compile_callbacks.passes import GraphPass
+from compile_callbacks.report.summary import verdict_lines
 from tests.support.models import Classifier, Wrapper, batches_of, loader, seeded, trainer
+from tests.support.step_times import Times
 
 _SECONDS = 250
 
@@ -289,3 +291,46 @@ def test_a_repeatable_run_warns():
 def test_the_argument_is_checked():
     with pytest.raises(TypeError, match="background=1 must be True or False"):
         InductorCompile(background=1)  # type: ignore[arg-type]
+
+
+class UntilChosen(Until):
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
+        self.pids |= pids(self.callback)
+        verdicts = [trial["verdict"] for trial in self.callback.report.train.diagnostics.trials]
+        if "chosen" in verdicts or time.monotonic() > self.ends:
+            trainer.should_stop = True
+
+
+def test_candidates_of_a_tune_are_compiled_while_the_best_so_far_trains(monkeypatch):
+    fast = "options={epilogue_fusion: True}"
+    times = Times(monkeypatch, train=lambda name, workload: {"eager": 3.0, "default": 2.0}.get(name, 1.0))
+    assert times
+    candidates = ["default", {"options": {"epilogue_fusion": True}}]
+    callback = InductorCompile(train_mode={"candidates": candidates, "steps": 5}, background=True)
+    module, until = seeded(), UntilChosen(callback)
+    trainer(callback, until, max_epochs=-1).fit(module, loader())
+    report = callback.report.train
+    trials = {trial["candidate"]: trial["verdict"] for trial in report.diagnostics.trials}
+    assert trials == {"eager": "beaten", "default": "beaten", fast: "chosen"}
+    assert report.background_seconds > 0
+    variants = {(series["candidate"], series["kind"]) for series in report.diagnostics.series}
+    assert {("waiting", "eager"), ("default", "compiled"), (fast, "compiled")} <= variants
+    eager = eager_losses(len(module.losses))
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses), rtol=1e-3, atol=1e-3)
+
+
+def test_slower_steps_go_back_to_eager(monkeypatch):
+    Times(monkeypatch, train={"eager": 2.0, "waiting": 2.0, None: 3.0})
+    callback = InductorCompile(background=True)
+    until, module = Until(callback, compiled_steps=10**9), seeded()
+
+    def stop(trainer_: pl.Trainer, *args: object) -> None:
+        events = [event["kind"] for event in callback.report.train.diagnostics.events]
+        trainer_.should_stop |= "sent_back" in events
+
+    until.on_train_batch_start = stop  # type: ignore[method-assign]
+    trainer(callback, until, max_epochs=-1).fit(module, loader())
+    assert time.monotonic() < until.ends
+    line = verdict_lines(callback.report)[0]
+    assert "runs eagerly again: compiled steps were slower in alternating blocks (2.00 → 3.00 ms)" in line
+    assert not callback.session._switch.compiled_targets("train")
