@@ -16,7 +16,10 @@ import torch
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, _torch
+from compile_callbacks.background.helper import Helper
+from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, RequestQueue, WaitingGraph
 from compile_callbacks.passes import GraphPass
+from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.report.summary import verdict_lines
 from tests.support.models import Classifier, Wrapper, batches_of, loader, seeded, trainer
 from tests.support.step_times import Times
@@ -334,3 +337,29 @@ def test_slower_steps_go_back_to_eager(monkeypatch):
     line = verdict_lines(callback.report)[0]
     assert "runs eagerly again: compiled steps were slower in alternating blocks (2.00 → 3.00 ms)" in line
     assert not callback.session._switch.compiled_targets("train")
+
+
+def test_of_two_helper_processes_one_compiles_a_graph_and_the_other_loads_it():
+    factor = time.time()  # no earlier test has compiled this graph
+    requests: list[bytes] = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: list[object]) -> object:
+        graph = _torch.portable_graphs.portable_graph(graph_module, inputs)
+        request = CompileRequest(graph=graph, phase="train", options={}, passes=(), activation_memory_budget=None)
+        requests.append(request.pickled())
+        return graph_module.forward
+
+    torch.compile(lambda x: (x * factor).sin(), backend=backend)(torch.ones(3, requires_grad=True))
+    answers: list[CompileAnswer] = []
+    helpers = []
+    for _ in range(2):
+        waiting = WaitingGraph(CompileKey("net", "train"), requests[0], answers.append, pytest.fail)
+        helpers.append(Helper(RequestQueue([waiting]), lambda problem, keys: pytest.fail(problem)))
+    ends = time.monotonic() + _SECONDS
+    while len(answers) < 2 and time.monotonic() < ends:
+        for helper in helpers:
+            helper.poll()
+        time.sleep(0.05)
+    for helper in helpers:
+        helper.stop()
+    assert sorted(answer.cached for answer in answers) == [False, True]
