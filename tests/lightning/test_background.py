@@ -26,6 +26,16 @@ from tests.support.step_times import Times
 
 _SECONDS = 250
 
+all_versions = pytest.mark.all_versions
+
+
+@pytest.fixture(autouse=True)
+def ms(monkeypatch: pytest.MonkeyPatch) -> dict[str | None, float]:
+    """The times of steps by variant, because steps that look slower than eager would be compared again."""
+    ms = {"eager": 2.0, "waiting": 2.0, None: 1.0}
+    Times(monkeypatch, train=lambda name, workload: ms.get(name), infer=lambda name, workload: ms.get(name))
+    return ms
+
 
 class Until(pl.Callback):
     """Ends the run after a number of compiled training steps, or if the phase never compiles."""
@@ -72,6 +82,7 @@ def eager_losses(count: int, module: Classifier | None = None, **settings: objec
     return module
 
 
+@all_versions
 def test_training_goes_on_and_switches_to_the_compiled_code():
     callback = InductorCompile(background=True)
     module, _ = run(callback)
@@ -90,6 +101,7 @@ def test_training_goes_on_and_switches_to_the_compiled_code():
     assert callback.report.infer.verdict in ("still compiling", "too few samples", "faster", "slower", "no difference")
 
 
+@all_versions
 def test_a_graph_with_symbolic_sizes_is_compiled_in_the_helper_process():
     callback = InductorCompile(background=True)
     run(callback, data=batches_of(4, 5, 6, 7, 4, 5, 6, 7))
@@ -158,6 +170,7 @@ class Kill(pl.Callback):
             os.kill(next(iter(found)), signal.SIGKILL)
 
 
+@all_versions
 def test_if_the_helper_process_dies_the_steps_stay_eager():
     callback = InductorCompile(background=True)
     kill, module = Kill(callback), seeded()
@@ -192,6 +205,7 @@ class Raise(pl.Callback):
             raise KeyError("the user's")
 
 
+@all_versions
 def test_an_exception_in_the_run_ends_the_helper_process():
     callback = InductorCompile(background=True)
     failing = Raise(callback)
@@ -219,6 +233,7 @@ _KILLED = """
 """
 
 
+@all_versions
 def test_the_helper_process_ends_if_the_main_process_is_killed(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}  # noqa: PTH109
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(_KILLED)]
@@ -255,6 +270,7 @@ def test_a_run_continues_in_the_middle_of_a_compile(tmp_path):
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses[16:]), rtol=1e-3, atol=1e-3)
 
 
+@all_versions
 def test_a_second_run_of_the_same_callback_requests_what_the_first_did_not_get():
     callback, module = InductorCompile(background=True), seeded()
     trainer(callback, max_steps=16, max_epochs=-1).fit(module, loader())
@@ -304,10 +320,9 @@ class UntilChosen(Until):
             trainer.should_stop = True
 
 
-def test_candidates_of_a_tune_are_compiled_while_the_best_so_far_trains(monkeypatch):
+def test_candidates_of_a_tune_are_compiled_while_the_best_so_far_trains(ms):
     fast = "options={epilogue_fusion: True}"
-    times = Times(monkeypatch, train=lambda name, workload: {"eager": 3.0, "default": 2.0}.get(name, 1.0))
-    assert times
+    ms.update({"default": 1.5, fast: 1.0})
     candidates = ["default", {"options": {"epilogue_fusion": True}}]
     callback = InductorCompile(train_mode={"candidates": candidates, "steps": 5}, background=True)
     module, until = seeded(), UntilChosen(callback)
@@ -322,8 +337,8 @@ def test_candidates_of_a_tune_are_compiled_while_the_best_so_far_trains(monkeypa
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses), rtol=1e-3, atol=1e-3)
 
 
-def test_slower_steps_go_back_to_eager(monkeypatch):
-    Times(monkeypatch, train={"eager": 2.0, "waiting": 2.0, None: 3.0})
+def test_slower_steps_go_back_to_eager(ms):
+    ms[None] = 3.0
     callback = InductorCompile(background=True)
     until, module = Until(callback, compiled_steps=10**9), seeded()
 
