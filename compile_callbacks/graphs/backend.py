@@ -55,7 +55,7 @@ class GraphBackend:
         self._fallback = fallback
         self._template_checked = False
         self._generated: list[ModuleType] = []
-        self.requested: list[RequestedGraph] = []  # the graphs that another process compiles
+        self.requested: list[RequestedGraph] = []  # graphs that another process compiles
         self._compiles_here = False  # whether another process could not compile a graph
 
     def compile(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -149,11 +149,10 @@ class GraphBackend:
                 passes=self._passes,
                 activation_memory_budget=self._config.activation_memory_budget,
             )
-            request.pickled()
+            graph = RequestedGraph(request, requests, self._fallback, new_graph, use, self._compile_here)
         except _torch.portable_graphs.NotPortableError as error:
             self._recorder.record("foreground", self._key, reason=str(error))
             return None
-        graph = RequestedGraph(request, requests, self._fallback, new_graph, use, self._compile_here)
         self.requested.append(graph)
         return graph if request.graph.symbols else graph.first
 
@@ -175,7 +174,8 @@ class GraphBackend:
     @property
     def waits(self) -> bool:
         """Whether a graph has no compiled code yet."""
-        return any(graph.waits for graph in self.requested) or (self._compiles_here and not self.graphs)
+        self.requested = [graph for graph in self.requested if graph.waits]
+        return bool(self.requested) or (self._compiles_here and not self.graphs)
 
     @property
     def weights_in_graphs(self) -> tuple[int, int] | None:
