@@ -1,0 +1,184 @@
+"""A captured graph is described for another process, compiled from the description, and loaded: the same results."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from compile_callbacks import _torch
+from compile_callbacks._torch.portable_graphs import MAX_CONSTANT_BYTES, NotPortableError
+from compile_callbacks.graphs.requests import CompileRequest
+
+pytestmark = pytest.mark.all_versions
+
+
+def sent(graph_module, inputs, **settings):
+    """The request as the other process gets it."""
+    graph = _torch.portable_graphs.portable_graph(graph_module, inputs)
+    settings = {"phase": "train", "options": {}, "passes": (), "activation_memory_budget": None, **settings}
+    return pickle.loads(CompileRequest(graph=graph, **settings).pickled())
+
+
+class Backend:
+    """Compiles each graph from its description."""
+
+    def __init__(self):
+        self.guards: list[str | None] = []
+        self.requests: list[CompileRequest] = []
+
+    def __call__(self, graph_module, inputs):
+        request = sent(graph_module, inputs)
+        self.requests.append(request)
+        answer = request.compile()
+        self.guards.append(answer.guards)
+        return _torch.portable_graphs.load(answer.artifact, {})
+
+
+class Net(nn.Module):
+    """Writes a buffer, and changes an input that is not a leaf behind a graph break."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 6), nn.BatchNorm1d(6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        torch._dynamo.graph_break()
+        x.mul_(2).add_(1)
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return x.sin() + self.mean
+
+
+@pytest.mark.parametrize("mode", ["train", "no_grad", "inference_mode"])
+def test_results_gradients_and_buffers_equal_eager(mode):
+    torch.manual_seed(0)
+    eager = Net()
+    compiled, backend = copy.deepcopy(eager), Backend()
+    call = torch.compile(compiled, backend=backend)
+    around = contextlib.nullcontext() if mode == "train" else getattr(torch, mode)()
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        with around:
+            outputs = [net(x) for net in (eager, call)]
+            torch.testing.assert_close(*outputs)
+        if mode == "train":
+            for output in outputs:
+                output.square().mean().backward()
+    assert len(backend.requests) == 2
+    torch.testing.assert_close(compiled.state_dict(), eager.state_dict())
+    for weight, expected in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, expected.grad)
+
+
+def test_symbolic_sizes_and_guards():
+    backend = Backend()
+    call = torch.compile(lambda x, y: (torch.cat([x, y]) * 2).sum(1), backend=backend, dynamic=True)
+    for rows in ((4, 3), (6, 2), (5, 5)):
+        x, y = (torch.randn(count, 8) for count in rows)
+        torch.testing.assert_close(call(x, y), (torch.cat([x, y]) * 2).sum(1))
+    assert len(backend.requests) == 1
+    is_valid = _torch.portable_graphs.guard_of("L['t0'] + L['t1'] <= 4096 and 2 <= L['t0']")
+    assert is_valid((3, torch.ones(1), 4))
+    assert not is_valid((3, torch.ones(1), 4096))
+    graph = backend.requests[0].graph
+    sizes = [7 + i if not hasattr(described, "dtype") else None for i, described in enumerate(graph.inputs)]
+    values = {value for value, _ in graph.with_sizes(sizes).symbols.values()}
+    assert values == {size for size in sizes if size}
+
+
+def test_autocast_and_configs_travel():
+    backend = Backend()
+    net = nn.Linear(8, 8)
+    with torch.autocast("cpu", torch.bfloat16), torch._inductor.config.patch({"cpp.threads": 1}):
+        assert torch.compile(net, backend=backend)(torch.randn(2, 8)).dtype == torch.bfloat16
+    graph = backend.requests[0].graph
+    assert graph.configs["inductor"]["cpp.threads"] == 1
+    assert graph.autocast == ({"device_type": "cpu", "dtype": torch.bfloat16},)
+
+
+def written_view(x, y):
+    x.add_(1)
+    return y * 2
+
+
+def reasons_of(function, *inputs):
+    reasons = []
+
+    def backend(graph_module, inputs):
+        try:
+            with _torch.portable_graphs.restored(sent(graph_module, inputs).graph):
+                pass
+        except NotPortableError as error:
+            reasons.append(str(error))
+        return graph_module.forward
+
+    torch.compile(function, backend=backend)(*inputs)
+    return reasons
+
+
+def test_an_input_that_shares_memory_may_be_read_but_not_written():
+    x = torch.randn(4, 4)
+    assert reasons_of(lambda x, y: x.sin() + y[0, 0], x, x[1:]) == []
+    assert reasons_of(written_view, x, x[1:]) == ["it writes an input that shares memory with another input"]
+
+
+@torch._dynamo.allow_in_graph
+def of_script(x):
+    return x.sin()
+
+
+def test_code_of_the_script_itself_does_not_travel(monkeypatch):
+    monkeypatch.setattr(of_script, "__module__", "__main__")
+    import __main__
+
+    monkeypatch.setattr(__main__, "of_script", of_script, raising=False)
+    (reason,) = reasons_of(lambda x: of_script(x) + 1, torch.randn(3))
+    assert "of the script itself (__main__)" in reason
+
+
+def test_a_large_constant_does_not_travel():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.ones(3)
+    graph.output((graph.call_function(torch.add, (x, graph.get_attr("constant"))),))
+    for count, refused in ((3, False), (MAX_CONSTANT_BYTES, True)):
+        holder = nn.Module()
+        holder.register_buffer("constant", torch.ones(count))
+        with pytest.raises(NotPortableError, match="constant") if refused else contextlib.nullcontext():
+            _torch.portable_graphs.portable_graph(torch.fx.GraphModule(holder, graph), [torch.ones(3)])
+
+
+@torch.library.custom_op("compile_callbacks_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_the_module_of_a_custom_operator_is_imported():
+    requests = []
+
+    def backend(graph_module, inputs):
+        requests.append(sent(graph_module, inputs))
+        return graph_module.forward
+
+    torch.compile(lambda x: twice(x) + 1, backend=backend)(torch.randn(3))
+    assert requests[0].graph.modules == (__name__,)
+
+
+def test_a_pass_that_cannot_be_pickled_has_a_reason():
+    def backend(graph_module, inputs):
+        with pytest.raises(NotPortableError, match="a graph pass or an option cannot be pickled"):
+            sent(graph_module, inputs, passes=(lambda graph: None,))
+        return graph_module.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.randn(3))
