@@ -204,7 +204,7 @@ def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
 def _last_event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
     """Return the last event of a kind, with a `Tune` of the chosen candidate."""
     candidates = (None, report.mode) if report.diagnostics.trials else (None,)
-    events = [e for e in report.diagnostics.events if e.get("kind") == kind and e.get("candidate") in candidates]
+    events = [e for e in report.diagnostics.events if e["kind"] == kind and e.get("candidate") in candidates]
     return events[-1] if events else None
 
 
