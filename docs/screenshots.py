@@ -60,7 +60,7 @@ def fit(name: str, logdir: Path) -> None:
     pl.seed_everything(0)
     page = start_page()
     trainer = pl.Trainer(
-        max_epochs=12,
+        max_epochs=20,
         callbacks=[InductorCompile()],
         logger=TensorBoardLogger(logdir, name="", version=name),
         enable_checkpointing=False,
@@ -99,8 +99,6 @@ def show_tensorboard(logdir: Path) -> None:
             return lambda: len(browser.visible(driver, selector)) >= count
 
         show("custom_scalars", some("path.line", 8), 1400, 1100)
-        for legend in browser.visible(driver, ".toggle-matches-button")[:1]:
-            legend.click()
         save("custom-scalars")
         show("text", some("td", 20), 1400, 880)
         save("text")

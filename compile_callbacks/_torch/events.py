@@ -63,22 +63,20 @@ class CompilationRecord(NamedTuple):
     """torch's compilation metrics of one compiled frame."""
 
     compile_id: str
-    recompile_reason: str | None
-    hit_recompile_limit: bool
     cache_hits: int
     cache_misses: int
     cudagraph_skip_reason: str | None
-
-
-def frame_of(compile_id: str) -> str:
-    """Return the part of a compile id that all compiles of one frame share: "3" of "3/1"."""
-    return compile_id.partition("/")[0]
 
 
 def recompile_reason() -> str | None:
     """Return the guard that failed when torch announces a recompile, or ``None`` when it announces a first compile."""
     reason = torch._dynamo.utils.get_metrics_context()._metrics.get("recompile_reason")
     return reason if isinstance(reason, str) else None
+
+
+def last_recompile_reason() -> str | None:
+    """Return the same for the latest compile that has ended, such as one that the recompile limit ended."""
+    return torch._dynamo.utils.get_compilation_metrics()[-1].recompile_reason
 
 
 def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
@@ -95,8 +93,6 @@ def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
             misses = entry.inductor_fx_local_cache_miss_count or 0
         yield CompilationRecord(
             entry.compile_id,
-            entry.recompile_reason,
-            "recompile limit exceeded" in (entry.fail_reason or ""),
             hits,
             misses,
             entry.cudagraph_skip_reason,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,11 +43,28 @@ def run_frame_eagerly() -> Any:
     return ConvertFrameReturn(frame_exec_strategy=_EAGER, apply_to_code=False)
 
 
+def skip_frame() -> Any:
+    """Return the result with which torch runs a frame eagerly from now on, and converts the frames beneath it."""
+    return ConvertFrameReturn()
+
+
 def skipped(result: Any) -> str | None:
     """Return the reason why torch compiles nothing of a frame, or ``None`` if it compiled the frame."""
     if result.guarded_code is not None or result.frame_exec_strategy.cur_action != _SKIP:
         return None
-    return getattr(result, "skip_reason", None) or "torch skips it"
+    reason = getattr(result, "skip_reason", None) or "torch skips its code"  # before torch 2.13, torch only logs it
+    return "torch finds no tensor operation in its code" if "No ops traced" in reason else reason
+
+
+def is_recompile_limit(error: Exception) -> bool:
+    """Return whether Dynamo did not compile a frame because the code of the frame reached the recompile limit."""
+    return isinstance(error, _exc.FailOnRecompileLimitHit) or "recompile limit exceeded" in str(error)
+
+
+def resumes_at(code: types.CodeType) -> tuple[str, int] | None:
+    """Return the file and the line of the graph break after which Dynamo generated a function, or ``None``."""
+    match = re.fullmatch(r"torch_dynamo_resume_in_.*_at_(\d+)", code.co_name)
+    return (code.co_filename, int(match[1])) if match else None
 
 
 def is_users_exception(error: Exception) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch._C import _functorch
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 
 _DEVICES = ("cpu", "cuda")
 _LEAVE = {
@@ -70,3 +71,9 @@ def _autocast_nesting() -> int:
     nesting = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return nesting
+
+
+def dispatch_mode() -> str:
+    """Return the name of the innermost `TorchDispatchMode` of the user, or an empty string. Dynamo skips all frames."""
+    active = _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+    return type(_python_dispatch._get_current_dispatch_mode()).__name__.strip("_") if active else ""

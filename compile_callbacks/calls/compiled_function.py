@@ -6,6 +6,7 @@ import contextlib
 import re
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,10 @@ from compile_callbacks.targets.target import Target
 
 RAISING_CALLS = 3
 """The maximum number of calls after which torch traces code again that raised an exception of the user's."""
+
+_PACKAGE, _TRACED = f"{Path(__file__).parents[1]}/", "dispatcher.py"
+"""If torch runs a frame eagerly that calls another target, it traces the dispatcher, which then calls the module. If
+this fails, the other target runs compiled, and torch must not trace that."""
 
 _DIFFERENTIATED = (
     "the eager steps differentiate its gradients (create_graph=True), and torch cannot differentiate the backward pass "
@@ -41,6 +46,7 @@ class CompiledFunction:
         eager_frames: The code of frames behind graph breaks on which the compiler failed. They run eagerly. torch could
             skip them, too, but not only for this target.
         raising_calls: The number of calls in which torch traced code that raised an exception of the user's.
+        why_no_graph: The reason why torch compiled no graph when it last traced the target's own frame, if it told.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class CompiledFunction:
         self.hooks_seen: int | None = -1  # has not looked for hooks yet
         self.eager_frames: set[types.CodeType] = set()
         self.raising_calls = 0
+        self.why_no_graph: str | None = None
         self._target = target
         self._key = fallback.key
         self._config = config
@@ -105,7 +112,8 @@ class CompiledFunction:
     def _limit_factor(self) -> int:
         """Return by how much torch's recompile limit is too low."""
         # Before torch 2.13, the graphs of both phases share the user's code object after a graph break.
-        shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._key.target in self._recorder.with_graph_breaks
+        broken = (event.target for event in self._recorder.events if event.kind == "graph_break")
+        shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._key.target in broken
         # torch compiles blocks that differ separately.
         many = len(self._target.members) > 1 and self._backend.graphs >= _torch.dynamo.recompile_limit()
         return (2 if shares else 1) * (len(self._target.members) if many else 1)
@@ -121,15 +129,23 @@ class CompiledFunction:
         if frame.code in self.eager_frames:
             self._recorder.executions.eager_calls += 1
             return _torch.frames.run_frame_eagerly()
-        call, is_own = self._fallback.eventful_call(), frame.code is self._code
+        is_own = frame.code is self._code
+        if frame.code.co_filename.startswith(_PACKAGE) and not (is_own or frame.code.co_filename.endswith(_TRACED)):
+            return _torch.frames.skip_frame()
+        call = self._fallback.eventful_call()
+        call.code = frame.code
         try:
             is_first = is_own and not self._backend.graphs
-            if is_first and self._observed.gradients_differentiated and self._fallback.settings.on_error == "eager":
+            if is_first and self._observed.gradients_differentiated:
+                if self._fallback.settings.on_error == "raise":
+                    raise CompileError(_DIFFERENTIATED)
                 raise self._fallback.run_target_eagerly("CC303", _DIFFERENTIATED)
             with self._tracing(call):
                 result = frame.convert()
-            if is_own and self._config.fullgraph and (reason := _torch.frames.skipped(result)):
-                raise CompileError(f"fullgraph=True, but torch compiles nothing of the target: {reason}")
+            if is_own:
+                self.why_no_graph = _torch.frames.skipped(result)
+                if self._config.fullgraph and self.why_no_graph:
+                    raise CompileError(f"fullgraph=True, but torch compiles nothing of the target: {self.why_no_graph}")
             return result
         except Exception as error:
             if _torch.frames.is_users_exception(error):
@@ -138,7 +154,10 @@ class CompiledFunction:
                 call.raising_frames += (frame.code,)
                 if first and self.raising_calls < RAISING_CALLS:
                     return _torch.frames.run_frame_eagerly()
+            if _torch.frames.is_recompile_limit(error):
+                self._recorder.limit_reached(self._key)
             if frame.is_graph_break(error):
+                self.why_no_graph = str(error) if is_own else self.why_no_graph
                 raise
             call.failure, call.nothing_ran = error, is_own
             if is_own:

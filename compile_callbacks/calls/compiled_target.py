@@ -15,12 +15,13 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
 from compile_callbacks.calls.compiled_function import RAISING_CALLS, CompiledFunction
 from compile_callbacks.calls.frozen_weights import WeightWatch
-from compile_callbacks.calls.observed_calls import ObservedCalls, ShapePolicy
+from compile_callbacks.calls.observed_calls import RETURNING_SHAPE_CALLS, ObservedCalls, ShapePolicy
 from compile_callbacks.calls.python_state import StateChanges
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback, TargetSettings, describe
 from compile_callbacks.profiling.events import CompileKey
+from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 from compile_callbacks.targets.target import Callee, Target
 
@@ -33,6 +34,9 @@ call if the target calls ``torch.autograd.grad``. Such a call takes 50 times as 
 
 MAX_REFREEZES = 2
 """The maximum number of times that a target with frozen weights is compiled again in a stage, because they changed."""
+
+
+_NEW_SHAPES = f"new_shapes='eager' runs inputs of new shapes eagerly until their {RETURNING_SHAPE_CALLS}th call"
 
 
 class CompiledTarget:
@@ -177,7 +181,7 @@ class CompiledTarget:
             self._give_up_regions(call.region_failure)
         self._traces += call.traced
         if self._traces >= TRACES_WITHOUT_GRAPH and not (self.backend.graphs or call.runs_target_eagerly):
-            reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls and compiled no graph"
+            reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls and compiled no graph: {self.why_no_graph}"
             self._fallback.run_target_eagerly("CC101", reason)
         if self._fallback.settings.verify != "off":
             self._look_for_constant_state(call, member.module)
@@ -228,6 +232,9 @@ class CompiledTarget:
         if _torch.dynamo.is_transformed():
             self._warn_of_transform()
             return True
+        if not self.ran and (mode := _torch.modes.dispatch_mode()):
+            self._function.why_no_graph = f"{mode} is active, and torch compiles nothing within a TorchDispatchMode"
+            return True
         self._issue_warnings()
         self.ran = True
         # An activation checkpoint must run the same code in the forward pass and in the backward pass. Within a
@@ -247,7 +254,12 @@ class CompiledTarget:
         """Call the member with new shapes, without a new compile."""
         try:
             with torch.compiler.set_stance(stance):  # type: ignore[arg-type]
-                return compiled(member.module, *args, **kwargs)
+                graphs = self._executions.graphs
+                result = compiled(member.module, *args, **kwargs)
+                reported = self._recorder.events_of(self.key.phase, "eager_call")
+                if self._executions.graphs == graphs and self.key.target not in {event.target for event in reported}:
+                    self._recorder.record("eager_call", self.key, reason=_NEW_SHAPES, code="CC107")
+                return result
         except RuntimeError as error:
             if stance not in str(error):
                 raise
@@ -288,7 +300,9 @@ class CompiledTarget:
             "forward-mode AD: torch compiles a transform together with the function that it transforms. Name the "
             "method that contains both as the target"
         )
-        self._warn.warn("CC108", message, about=(target, phase))  # also in a trial, because it affects all candidates
+        if self._warn.warn("CC108", message, about=(target, phase)):  # also in a trial: it affects all candidates
+            reason = "it is called under a transform of torch.func or forward-mode AD"
+            self._recorder.record("eager_call", CompileKey(target, phase), reason=reason, code="CC108")
 
     # ------------------------------------------------------------------------------------------ weights and memory
 
@@ -334,6 +348,13 @@ class CompiledTarget:
     def end_trial(self, settings: TargetSettings) -> None:
         """End the trial. The next call issues the warnings that waited for the end of the trial."""
         self._fallback.settings = settings
+
+    @property
+    def why_no_graph(self) -> str:
+        """The reason why the target has no compiled graph: its first graph break, or what torch told."""
+        breaks = self._recorder.events_of(self.key.phase, "graph_break")
+        reasons = [event.reason for event in breaks if event.target == self.key.target]
+        return short_reason(next(filter(None, [*reasons, self._function.why_no_graph]), "torch gives no reason"))
 
     @property
     def blocks_differ(self) -> bool:

@@ -19,6 +19,8 @@ _MAX_GRADIENT_TOLERANCE = 1 / 64  # values that cross a ReLU's zero moved float3
 _DIRECTION_FACTOR = 8  # the error that a gradient's direction may have, as a multiple of the error of its norm
 _WRONG = 0.5  # no rounding error of a tensor is half as large as the tensor itself
 _CHUNK = 2**22  # elements to compare at once, which bounds the memory of a comparison
+COMPARISON_BYTES = 8 * 8 * _CHUNK
+"""The memory that a comparison takes in addition to the compared tensors: eight chunks in float64."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Comparison:
     reason: str | None = None
     max_abs_error: float | None = None  # the largest absolute error of any output element
     is_wrong: bool = False  # whether a difference is too large for an imprecise result, so that nobody may get it
+    may_be_rounding: bool = False  # whether a difference is small enough for rounding errors of another order
     why_not: WhyNot | None = None  # why nothing was compared
 
 
@@ -111,8 +114,10 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
     # Wrong outputs cause wrong gradients, so name an output if one is wrong.
     name = max([name for name in confirmed if name not in of_gradients] or confirmed, key=confirmed.__getitem__)
     reason = f"{name} has a relative error of {confirmed[name]:.2g} (tolerance {allowed_of[name]:.2g})"
+    reason = f"{reason}; {problem}" if problem else reason
+    rounding = confirmed[name] <= _CLEAR_FACTOR * allowed_of[name]
     is_wrong = max(confirmed.values()) > _WRONG
-    return Comparison("differs", f"{reason}; {problem}" if problem else reason, max_abs_error, is_wrong=is_wrong)
+    return Comparison("differs", reason, max_abs_error, is_wrong=is_wrong, may_be_rounding=rounding)
 
 
 def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = ()) -> float:

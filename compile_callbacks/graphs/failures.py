@@ -91,7 +91,7 @@ class EagerFallback:
         self.recorder.record("fallback", self.key, reason=reason)
         message = (
             f"{part}target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
-            f"(in full: callback.report.{phase}.diagnostics.events; on_error='raise' raises instead){self._hint}"
+            f"(in full: report.{phase}.diagnostics.events; on_error='raise' raises instead){self._hint}"
         )
         self.warn("CC301", message)
 

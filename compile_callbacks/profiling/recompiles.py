@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from compile_callbacks._utils.messages import in_one_line
@@ -10,6 +11,8 @@ from compile_callbacks._utils.messages import in_one_line
 _ARGUMENT = re.compile(r"^(?:args\[(\d+)\]|kwargs\[('\w+')\])(.*)$")
 _MODULE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _ATTRIBUTE = re.compile(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
+
+_RESULT = "a result at the graph break"
 
 OTHER_GRAD_MODE = "is used under inference_mode, was under no_grad"
 """A part of the reason of a recompile: torch also compiles an inference graph in the other grad mode."""
@@ -54,8 +57,23 @@ def explain_recompile(torchs_reason: str, mode_argument: str = "mode") -> Recomp
         now, before = ("eval", "train") if match[2] == "True" else ("train", "eval")
         return Recompile(f"{_subject(match[1])} is in {now} mode, was in {before} mode")
     if match := re.fullmatch(r"([\w\[\]'.]+) == (-?\d\S*)", guard):
-        return Recompile(f"value of {_subject(match[1])}: no longer {match[2]}", "passing a tensor avoids it")
+        value = _subject(match[1])
+        fix = "a buffer in its place avoids it" if value.startswith("'") else "passing a tensor avoids it"
+        return Recompile(f"value of {value}: no longer {match[2]}", fix)
+    if guard.startswith("record_name == "):  # in the hooks of Lightning's profiler
+        return Recompile(guard, "profiler=PyTorchProfiler(record_module_names=False) avoids it")
     return Recompile(guard)
+
+
+def at_graph_break(recompile: Recompile, file: str, line: int, reason: str | None) -> Recompile:
+    """Name the graph break in the explanation of a recompile behind it, if a result at the break caused the recompile.
+
+    An example of such a result is the number of ``.item()``.
+    """
+    if _RESULT not in recompile.reason:
+        return recompile
+    text = recompile.reason.removeprefix("value of ").replace(_RESULT, f"{_RESULT} in {Path(file).name}:{line}")
+    return Recompile(text, f"removing the graph break{f' ({short_reason(reason)})' if reason else ''} avoids it")
 
 
 def short_reason(reason: str) -> str:
@@ -67,11 +85,15 @@ def short_reason(reason: str) -> str:
         'Dynamo does not know `print`.'
     """
     explanation = re.search(r"^\s*Explanation: (.*)$", reason, re.MULTILINE)
-    return in_one_line(explanation[1] if explanation else reason, 120)
+    if explanation:  # which may be empty
+        reason = explanation[1] or reason.partition("\n")[0]
+    return in_one_line(reason, 120)
 
 
 def _subject(expression: str) -> str:
     """Return the user's name of the guarded value."""
+    if re.match(r"___stack\d+", expression):
+        return _RESULT
     if argument := _ARGUMENT.match(expression):
         return f"argument {argument[1] or argument[2]}{argument[3]}"
     path = _MODULE.findall(expression)

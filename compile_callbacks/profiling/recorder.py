@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.profiling.events import CompileEvent, CompileKey, CompilePart, EventKind
 from compile_callbacks.profiling.executions import Executions
 from compile_callbacks.profiling.progress import CompileProgress
-from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, explain_recompile
+from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, at_graph_break, explain_recompile
 
 
 class CallInProgress:
@@ -25,6 +26,7 @@ class CallInProgress:
         args: The positional arguments.
         kwargs: The keyword arguments.
         nested_calls_eager: Whether other targets run eagerly within this call.
+        code: The code of the frame that Dynamo converts.
         eventful: Whether any attribute below differs from its default.
         traced: Whether Dynamo traced a frame.
         graphs: The number of new graphs.
@@ -53,6 +55,7 @@ class CallInProgress:
     args: Any = ()
     kwargs: Any = None
     nested_calls_eager = False
+    code: types.CodeType | None = None
 
 
 class _Calling(threading.local):
@@ -82,17 +85,14 @@ class CompileRecorder:
         self.step: int | None = None
         """The number of the running step, which the recorder stores in events."""
         self.compiles_seen = 0
-        """Number of compiles in this process, including the user's own. It grows if torch compiles in a step."""
+        """Number of compiles in this process, including the user's own, and of loads and comparisons of graphs. A step
+        in which it grows takes longer than usual."""
         self.traces_seen = 0
         """The same without recordings of CUDA graphs."""
-        self.recompile_limits: dict[CompileKey, str] = {}
-        """The targets that reached torch's recompile limit, with the reason of the last recompile."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
         """The runs of custom graph passes, in order."""
         self.stopping: Callable[[], bool] = lambda: False
         """Whether the process was asked to stop, so that no compile should begin. Must not refer to the module."""
-        self.with_graph_breaks: set[str] = set()
-        """The targets with graph breaks."""
         self.import_seconds = 0.0
         """The time that the import of the compiler took, which belongs to the phase that compiles first."""
         self._clock = clock
@@ -110,6 +110,7 @@ class CompileRecorder:
         self._guard_misses = 0  # of torch's cache, before the running compile
         self._part: CompilePart = "graph"
         self._breaks_seen = 0
+        self._limits_reached: set[CompileKey] = set()
         self._discarded: set[CompileKey] = set()  # targets whose graphs torch.compiler.reset() discarded
         self._breaks: set[tuple[CompileKey, _torch.events.GraphBreak]] = set()
         self._records_seen: set[int] = set()
@@ -155,7 +156,6 @@ class CompileRecorder:
         for record in _torch.events.compilation_records(self._records_seen):
             key = self._keys.get(record.compile_id)
             if key is None:
-                self._look_for_limit(record)
                 continue
             # Validation within and outside fit compiles the same graph twice. A cache hit takes almost no time.
             explained = self._recompiles_unless_cached.pop(record.compile_id, None)
@@ -166,17 +166,13 @@ class CompileRecorder:
             if record.cudagraph_skip_reason:
                 self.record("cudagraph_skip", key, reason=record.cudagraph_skip_reason)
 
-    def _look_for_limit(self, record: _torch.events.CompilationRecord) -> None:
-        """Record that a frame reached torch's recompile limit, for which torch announces no compile."""
-        if not record.hit_recompile_limit:
-            return
-        frame = _torch.events.frame_of(record.compile_id)
-        key = next((key for known, key in self._keys.items() if _torch.events.frame_of(known) == frame), None)
-        if key is not None and key not in self.recompile_limits:
-            last = self._explain(key, record.recompile_reason)
-            self.recompile_limits[key] = last.reason
+    def limit_reached(self, key: CompileKey) -> None:
+        """Record that a frame of the running call reached torch's recompile limit."""
+        if key not in self._limits_reached:
+            self._limits_reached.add(key)
+            last = self._explain(key, _torch.events.last_recompile_reason())
             reason = f"torch's recompile limit is reached; the last reason: {last.reason}"
-            self.record("fallback", key, reason=reason, fix=last.fix)
+            self.record("fallback", key, reason=reason, fix=last.fix, code="CC103")
 
     def compile_begins(self, args: Any) -> None:
         """Store which target compiles. torch calls this method when a compile begins."""
@@ -229,7 +225,6 @@ class CompileRecorder:
             self._discarded.discard(key)
             self.record("recompile", key, reason="torch.compiler.reset() discarded the compiled graphs")
         for graph_break in breaks:
-            self.with_graph_breaks.add(key.target)
             # torch counts a graph break once for each frame that contains it, and again for each recompile.
             if (key, graph_break) not in self._breaks:
                 self._breaks.add((key, graph_break))
@@ -254,7 +249,13 @@ class CompileRecorder:
     def _explain(self, key: CompileKey, torchs_reason: str | None) -> Recompile:
         if not torchs_reason or torchs_reason == "Unable to find recompilation reasons":
             return Recompile("torch gives no reason")
-        return explain_recompile(torchs_reason, self.mode_arguments[key.phase])
+        explained = explain_recompile(torchs_reason, self.mode_arguments[key.phase])
+        call = self.calling.current
+        if call is None or call.code is None or (where := _torch.frames.resumes_at(call.code)) is None:
+            return explained
+        breaks = [event for event in self.events_of(key.phase, "graph_break") if event.target == key.target]
+        reason = next((event.reason for event in breaks if (event.file, event.line) == where), None)
+        return at_graph_break(explained, *where, reason)
 
     def count_graph(self) -> None:
         """Count a graph of the running compile. The backend of a target calls this method."""

@@ -40,32 +40,37 @@ PLOT_TAG = "compile_report/steps"
 _log = logging.getLogger("lightning.pytorch")  # users silence it together with Lightning's messages
 
 _CHARTS = {
-    "step time in ms: eager (flat line), compiled (median so far)": (
-        "step/{phase}/eager_ms",
-        "step/{phase}/compiled_ms",
-    ),
-    "net seconds saved": ("step/{phase}/net_seconds_saved",),
-    "seconds spent compiling": ("compile/{phase}/seconds",),
-    "recompiles": ("compile/{phase}/recompiles",),
     "peak memory of a compiled step in MiB": ("step/{phase}/peak_memory_mib",),
+    "recompiles": ("compile/{phase}/recompiles",),
+    "seconds spent compiling": ("compile/{phase}/seconds",),
+    "net seconds saved": ("step/{phase}/net_seconds_saved",),
+    "step time in ms: compiled (line), eager (edge of the shade)": (
+        "step/{phase}/compiled_ms",
+        "step/{phase}/eager_ms",
+    ),
 }
+"""The scalar of each line, and of the other edge of the shade next to it. TensorBoard 2 shows the last chart first."""
 
 
-def _layout() -> dict[str, dict[str, list[Any]]]:
-    """Return the charts of the custom-scalars tab, by phase. The chart of the peak memory needs a GPU."""
+def _layout(prefix: str) -> dict[str, dict[str, list[Any]]]:
+    """Return the charts of the custom-scalars tab, by phase. The chart of the peak memory needs a GPU.
+
+    A margin chart draws a line and a shade. TensorBoard colors lines by run, so two lines of a run look the same, and
+    it smooths all charts but margin charts.
+    """
     charts = {title: tags for title, tags in _CHARTS.items() if torch.cuda.is_available() or "memory" not in title}
     return {
         f"torch.compile, {phase} phase": {
-            # TensorBoard matches these regular expressions from the start, and a logger's prefix may precede the tag.
-            title: ["Multiline", [rf"(.*-)?{tag.format(phase=phase)}$" for tag in tags]]
+            title: ["Margin", [prefix + tags[i].format(phase=phase) for i in (0, 0, -1)]]
             for title, tags in charts.items()
         }
         for phase in PHASES
     }
 
 
-def _add_layout_if_none(writer: SummaryWriter) -> None:
+def _add_layout_if_none(logger: TensorBoardLogger) -> None:
     """Add the charts, unless the run has a layout. TensorBoard uses the last layout, which would replace the user's."""
+    writer: SummaryWriter = logger.experiment
     folder = Path(writer.log_dir)
     if not folder.is_dir():
         return  # the folder is a URL, and searching it for a layout could download large files
@@ -75,7 +80,8 @@ def _add_layout_if_none(writer: SummaryWriter) -> None:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 if content.find(b"custom_scalars__config__") >= 0:
                     return
-    writer.add_custom_scalars(_layout())
+    prefix = getattr(logger, "_prefix", "")
+    writer.add_custom_scalars(_layout(f"{prefix}{logger.LOGGER_JOIN_CHAR}" if prefix else ""))
 
 
 def _add_plot(writer: SummaryWriter, report: CompileReport, step: int) -> None:
@@ -143,7 +149,7 @@ def log_scalars(loggers: Sequence[Logger], scalars: Mapping[str, float], step: i
         with _warn_if_it_fails(logger):
             logger.log_metrics(metrics=dict(scalars), step=step)
             if _writes_tensorboard(logger) and _first_time("layout", logger):
-                _add_layout_if_none(logger.experiment)
+                _add_layout_if_none(logger)
 
 
 @rank_zero_only

@@ -31,13 +31,13 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     if not claim:
         return ""
     if report.partly_compiled and report.verdict != "not compiled":
-        failed = _last_event(report, "fallback")
+        failed = _eager_part(report)
         why = f" ({failed['target']} runs eagerly, {_code(failed)})" if failed else ""
         claim = f"partly compiled{why}: {claim}"
     net = report.net_seconds_saved or 0
     if net <= -0.05 and report.verdict != "compile time not repaid":  # the table shows a smaller loss as 0.0
         claim += f"; lost {_duration(-net)} so far"
-    without_effect = _last_event(report, "freezing") or _last_event(report, "cudagraph_skip")
+    without_effect = _event(report, "freezing") or _event(report, "cudagraph_skip")
     if without_effect and (reason := _reason(without_effect)) not in claim:
         claim += f"; {reason}"
     compared = report.verdict in ("faster", "compile time not repaid", "slower", "no difference")
@@ -55,6 +55,8 @@ def _claim(report: PhaseReport) -> str:
     speedup = report.speedup or 1.0
     earlier = "the eager steps of the earlier run" if report.diagnostics.restored else ""
     than, unlike = (f" than {earlier}", f" from {earlier}") if earlier else ("", "")
+    if back := _event(report, "sent_back"):
+        return f"runs eagerly again: {back['reason']}"
     match report.verdict:
         case "faster":
             saved = f"saved {_duration(net)} after {compiling} of compiling"
@@ -87,6 +89,9 @@ def _claim(report: PhaseReport) -> str:
             return f"too few samples: no {side} steps of the same workload to compare, {compiling} spent compiling"
         case "too few samples":
             return f"too few samples ({times}): {report.samples} of one kind, {MIN_SAMPLES} of each are needed"
+        case "still compiling":
+            meanwhile = _count(report.diagnostics.waiting_steps, "step")
+            return f"not compiled yet: the run was shorter than the compile in the background ({meanwhile} meanwhile)"
         case "not compiled":
             why, code = _why_uncompiled(report)
             return f"not compiled: {why}" + (f", see {code}" if code else "")
@@ -100,6 +105,8 @@ def _claim(report: PhaseReport) -> str:
         return f"eager kept: {results}" + (f" ({reason})" if reason else "")
     if trials and all(trial["verdict"] != "chosen" for trial in trials):
         return "no candidate is chosen yet: the phase ran too few steps"
+    if not_requested := _event(report, "not_requested"):
+        return f"not compiled: {not_requested['reason']}"
     if report.mode != EAGER and report.eager_step_ms is not None:
         return "not compiled yet: only eager baseline steps have run"
     return ""
@@ -123,20 +130,22 @@ def notes(report: RunReport) -> list[str]:
 def next_step(report: RunReport) -> str | None:
     """Return the advice about the most important problem, or ``None`` if there is no problem."""
     phases = [(phase, report.phase(phase)) for phase in PHASES]
-    ranks = zip(*(_next_steps(*pair) for pair in phases), strict=True)  # the same problem in both phases
+    before = report.before or RunReport()
+    # The same problem in both phases.
+    ranks = zip(*(_next_steps(*pair, before.phase(pair[0])) for pair in phases), strict=True)
     return next((advice for rank in ranks for advice in rank if advice), None)
 
 
-def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
+def _next_steps(phase: Phase, report: PhaseReport, before: PhaseReport) -> Iterator[str | None]:
     """Yield advice about each problem, the most important first, or ``None`` if the phase does not have the problem."""
     verdict = report.verdict
     differs = (report.verified or "").startswith("differs")
     yield f"find out why {phase} differs from eager: compile-callbacks explain CC302" if differs else None
     code = _why_uncompiled(report)[1] if verdict == "not compiled" else ""
     yield f"read why {phase} is not compiled: compile-callbacks explain {code}" if code else None
-    failed = _last_event(report, "fallback")
+    failed = _event(report, "fallback")
     yield f"read why a part of {phase} runs eagerly: compile-callbacks explain {_code(failed)}" if failed else None
-    recompile = _last_event(report, "recompile")
+    recompile = _event(report, "recompile")
     fix = recompile.get("fix") if recompile else None
     recompiled = f"{phase} recompiled {'once' if report.recompiles == 1 else f'{report.recompiles} times'}"
     yield f"{recompiled} ({recompile['reason']}): {fix}" if recompile and fix else None
@@ -145,13 +154,17 @@ def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     doubted = ("slower", "no difference")
     yield again if verdict == "not comparable" or (doubtful and verdict in doubted) else None
     yield f"{phase}_mode={EAGER!r} leaves the phase eager" if verdict == "slower" and not doubtful else None
-    broken = _last_event(report, "graph_break")
+    broken = _event(report, "graph_break")
     where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken and broken.get("file") else ""
     yield f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {_reason(broken)}" if broken else None
     unpaid = verdict == "compile time not repaid"
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
     yield cached if unpaid and report.break_even_steps != math.inf else None
-    yield f"run more {phase} steps, with baseline_steps=10" if verdict == "too few samples" else None
+    few_eager = (report.diagnostics.eager_samples or 0) < MIN_SAMPLES
+    more = f"run more {phase} steps" + (", with baseline_steps=10" if few_eager else "")
+    if few_eager and before.eager_step_ms is not None:  # a checkpoint with a baseline suppresses the baseline
+        more = f"the earlier run's eager {phase} steps had another workload: change baseline_steps to measure again"
+    yield more if verdict == "too few samples" else None
     yield f"{phase}_mode='auto' tries other modes" if verdict == "no difference" and not doubtful else None
     events = [event for event in report.diagnostics.events if event.get("verdict") == "not compared"]
     random = next((event for event in events if event.get("fix")), None)
@@ -178,34 +191,43 @@ def _is_unclear(report: PhaseReport) -> bool:
 
 def _why_slower(report: PhaseReport) -> str:
     """Return what may have made the steps slower. The figures do not show that it did."""
-    if skipped := _last_event(report, "cudagraph_skip"):
+    if skipped := _event(report, "cudagraph_skip"):
         return _reason(skipped)
-    if failed := _last_event(report, "fallback"):
+    if failed := _eager_part(report):
         return f"possible cause: a part runs eagerly, because {_reason(failed)}"
     for kind, count in (("recompile", report.recompiles), ("graph_break", report.graph_breaks)):
         if count:
-            last = f"{'the last: ' if count > 1 else ''}{_reason(_last_event(report, kind))}"
-            return f"possible cause: {_count(count, kind.replace('_', ' '))} ({last})"
+            which = "" if count == 1 else "the first: " if kind == "graph_break" else "the last: "
+            return f"possible cause: {_count(count, kind.replace('_', ' '))} ({which}{_reason(_event(report, kind))})"
     return "torch reports no cause"
 
 
 def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
     """Return the reason why a phase has no compiled graph, and the code of the message that explains the reason."""
-    if failed := _last_event(report, "fallback"):
-        return f"{failed['target']!r} fell back to eager, because {_reason(failed)}", _code(failed)
-    if broken := _last_event(report, "graph_break"):
+    if failed := _eager_part(report):
+        how = "fell back to eager" if failed["kind"] == "fallback" else "runs eagerly"
+        return f"{failed['target']!r} {how}, because {_reason(failed)}", _code(failed)
+    if broken := _event(report, "graph_break"):
         return f"{broken['target']!r} has a graph break, because {_reason(broken)}", "CC101"
     if report.compile_seconds is None:
         names = ", ".join(map(repr, report.targets))
         return f"the steps call no target ({names})" if names else "the steps call no target", "CC102"
-    return "torch gives no reason", "CC101"
+    return "most steps called no compiled graph", ""
 
 
-def _last_event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
-    """Return the last event of a kind, with a `Tune` of the chosen candidate."""
+def _eager_part(report: PhaseReport) -> Mapping[str, Any] | None:
+    """Return the last event after which a target, or a part of it, ran eagerly."""
+    return _event(report, "fallback") or _event(report, "eager_call")
+
+
+def _event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
+    """Return the last event of a kind, with a `Tune` of the chosen candidate. Of graph breaks, return the first.
+
+    The code behind the first graph break often has more graph breaks only because of the first.
+    """
     candidates = (None, report.mode) if report.diagnostics.trials else (None,)
     events = [e for e in report.diagnostics.events if e["kind"] == kind and e.get("candidate") in candidates]
-    return events[-1] if events else None
+    return events[0 if kind == "graph_break" else -1] if events else None
 
 
 def _code(fallback: Mapping[str, Any]) -> str:

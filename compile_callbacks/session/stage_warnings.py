@@ -27,7 +27,7 @@ RECENT_WINDOWS = 3
 LEAST_SHARE = 0.2
 """The share of a target's weights that its graphs must use. With a smaller share, most of it may run eagerly."""
 
-_CAUSES: tuple[EventKind, ...] = ("recompile", "fallback", "cudagraph_skip")
+_CAUSES: tuple[EventKind, ...] = ("cudagraph_skip", "fallback", "eager_call", "recompile", "graph_break")
 _NAME_OTHERS = (
     "Name the modules or methods that the steps call in targets=[...]. A call inside a function that you compiled with "
     "torch.compile belongs to the graph of that function"
@@ -58,7 +58,7 @@ class SessionWarnings:
         """Record settings that have no effect on this module and this device. One rank ``warns`` for all."""
         if config is None:
             return
-        mode = f"{phase}_mode={config.describe()!r}"
+        mode = f"{self._recorder.mode_arguments[phase]}={config.describe()!r}"
         shares_code = any(target.shares_code for target in self._switch.targets)
         if phase == "infer" and config.freezes and (sharded or shares_code):
             why = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph, but not their weights"
@@ -72,13 +72,24 @@ class SessionWarnings:
             reason = f"{config.describe()!r} asks for CUDA graphs, which have no effect on a {device.type.upper()}"
             self._report_no_effect("cudagraph_skip", phase, message if warns else "", reason)
 
+    def check_repeatable(self) -> None:
+        """Warn that a run in the background is not repeatable, if the user asked for repeatable results."""
+        if torch.are_deterministic_algorithms_enabled():
+            message = (
+                "background=True: the clock decides which step first runs compiled code, so two runs differ by "
+                "rounding errors, although deterministic algorithms are enabled"
+            )
+            self._warn.warn("CC204", message, about="background")
+
     def helper_failed(self, problem: str, keys: Collection[CompileKey]) -> None:
         """Record and warn that the helper process compiles nothing more."""
-        reason = f"the helper process failed: {problem}"
+        reason = f"the helper process that compiles in the background failed: {problem}"
         for key in keys:
-            self._recorder.record("fallback", key, reason=reason, code="CC309")
-        message = f"{reason}. The steps whose code is not loaded yet run eagerly; background=False compiles in this process"
-        self._warn.warn("CC309", message)
+            self._recorder.record("fallback", key, reason=reason, code="CC308")
+        message = (
+            f"{reason}. The steps whose code is not loaded yet run eagerly; background=False compiles in this process"
+        )
+        self._warn.warn("CC308", message)
 
     def check_stage(self, phase: Phase, variant: Variant) -> None:
         """Warn about targets that ran uncompiled in a stage, and about slow steps.
@@ -86,9 +97,9 @@ class SessionWarnings:
         Before a `Tune` has chosen a candidate, the variant is eager, so there is nothing to warn about.
         """
         self._recorder.collect()
-        for key, reason in self._recorder.recompile_limits.items():
-            if key.phase == phase and key.candidate == variant.name:
-                self._warn_of_limit(key, reason)
+        for event in self._recorder.events_of(phase, "fallback"):
+            if event.code == "CC103" and event.candidate == variant.name:
+                self._warn_of_limit(event)
         if self._is_uncalled(phase, variant):
             names = ", ".join(repr(target.name) for target in self._switch.targets) or "none was found"
             message = (
@@ -97,8 +108,8 @@ class SessionWarnings:
             )
             self._warn.warn("CC102", message, about=phase)
         for compiled_target in self._switch.compiled_targets(phase):
-            if compiled_target.ran and not compiled_target.on_trial:
-                self._check_graphs(compiled_target.key)
+            if compiled_target.called and not (compiled_target.on_trial or compiled_target.backend.waits):
+                self._check_graphs(compiled_target)
                 self._check_share(compiled_target)
                 if variant.name is None and variant.config is not None and variant.config.freezes:
                     self._record_unfrozen(compiled_target.key)
@@ -132,8 +143,9 @@ class SessionWarnings:
                 slower.append((latest_ms - eager_ms, figures))
         if not slower:
             return
-        events = (e for e in reversed(self._recorder.events) if e.phase == phase and e.candidate == variant.name)
-        cause = next((event for event in events if event.kind in _CAUSES), None)
+        events = [e for e in reversed(self._recorder.events) if e.phase == phase and e.candidate == variant.name]
+        of_kind = ([event for event in events if event.kind == kind] for kind in _CAUSES)
+        cause = next((found[-1 if found[0].kind == "graph_break" else 0] for found in of_kind if found), None)
         message = (
             f"{kind} {phase} steps are slower than eager steps ({max(slower)[1]}). {_describe(cause)}. "
             f"{phase}_mode='eager' leaves the phase eager"
@@ -173,23 +185,25 @@ class SessionWarnings:
             reason = "freezing has no effect while weights may change, as during fit"
             self._recorder.record("freezing", key, reason=reason, show=False)
 
-    def _warn_of_limit(self, key: CompileKey, reason: str) -> None:
+    def _warn_of_limit(self, event: CompileEvent) -> None:
+        fix = event.fix or "keep this value constant, or name parts of the target that do not read it in targets=[...]"
+        last = (event.reason or "").partition(": ")[2]
         message = (
-            f"target {key.target!r} reached torch's recompile limit in the {key.phase} phase. Inputs that none of its "
-            f"graphs accepts run eagerly. The reason of the last recompile: {reason} (all reasons: "
-            f"callback.report.{key.phase}.diagnostics.events). If shapes are the cause, set dynamic=True in "
-            f"{key.phase}_mode or keep the shapes constant"
+            f"target {event.target!r} reached torch's recompile limit in the {event.phase} phase. Inputs that none of "
+            f"its graphs accepts run eagerly. The reason of the last recompile: {last} (all reasons: "
+            f"report.{event.phase}.diagnostics.events); {fix}"
         )
-        self._warn.warn("CC103", message, about=key)
+        self._warn.warn("CC103", message, about=(event.target, event.phase, event.candidate))
 
-    def _check_graphs(self, key: CompileKey) -> None:
-        """Warn if a target that ran has no compiled graph, unless a fallback was reported."""
+    def _check_graphs(self, compiled_target: CompiledTarget) -> None:
+        """Warn if a target that was called has no compiled graph, unless a fallback was reported."""
+        key = compiled_target.key
         for event in self._recorder.events:
             same = (event.target, event.phase, event.candidate) == (key.target, key.phase, key.candidate)
-            if same and (event.kind in ("fallback", "whole_target") or event.graphs):
+            if same and (event.kind in ("fallback", "eager_call", "whole_target") or event.graphs):
                 return
-        breaks = self._reasons("graph_break", key)
-        reason = breaks[-1] if breaks else "torch gives no reason; the target may compute nothing that can be compiled"
+        reason = compiled_target.why_no_graph
+        self._recorder.record("eager_call", key, reason=reason, code="CC101")
         message = f"target {key.target!r} ran in the {key.phase} phase without a compiled graph: {reason}"
         self._warn.warn("CC101", message, about=key[:2])
 
@@ -207,8 +221,8 @@ class SessionWarnings:
         message = (
             f"the compiled graphs of target {key.target!r} use {counts[0]} of its {counts[1]} weights "
             f"({counts[0] / counts[1]:.0%}) in the {key.phase} phase, so its other layers run eagerly or are not used. "
-            f"The first graph break: {short_reason(first.reason or '')}{where}. If the other layers run, name the "
-            f"parts that torch can trace in targets=[...], or leave the phase eager with {key.phase}_mode='eager'"
+            f"The first graph break: {short_reason(first.reason or '')}{where}. If the other layers run, compile "
+            "only the parts that torch can trace, or leave the phase eager"
         )
         self._warn.warn("CC131", message, about=key[:2])
 
@@ -228,8 +242,8 @@ class SessionWarnings:
 
 def _describe(cause: CompileEvent | None) -> str:
     if cause is None:
-        none = "torch reports no recompile, no fallback and no skipped CUDA graph"
-        return f"{none}. Other programs that use the machine are a possible cause"
-    reason = " ".join((cause.reason or "torch gives no reason").split())
-    last = f"the last {EVENT_KINDS[cause.kind].name} of target {cause.target!r} ({reason})"
-    return f"Possible causes are {last}, and other programs that use the machine"
+        return "torch reports no cause. Other programs that use the machine are a possible cause"
+    reason = short_reason(cause.reason or "torch gives no reason")
+    which = "first" if cause.kind == "graph_break" else "last"
+    event = f"the {which} {EVENT_KINDS[cause.kind].name} of target {cause.target!r} ({reason})"
+    return f"Possible causes are {event}, and other programs that use the machine"

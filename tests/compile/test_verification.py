@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from compile_callbacks import CompileError, CompileWarning, InductorBackend, report_of
 from compile_callbacks.report.table import sections
 from tests.support.models import FEATURES, Wrapper, mlp
-from tests.support.wrong_passes import WrongBackward, WrongForward
+from tests.support.wrong_passes import Doubling, WrongBackward, WrongForward
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -48,13 +48,25 @@ def verified(module, phase="train"):
 def test_verification_finds_a_wrong_forward_graph_and_names_output_phase_and_tolerance(compiled):
     module = compiled(plain(), passes=[WrongForward("train")])
     message = r"target 'forward' differs from eager in the train phase: output 0 has a relative error of .* "
-    with pytest.warns(CompileWarning, match=message + r"\(tolerance 0.00035\)") as caught:
+    with pytest.warns(CompileWarning, match=message + r"\(tolerance 0.00035\)"):
         train_step(module, inputs())
-    offers_strict = "options={'numerics': 'strict'}" in str(caught[0].message)
-    assert offers_strict == ("numerics" in torch._inductor.list_options())
     report = report_of(module).train
     assert report.verified == "differs 1"
     assert report.diagnostics.max_abs_error > 0.01
+
+
+@pytest.mark.skipif("numerics" not in torch._inductor.list_options(), reason="the option is new in torch 2.15")
+@pytest.mark.parametrize(
+    ("factor", "options", "offered"),
+    [(1.001, {}, True), (1.001, {"fallback_by_default": True}, False), (1.3, {}, False)],
+)
+def test_strict_numerics_are_advised_only_if_generated_code_may_round(compiled, factor, options, offered):
+    module = compiled(
+        plain(), train_mode={"options": options, "passes": [Doubling(torch.ops.aten.relu.default, factor=factor)]}
+    )
+    with pytest.warns(CompileWarning, match="differs from eager in the train phase") as caught:
+        train_step(module, inputs())
+    assert ("options={'numerics': 'strict'}" in str(caught[0].message)) == offered
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -31,6 +31,20 @@ class Wrapper(nn.Module):
         return self.net(x)
 
 
+class Cosines(nn.Module):
+    """Eager execution saves sixteen values for the backward pass, and compiled code only the first one."""
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, features), nn.Linear(features, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(16):
+            x = x.cos()
+        return self.last(x)
+
+
 class Classifier(pl.LightningModule):
     """Calls ``self(x)`` in validation and ``self.net(x)`` in training; keeps losses and validation outputs."""
 

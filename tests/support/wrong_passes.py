@@ -31,15 +31,15 @@ class WrongForward(GraphPass):
 
 
 class Doubling(GraphPass):
-    """Doubles the results of these operators."""
+    """Doubles the results of these operators, or multiplies them by another factor."""
 
-    def __init__(self, *operators, hook="post_grad_post"):
-        self.operators, self.hook = operators, hook
+    def __init__(self, *operators, hook="post_grad_post", factor=2.0):
+        self.operators, self.hook, self.factor = operators, hook, factor
 
     def __call__(self, graph, is_inference):
         for node in [node for node in graph.nodes if node.target in self.operators]:
             with graph.inserting_after(node):
-                double = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
+                double = graph.call_function(torch.ops.aten.mul.Tensor, (node, self.factor))
             double.meta.update(node.meta)
             node.replace_all_uses_with(double, delete_user_cb=lambda user, double=double: user is not double)
 

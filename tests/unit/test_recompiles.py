@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compile_callbacks.profiling.recompiles import explain_recompile
+from compile_callbacks.profiling.recompiles import explain_recompile, short_reason
 
 pytestmark = pytest.mark.all_versions
 
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.all_versions
          "batch size of argument 0 below 2"),
         ("0/0: kwargs['scale'] == 2      # return x * scale", "value of argument 'scale': no longer 2"),
         ("0/2: module.number == 1           # return x * self.number", "value of 'number': no longer 1"),
+        ("1/0: ___stack0 == 0.5", "value of a result at the graph break: no longer 0.5"),
         ("0/0: kwargs['mask'] is None      # if mask is not None:", "kwargs['mask'] is None"),
         ("0/0: ___check_something_new(x)  # where", "___check_something_new(x)"),
     ],
@@ -53,3 +54,7 @@ def test_a_tensor_is_advised_only_for_a_number():
 def test_the_advice_names_the_argument_of_the_user(reason, fix):
     assert explain_recompile(reason, "infer_mode").fix == fix
     assert explain_recompile(reason).fix == fix.replace("infer_mode", "mode")
+
+
+def test_a_reason_without_an_explanation_is_its_first_line():
+    assert short_reason("No hooks.\n  Explanation: \n  Hint: Enable them.") == "No hooks."

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.all_versions
 
 def report(verdict, eager_ms, compiled_ms, spreads=(1.0, 1.0), **details):
     """The report of a phase with 20 s of compiling and a net of 61 s."""
-    speedup = None if verdict == "no difference" else eager_ms / compiled_ms
+    speedup = None if verdict == "no difference" or eager_ms is None else eager_ms / compiled_ms
     return PhaseReport(
         mode="default",
         verdict=verdict,
@@ -82,6 +82,15 @@ def test_noise_is_no_reason_to_change_the_settings():
     for verdict in ("slower", "no difference"):
         again = "measure train again while no other program uses the machine"
         assert todo(verdict, 100.0, 112.0, (90.0, 9.0)) == again
+
+
+def test_the_advice_about_too_few_samples_names_the_side_that_lacks_them():
+    few = report("too few samples", None, 5.0, eager_samples=0, compiled_samples=50)
+    assert next_step(CompileReport(train=few)) == "run more train steps, with baseline_steps=10"
+    before = CompileReport(train=report("slower", 10.0, 11.0))
+    advice = "the earlier run's eager train steps had another workload: change baseline_steps to measure again"
+    assert next_step(CompileReport(train=few, before=before)) == advice
+    assert todo("too few samples", 10.0, 5.0, eager_samples=50, compiled_samples=3) == "run more train steps"
 
 
 def test_a_graph_that_was_not_compared_is_the_last_advice():
