@@ -102,7 +102,7 @@ class AOTInductorExport(Callback):
         check_choice("weights", weights, get_args(Weights))
         check_type("target", target, (str, type(None)), "the dotted name of a submodule, or None")
         if target == "":
-            raise ValueError("target='' names no submodule; None exports the LightningModule")
+            raise ValueError(with_code("CC201", "target='' names no submodule; None exports the LightningModule"))
         check_type("inputs", inputs, (Callable, type(None)), "a function of a batch, or None")  # type: ignore[arg-type]
         as_compiling_config(mode)
         check_choice("verify", verify, get_args(VerifyPackage))
@@ -256,7 +256,7 @@ class AOTInductorExport(Callback):
         try:
             return pl_module.get_submodule(self.target)
         except AttributeError as error:
-            raise ValueError(f"target={self.target!r} is not a submodule: {error}") from None
+            raise ValueError(with_code("CC201", f"target={self.target!r} is not a submodule: {error}")) from None
 
     def _store_batch(self, trainer: Trainer, stage: str, batch: Any) -> None:
         """Keep the first batch of a stage, before a step changes it in place."""

@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import compile_callbacks
+
 _COMMANDS = {
     "doctor": "check whether torch.compile can work on this machine",
     "modes": "list modes and templates, and whether they work here",
@@ -23,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand. The function imports only the subcommand's module, so that ``--help`` does not import torch."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="compile-callbacks", description="What compiling costs, gains and needs.")
+    version = compile_callbacks.__version__ if "--version" in arguments else ""  # reading it takes time
+    parser.add_argument("--version", action="version", version=f"compile-callbacks {version}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, summary in _COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -114,9 +115,12 @@ class InductorConfig:
                 )
                 raise ValueError(with_code("CC203", text))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         # Converts the mapping proxy, which cannot be pickled or deep-copied, to a dict.
-        return functools.partial(InductorConfig, **{**self._fields(), "options": dict(self.options)}), ()
+        return {**vars(self), "options": dict(self.options)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, options=types.MappingProxyType(state["options"]))
 
     def __eq__(self, other: object) -> bool:
         return self.key() == other.key() if isinstance(other, InductorConfig) else NotImplemented
@@ -236,8 +240,9 @@ unchanged and `as_config` checks its entries."""
 
 def as_config(value: object, argument: str, also: tuple[str | None, ...] = (EAGER,)) -> InductorConfig | None:
     """Convert a mode to a config. Return ``None`` for ``None`` and ``"eager"``, which compile nothing."""
+    kind: type[InductorConfig] = InductorConfig
     if isinstance(value, Mapping) and "class_path" in value:
-        _, value = class_and_arguments(value, argument, (InductorConfig,))
+        kind, value = class_and_arguments(value, argument, (InductorConfig,))
     if value is None or value == EAGER:
         return None
     if isinstance(value, InductorConfig):
@@ -246,8 +251,9 @@ def as_config(value: object, argument: str, also: tuple[str | None, ...] = (EAGE
     check_type(argument, value, (str, Mapping), expected)
     if isinstance(value, Mapping):
         with part_of(argument):
-            check_fields(value, InductorConfig, f" Inductor options belong in {argument}={{'options': {{...}}}}.")
-            return InductorConfig(**value)
+            if kind is InductorConfig:  # the constructor of a subclass may have other arguments
+                check_fields(value, kind, f" Inductor options belong in {argument}={{'options': {{...}}}}.")
+            return kind(**value)
     name = str(value)
     if name in templates.names():
         return InductorConfig(template=name)

@@ -19,7 +19,7 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.messages import describe_failure, in_one_line
+from compile_callbacks._utils.messages import check_type, describe_failure, in_one_line
 from compile_callbacks.exporting.call_check import CallSpec
 
 Format = Literal["aoti", "export"]
@@ -97,6 +97,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
         ExportError: If the file is damaged, is not a package, or was not written by `export`. Also if the package needs
             a device that is not available, or this torch cannot load it.
     """
+    check_type("path", path, (str, os.PathLike), "a path")
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"path={str(path)!r} does not exist")

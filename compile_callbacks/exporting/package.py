@@ -31,7 +31,7 @@ from compile_callbacks.exporting.loaded_package import (
     Format,
     load_after_smoke_test,
 )
-from compile_callbacks.graphs.accuracy import Comparison, Results, compare_results, tolerance
+from compile_callbacks.graphs.accuracy import Comparison, Results, compare_results, not_compared, tolerance
 from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import find_pass_error, pass_options
@@ -164,12 +164,12 @@ def compare_with_eager(
     try:
         expected = run(eager)
         if before.drew():
-            return Comparison("not compared", "random numbers: the module draws random numbers")
+            return not_compared("random numbers", "the module draws random numbers")
         values = (*eager.parameters(), *tree_leaves((args, kwargs)))
         allowed = tolerance([value for value in values if isinstance(value, torch.Tensor)])
         return compare_results(expected, run(package), allowed, run_in_double)
     except torch.OutOfMemoryError as error:
-        return Comparison("not compared", f"no memory: {in_one_line(describe_failure(error))}")
+        return not_compared("no memory", in_one_line(describe_failure(error)))
     finally:
         before.restore()
 

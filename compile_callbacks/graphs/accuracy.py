@@ -11,7 +11,7 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import describe_failure
-from compile_callbacks.profiling.events import Result
+from compile_callbacks.profiling.events import Result, WhyNot
 
 _TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
 _CLEAR_FACTOR = 10.0  # only in a gradient with terms that cancel out can rounding cause an error of ten tolerances
@@ -27,7 +27,7 @@ COMPARISON_BYTES = 8 * 8 * _CHUNK
 class Comparison:
     """The result of comparing compiled code with eager code.
 
-    The reason is the difference, or tells why nothing was compared: a word or two, and the details after a colon.
+    The reason is the difference, or tells in detail why nothing was compared.
     """
 
     verdict: Result
@@ -35,7 +35,12 @@ class Comparison:
     max_abs_error: float | None = None  # the largest absolute error of any output element
     is_wrong: bool = False  # whether a difference is too large for an imprecise result, so that nobody may get it
     may_be_rounding: bool = False  # whether a difference is small enough for rounding errors of another order
-    failed: bool = False  # whether the comparison failed with an error; a traceback would keep the tensors alive
+    why_not: WhyNot | None = None  # why nothing was compared
+
+
+def not_compared(why_not: WhyNot, details: str = "") -> Comparison:
+    """Return the result if nothing was compared."""
+    return Comparison("not compared", f"{why_not}: {details}" if details else why_not, why_not=why_not)
 
 
 @dataclass
@@ -90,7 +95,7 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
             if name not in of_gradients and errors[name] > _CLEAR_FACTOR * allowed_of[name]
         }
         if not confirmed:
-            return Comparison("not compared", problem)
+            return Comparison("not compared", problem, why_not="no float64 reference")
     else:
         problem = ""
         if of_gradients:

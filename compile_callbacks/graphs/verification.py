@@ -27,13 +27,12 @@ from compile_callbacks.graphs.accuracy import (
     Results,
     compare_results,
     gradients_of,
+    not_compared,
     sketches,
     tolerance,
 )
 from compile_callbacks.graphs.failures import EagerFallback, describe
 from compile_callbacks.graphs.snapshot import RandomState
-
-_DROPOUT, _RANDOM_NUMBERS = "dropout", "random numbers"
 
 
 @dataclass(eq=False)
@@ -61,7 +60,7 @@ class Verification:
     def call(self, inputs: Sequence[Any]) -> Any:
         """Make the first call. If it rejects the compiled graph, the outputs are those of the captured graph."""
         if self.has_collective:
-            self._react_to(Comparison("not compared", "collective"))
+            self._react_to(not_compared("collective"))
             return self.compiled(*inputs)
         try:
             comparison = self._run_and_compare(inputs, self._names(inputs))
@@ -96,14 +95,20 @@ class Verification:
         settings, (target, phase) = self.fallback.settings, self.fallback.key[:2]
         self.fallback.recorder.compiles_seen += 1
         fix = None
-        if comparison.verdict == "not compared" and comparison.reason in (_DROPOUT, _RANDOM_NUMBERS):
+        if comparison.why_not in ("dropout", "random numbers"):
             mode = self.fallback.recorder.mode_arguments[phase]
             fix = f'{mode}={{"options": {{"fallback_random": True}}}} makes it comparable, but slower'
         verdict, reason = comparison.verdict, comparison.reason
         self.fallback.recorder.record(
-            "verify", self.fallback.key, fix=fix, verdict=verdict, reason=reason, max_abs_error=comparison.max_abs_error
+            "verify",
+            self.fallback.key,
+            fix=fix,
+            verdict=verdict,
+            why_not=comparison.why_not,
+            reason=reason,
+            max_abs_error=comparison.max_abs_error,
         )
-        if settings.verify == "raise" and comparison.failed:
+        if settings.verify == "raise" and comparison.why_not == "error":
             message = f"target {target!r} could not be compared with eager in the {phase} phase: {reason}"
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
         if verdict != "differs":
@@ -174,7 +179,7 @@ class Verification:
             return _not_compared(error)
         if drew and not _torch.inductor.draws_as_eager(self.options):
             named = any("dropout" in f"{node.target} {node.kwargs}" for node in self.eager.graph.nodes)
-            return Comparison("not compared", _DROPOUT if named else _RANDOM_NUMBERS)
+            return not_compared("dropout" if named else "random numbers")
         try:
             if with_gradients:
                 with _unnoticed(random_state):
@@ -372,8 +377,8 @@ def _address(value: torch.Tensor) -> int:
 
 def _not_compared(error: Exception) -> Comparison:
     if isinstance(error, torch.OutOfMemoryError) or _NO_CPU_MEMORY in str(error):
-        return Comparison("not compared", f"no memory: {describe_failure(error)}")
-    return Comparison("not compared", f"error: {describe_failure(error)}", failed=True)
+        return not_compared("no memory", describe_failure(error))
+    return not_compared("error", describe_failure(error))  # not the error itself, whose traceback keeps tensors alive
 
 
 _NO_CPU_MEMORY = "can't allocate memory"  # a part of the message of torch's CPU allocator, which raises a RuntimeError

@@ -47,6 +47,9 @@ EVENT_KINDS = {
 EventKind = str
 """A key of `EVENT_KINDS`."""
 
+WhyNot = Literal["dropout", "random numbers", "collective", "no memory", "no float64 reference", "error"]
+"""Why a graph was not compared with eager."""
+
 Result = Literal["differs", "equal", "outputs only", "not compared"]
 """The result of comparing a graph with eager. ``"outputs only"``: outputs are equal, gradients were not compared."""
 
@@ -96,6 +99,7 @@ class CompileEvent:
         cache_hits: Number of graphs that were loaded from torch's cache, for the kind ``"cache"``.
         cache_misses: Number of graphs that were not in torch's cache.
         verdict: The result of the comparison with eager, for the kind ``"verify"``.
+        why_not: Why the graph was not compared, if the verdict is ``"not compared"``. ``reason`` has the details.
         max_abs_error: Largest absolute error of an output, or ``None`` if the graph was not compared.
         code: The code of the message that explains a fallback, such as ``"CC301"``.
     """
@@ -117,6 +121,7 @@ class CompileEvent:
     cache_hits: int = 0
     cache_misses: int = 0
     verdict: Result | None = None
+    why_not: WhyNot | None = None
     max_abs_error: float | None = None
     code: str | None = None
 

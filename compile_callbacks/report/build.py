@@ -88,7 +88,7 @@ class PhaseFacts:
         counts: Counter[tuple[Result, str]] = Counter()
         for event in self.events("verify"):
             if event.verdict is not None:
-                why_not = f" ({(event.reason or '').partition(':')[0]})" if event.verdict == "not compared" else ""
+                why_not = f" ({event.why_not})" if event.why_not else ""
                 counts[event.verdict, why_not] += 1
         order = Result.__args__  # type: ignore[attr-defined]
         ordered = sorted(counts.items(), key=lambda item: order.index(item[0][0]))

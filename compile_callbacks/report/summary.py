@@ -226,7 +226,7 @@ def _event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
     The code behind the first graph break often has more graph breaks only because of the first.
     """
     candidates = (None, report.mode) if report.diagnostics.trials else (None,)
-    events = [e for e in report.diagnostics.events if e.get("kind") == kind and e.get("candidate") in candidates]
+    events = [e for e in report.diagnostics.events if e["kind"] == kind and e.get("candidate") in candidates]
     return events[0 if kind == "graph_break" else -1] if events else None
 
 

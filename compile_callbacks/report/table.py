@@ -66,14 +66,14 @@ def sections(report: RunReport) -> list[Section]:
                 where = f"{event['file']}:{event.get('line', '?')}" if event.get("file") else NOTHING
                 row = phase, event["target"], where, f"{reason}; {event['fix']}" if event.get("fix") else reason
                 kind = event.get("verdict") or event["kind"]  # only the kind "verify" has a verdict
-                reasons.setdefault(kind, Counter())[row] += 1
+                reasons[kind][row] += 1
         passes += [(phase, *_pass_row(run)) for run in diagnostics.passes]
         for trial in diagnostics.trials:
             figures = [cell(trial[name], form) for name, form in _TRIAL_FORMS.items()]
             trials.append((phase, trial["candidate"], *figures, trial["verdict"], trial["reason"] or NOTHING))
     tables = [
         Section(
-            titles.get(kind, kind),
+            titles[kind],
             ("phase", "target", "times", "where", "reason"),
             [(phase, target, str(times), *rest) for (phase, target, *rest), times in counts.items()],
         )

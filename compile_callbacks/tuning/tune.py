@@ -129,8 +129,9 @@ def as_phase_config(value: object, argument: str) -> PhaseConfig:
         kind, data = class_and_arguments(value, argument, (InductorConfig, Tune))
     if issubclass(kind, Tune):
         with part_of(argument):
-            check_fields(data, Tune)
-            return Tune(**data)
+            if kind is Tune:  # the constructor of a subclass may have other arguments
+                check_fields(data, kind)
+            return kind(**data)
     return as_config(value, argument, also=(AUTO, EAGER, None))
 
 

@@ -88,8 +88,11 @@ class TuningPolicy:
         self._begin_block()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the winner and its conditions for a checkpoint. Empty without a reliable winner."""
-        return self._winner_entry() or {}
+        """Return the winner and its conditions for later runs. Empty without a reliable winner."""
+        winner = self._tuner.winner
+        if winner is None or not (self._tuner.worth_keeping and self._made_for):
+            return {}
+        return {"candidate": winner, "config_key": _key(self._tuner.trials[winner]), "made_for": self._made_for}
 
     def resume(self, state: object) -> None:
         """Use the winner in the `state_dict` of an earlier run without measuring, if the conditions are the same.
@@ -252,16 +255,10 @@ class TuningPolicy:
             line += f" ({chosen.median_ms:.2f} ms a step, eager {eager.median_ms:.2f} ms)"
         self._print_line(f"{line}: {chosen.reason}" if chosen.reason else line)
 
-    def _winner_entry(self) -> dict[str, Any] | None:
-        winner = self._tuner.winner
-        if winner is None or not (self._tuner.worth_keeping and self._made_for):
-            return None
-        return {"candidate": winner, "config_key": _key(self._tuner.trials[winner]), "made_for": self._made_for}
-
     def _keep(self) -> None:
         """Write the winner, which is the same on all ranks, to the file for later runs."""
-        entry = self._winner_entry()
-        if entry is None or self._record is None:
+        entry = self.state_dict()
+        if not entry or self._record is None:
             return
         if problem := self._record.update("winners", digest(self._made_for), entry):
             self._print_line(f"{self._phase} phase: the winner could not be written for later runs: {problem}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -31,6 +32,14 @@ assert not {{"torch", "lightning", "numpy"}} & set(sys.modules)
 """
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert "doctor" in printed or "CC104" in printed
+
+
+def test_version_is_that_of_the_installed_distribution(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"compile-callbacks {importlib.metadata.version('compile-callbacks')}\n"
+    assert compile_callbacks.__version__ == importlib.metadata.version("compile-callbacks")
 
 
 def test_dir_shows_the_public_names_only():

@@ -259,6 +259,7 @@ def test_dropout_is_not_compared_in_training_and_compared_in_inference(compiled)
     report = report_of(module)
     assert (verified(module), verified(module, "infer")) == ("not compared 1 (dropout)", "equal 1")
     assert "not compared 1 (dropout)" in str(report)
+    assert [e["why_not"] for e in report.train.diagnostics.events if e["kind"] == "verify"] == ["dropout"]
     fix = 'train_mode={"options": {"fallback_random": True}} makes it comparable, but slower'
     assert str(report).endswith(f"next: train has a graph that was not compared with eager (dropout): {fix}")
     assert [(part.title, part.rows) for part in sections(report)] == [

@@ -302,6 +302,7 @@ def test_sharded_weights_and_missing_inputs_are_warnings(tmp_path):
         ({"path": "net.onnx"}, ValueError, r"must end in '\.pt2'"),
         ({"weights": "first"}, ValueError, "weights='first' is unknown"),
         ({"target": 3}, TypeError, "target=3 must be the dotted name"),
+        ({"target": ""}, ValueError, r"target='' names no submodule.*\[CC201"),
         ({"inputs": "x"}, TypeError, "inputs='x' must be a function of a batch"),
         ({"mode": "eager"}, ValueError, "mode='eager' compiles nothing"),
         ({"verify": "eager"}, ValueError, "verify='eager' is unknown"),
@@ -310,6 +311,11 @@ def test_sharded_weights_and_missing_inputs_are_warnings(tmp_path):
 def test_wrong_arguments_are_refused_by_name(change, error, text):
     with pytest.raises(error, match=text):
         AOTInductorExport(**{"path": "net.pt2", **change})
+
+
+def test_a_target_that_is_no_submodule_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"target='nowhere' is not a submodule: .*\[CC201"):
+        fit(AOTInductorExport(tmp_path / "net.pt2", target="nowhere"))
 
 
 FIT_WITH_EXPORT = """

@@ -178,3 +178,8 @@ def test_an_export_for_a_gpu_that_crashes_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(ExportError, match="was ended by SIGABRT"):
         export(mlp().cuda(), (X.cuda(),), tmp_path / "folder" / "net.pt2")
     assert not (tmp_path / "folder" / "net.pt2").exists()
+
+
+def test_a_path_of_another_type_is_refused():
+    with pytest.raises(TypeError, match=r"path=3 must be a path, not int \[CC202"):
+        load_exported(3)

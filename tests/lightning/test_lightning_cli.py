@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,18 @@ def callback_of(made: LightningCLI) -> InductorCompile:
     return next(callback for callback in made.trainer.callbacks if isinstance(callback, InductorCompile))
 
 
+class Fast(InductorConfig):
+    """A class of settings whose constructor has other arguments."""
+
+    def __init__(self, level: int = 0) -> None:
+        super().__init__(options={"max_autotune": level > 1})
+
+
+class Patient(Tune):
+    def __init__(self, blocks: int = 1) -> None:
+        super().__init__(["default", "aten"], steps=10 * blocks)
+
+
 FORMS: dict[str, tuple[Any, InductorConfig | Tune | None]] = {
     "mode": ("max-autotune-no-cudagraphs", InductorConfig(mode="max-autotune-no-cudagraphs")),
     "mapping": ({"mode": "default", "dynamic": False}, InductorConfig(dynamic=False)),
@@ -85,6 +98,8 @@ FORMS: dict[str, tuple[Any, InductorConfig | Tune | None]] = {
         },
         Tune(["default", InductorConfig(template="aten")], steps=7),
     ),
+    "subclass": ({"class_path": f"{__name__}.Fast", "init_args": {"level": 2}}, Fast(2)),
+    "subclass of Tune": ({"class_path": f"{__name__}.Patient", "init_args": {"blocks": 3}}, Patient(3)),
     "eager": ("eager", None),
 }
 
@@ -94,6 +109,7 @@ def test_cli_builds_every_form_of_a_mode_and_prints_what_builds_it_again(form, t
     given, expected = FORMS[form]
     made = callback_of(cli(tmp_path, run=False, train_mode=given, infer_mode="max-autotune"))
     assert made.arguments.configs == {"train": expected, "infer": InductorConfig(mode="max-autotune")}
+    assert type(copy.deepcopy(made).arguments.configs["train"]) is type(expected)
 
     with pytest.raises(SystemExit):
         cli(tmp_path, "--print_config", run=False, train_mode=given, infer_mode="max-autotune")
