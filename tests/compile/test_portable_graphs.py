@@ -55,6 +55,7 @@ class Net(nn.Module):
         return x.sin() + self.mean
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads it behind the graph break
 @pytest.mark.parametrize("mode", ["train", "no_grad", "inference_mode"])
 def test_results_gradients_and_buffers_equal_eager(mode):
     torch.manual_seed(0)
@@ -139,7 +140,7 @@ def test_code_of_the_script_itself_does_not_travel(monkeypatch):
 
     monkeypatch.setattr(__main__, "of_script", of_script, raising=False)
     (reason,) = reasons_of(lambda x: of_script(x) + 1, torch.randn(3))
-    assert "of the script itself (__main__)" in reason
+    assert "__main__" in reason
 
 
 def test_a_large_constant_does_not_travel():
