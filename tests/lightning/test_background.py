@@ -21,6 +21,7 @@ from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, Req
 from compile_callbacks.passes import GraphPass
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.report.summary import verdict_lines
+from compile_callbacks.session import background_policy
 from tests.support.models import Classifier, Wrapper, batches_of, loader, seeded, trainer
 from tests.support.step_times import Times
 
@@ -31,7 +32,11 @@ all_versions = pytest.mark.all_versions
 
 @pytest.fixture(autouse=True)
 def ms(monkeypatch: pytest.MonkeyPatch) -> dict[str | None, float]:
-    """The times of steps by variant, because steps that look slower than eager would be compared again."""
+    """The times of steps by variant, because steps that look slower than eager would be compared again.
+
+    Runs are never too short to compile.
+    """
+    monkeypatch.setattr(background_policy, "LEAST_SECONDS", 0.0)
     ms = {"eager": 2.0, "waiting": 2.0, None: 1.0}
     Times(monkeypatch, train=lambda name, workload: ms.get(name), infer=lambda name, workload: ms.get(name))
     return ms
