@@ -85,8 +85,13 @@ def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) ->
     Raises:
         NotPortableError: If the graph must be compiled in this process.
     """
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
     from torch.fx._graph_pickler import GraphPickler, Options
 
+    try:
+        check_cacheable(graph_module)
+    except BypassAOTAutogradCache as error:
+        raise NotPortableError(f"torch cannot serialize its compiled code: {error}") from error
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     values = [node.meta.get("example_value") for node in placeholders]
     symbols: dict[Any, tuple[int, Any]] = {}
@@ -197,6 +202,8 @@ def _without_metadata(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModul
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     lean = torch.fx.GraphModule(graph_module, graph)
+    if "_checkpoint_context_fn" in graph_module.meta:
+        raise NotPortableError("it has an activation checkpoint with a context_fn")
     for node in lean.graph.nodes:
         node.meta = {}
         if node.target in _NOT_PORTABLE_OPERATORS:

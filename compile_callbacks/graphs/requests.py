@@ -60,6 +60,8 @@ class CompileRequest:
             raise NotPortableError(f"a graph pass or an option cannot be pickled: {error}") from error
         if b"__main__" in data:
             raise NotPortableError("a graph pass or an option is a part of the script itself (__main__)")
+        if any(graph_pass.uuid() is None for graph_pass in self.passes):
+            raise NotPortableError("torch serializes no compiled code with a graph pass whose uuid() is None")
         return data
 
     def with_sizes(self, inputs: Sequence[Any]) -> CompileRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -14,11 +15,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from compile_callbacks import CompileWarning, InductorCompile, _torch
 from compile_callbacks.background.helper import Helper
 from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, RequestQueue, WaitingGraph
-from compile_callbacks.passes import GraphPass
+from compile_callbacks.passes import GraphPass, RecordGraphs
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.report.summary import verdict_lines
 from compile_callbacks.session import background_policy
@@ -132,6 +134,48 @@ def test_a_graph_that_cannot_be_sent_compiles_in_the_foreground():
     assert len(reasons) == 1
     assert "a graph pass or an option cannot be pickled" in reasons[0]
     assert (report.graphs, report.diagnostics.steps, report.diagnostics.waiting_steps) == (1, {"compiled": 10}, 0)
+
+
+def test_a_pass_that_torch_cannot_cache_gets_the_graphs_of_this_process():
+    record = RecordGraphs()
+    callback = InductorCompile(background=True, passes=[record])
+    trainer(callback, max_steps=20, max_epochs=-1).fit(seeded(), loader())
+    reasons = [e["reason"] for e in callback.report.train.diagnostics.events if e["kind"] == "foreground"]
+    assert reasons == ["torch serializes no compiled code with a graph pass whose uuid() is None"]
+    assert [graph.kind for graph in record.graphs] == ["forward", "backward"]
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def saves_sines(x: torch.Tensor) -> torch.Tensor:
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+    return checkpoint(lambda y: y.sin().cos(), x, use_reentrant=False, context_fn=contexts)
+
+
+@all_versions
+@pytest.mark.parametrize(
+    ("function", "reason"), [(Double.apply, "torch cannot serialize"), (saves_sines, "context_fn")]
+)
+def test_a_graph_that_another_process_cannot_compile_is_not_sent(function, reason):
+    raised = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: list[object]) -> object:
+        with pytest.raises(_torch.portable_graphs.NotPortableError) as error:
+            _torch.portable_graphs.portable_graph(graph_module, inputs)
+        raised.append(str(error.value))
+        return graph_module.forward
+
+    torch.compile(function, backend=backend, fullgraph=True)(torch.ones(3, requires_grad=True))
+    assert len(raised) == 1
+    assert reason in raised[0]
 
 
 class FailsInOtherProcess(GraphPass):
