@@ -100,7 +100,7 @@ class _Conversation:
         ours, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "compile_callbacks.background.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "compile_callbacks.background.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=_environment(),
                 stdin=subprocess.DEVNULL,

@@ -50,7 +50,7 @@ def _answer(request: bytes) -> bytes:
         with FileLock(folder / f"compile_callbacks_{hashlib.sha256(request).hexdigest()}.lock"):
             # Only the process that started this one can write to the connection.
             answer = pickle.loads(request).compile()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module of the user's may exit when it is imported
         answer = CompileAnswer(problem=in_one_line(describe_failure(error)))
     return pickle.dumps(answer)
 

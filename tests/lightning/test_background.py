@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -262,6 +263,24 @@ def test_an_exception_in_the_run_ends_the_helper_process():
         trainer(callback, failing, max_steps=50, max_epochs=-1).fit(seeded(), loader())
     assert failing.pids
     assert not any(is_running(pid) for pid in failing.pids)
+
+
+class Exits:
+    def __reduce__(self) -> tuple[object, ...]:
+        return sys.exit, ("usage: --lr",)
+
+
+def test_the_users_files_do_not_end_the_helper_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "queue.py").write_text("raise ValueError")
+    reasons: list[str] = []
+    waiting = WaitingGraph(CompileKey("net", "train"), pickle.dumps(Exits()), pytest.fail, reasons.append)
+    helper, ends = Helper(RequestQueue([waiting]), lambda problem, keys: reasons.append(problem)), time.monotonic() + 60
+    while not reasons and time.monotonic() < ends:
+        helper.poll()
+        time.sleep(0.05)
+    helper.stop()
+    assert reasons == ["SystemExit: usage: --lr"]
 
 
 _KILLED = """
