@@ -132,7 +132,12 @@ class GraphBackend:
     ) -> Callable[..., Any] | None:
         """Request the code of a graph from another process, or return ``None`` if this process must compile it."""
         settings, requests = self._fallback.settings, self._fallback.settings.requests
-        if requests is None or self._compiles_here or (settings.on_trial and not requests.takes_trials):
+        if (
+            requests is None
+            or not requests.in_run
+            or self._compiles_here
+            or (settings.on_trial and not requests.takes_trials)
+        ):
             return None
         try:
             for reason, applies in (

@@ -123,13 +123,22 @@ class RequestQueue:
         waiting: The graphs, in the order of their requests.
         failure: The reason why no further graph is compiled.
         takes_trials: Whether candidates of a `Tune` are compiled. Not with several ranks, which measure together.
+        in_run: Whether a run is in progress. Afterwards, this process compiles what a module still calls.
     """
 
     waiting: list[WaitingGraph] = field(default_factory=list)
     failure: str | None = None
     takes_trials: bool = True
+    in_run: bool = True
 
     def waits(self, phase: Phase, candidate: str | None) -> bool:
         """Return whether another process will compile a graph of a variant."""
         waiting = [graph for graph in self.waiting if graph.key.phase == phase and graph.key.candidate == candidate]
         return self.failure is None and bool(waiting)
+
+    def end_run(self) -> None:
+        """Let this process compile the graphs at their next call."""
+        self.in_run = False
+        for graph in [*self.waiting]:
+            if graph in self.waiting:  # otherwise, another graph of its target was before it
+                graph.compile_here("the run has ended")

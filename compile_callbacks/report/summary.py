@@ -212,7 +212,8 @@ def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
     if report.compile_seconds is None:
         names = ", ".join(map(repr, report.targets))
         return f"the steps call no target ({names})" if names else "the steps call no target", "CC102"
-    return "most steps called no compiled graph", ""
+    waited = report.diagnostics.waiting_steps
+    return "most steps " + ("ran before the compiled code was loaded" if waited else "called no compiled graph"), ""
 
 
 def _eager_part(report: PhaseReport) -> Mapping[str, Any] | None:

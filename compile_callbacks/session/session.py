@@ -140,7 +140,7 @@ class Session:
             config, warns = self._policies.chosen(phase).config, self._ranks.is_global_zero
             self._warnings.check_settings(phase, config, sharded=sharded, device=device, warns=warns)
         if self._requests is not None:
-            self._requests.takes_trials = self._ranks.size == 1
+            self._requests.in_run, self._requests.takes_trials = True, self._ranks.size == 1
             self._warnings.check_repeatable()
         if self._arguments.compiles:
             self._recorder.import_seconds += _torch.inductor.import_inductor()
@@ -168,6 +168,7 @@ class Session:
         actions = (
             self._search.remove,
             *((self._helper.stop,) if self._helper is not None else ()),
+            *((self._requests.end_run,) if self._requests is not None and keep_compiled else ()),
             self.gpu.end,
             self._ranks.leave,
             self._recorder.stop,

@@ -283,6 +283,19 @@ def test_the_users_files_do_not_end_the_helper_process(tmp_path, monkeypatch):
     assert reasons == ["SystemExit: usage: --lr"]
 
 
+def test_a_module_that_stays_compiled_compiles_the_waiting_graphs_itself():
+    callback, module = InductorCompile(background=True, keep_compiled=True), seeded()
+    trainer(callback, max_steps=14, max_epochs=-1).fit(module, loader())
+    assert callback.report.train.graphs == 0
+    x = torch.ones(4, 8, requires_grad=True)
+    for _ in range(2):
+        module.net(x).sum().backward()
+    report = callback.report.train
+    assert report.verified == "equal 1"
+    assert [e["reason"] for e in report.diagnostics.events if e["kind"] == "foreground"] == ["the run has ended"]
+    assert "most steps ran before the compiled code was loaded" in verdict_lines(callback.report)[0]
+
+
 _KILLED = """
     import sys
     from compile_callbacks import InductorCompile
