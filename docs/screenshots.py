@@ -32,10 +32,10 @@ from rich.terminal_theme import MONOKAI
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
-from compile_callbacks import InductorCompile
+from compile_callbacks import CompileReport, InductorCompile
 from compile_callbacks.report.console import to_plain_text
 from compile_callbacks.report.data import FILE_NAME
-from compile_callbacks.report.file import read_records, report_in
+from compile_callbacks.report.file import read_records
 from compile_callbacks.report.loggers import PLOT_TAG
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +60,7 @@ def fit(name: str, logdir: Path) -> None:
     pl.seed_everything(0)
     page = start_page()
     trainer = pl.Trainer(
-        max_epochs=12,
+        max_epochs=20,
         callbacks=[InductorCompile()],
         logger=TensorBoardLogger(logdir, name="", version=name),
         enable_checkpointing=False,
@@ -99,8 +99,6 @@ def show_tensorboard(logdir: Path) -> None:
             return lambda: len(browser.visible(driver, selector)) >= count
 
         show("custom_scalars", some("path.line", 8), 1400, 1100)
-        for legend in browser.visible(driver, ".toggle-matches-button")[:1]:
-            legend.click()
         save("custom-scalars")
         show("text", some("td", 20), 1400, 880)
         save("text")
@@ -115,7 +113,7 @@ def save_steps(logdir: Path) -> None:
 
 def show_terminal(logdir: Path) -> None:
     """Draw the table that a terminal shows at the end of a run."""
-    report = report_in(read_records(logdir / next(iter(RUNS)) / FILE_NAME)[-1])
+    report = CompileReport.from_dict(read_records(logdir / next(iter(RUNS)) / FILE_NAME)[-1]["report"])
     console = Console(record=True, width=100, file=io.StringIO(), highlight=False)
     console.print(f"torch.compile report\n{to_plain_text(report, 100)}", markup=False)
     page = console.export_html(theme=MONOKAI, inline_styles=True)

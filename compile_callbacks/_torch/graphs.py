@@ -35,11 +35,13 @@ def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for node in copied.graph.nodes:
         node.meta.clear()
-        # torch implements these two operators only for tracing.
+        # torch implements these operators only for tracing.
         if node.target is torch.ops.higher_order.invoke_subgraph:
             node.target, node.args = _call_subgraph, (node.args[0], *node.args[2:])
         elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
             node.target = _call_checkpoint
+        elif node.target is getattr(torch.ops.higher_order, "register_hook", node):  # since torch 2.15
+            node.target = _register_hook
     copied.recompile()
     copied.meta.update(graph_module.meta)
     for name, subgraph in list(copied.named_children()):
@@ -50,6 +52,13 @@ def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 def _call_subgraph(subgraph: torch.fx.GraphModule, *args: Any) -> Any:
     return subgraph.forward(*args)
+
+
+def _register_hook(tensor: torch.Tensor, hook: torch.fx.GraphModule, *args: Any) -> torch.Tensor:
+    """Register a hook of the captured graph. torch's operator fails without gradients, as on fake tensors."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: hook.forward(gradient, *args))
+    return tensor
 
 
 def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -122,16 +131,22 @@ class GraphFacts(NamedTuple):
     """The dtypes of the inputs and of all values that the graph computes."""
     has_subclasses: bool
     """Whether an input or output is a tensor subclass."""
+    peak_bytes: int
+    """The largest size of all values that exist at one time, if nothing saves values for a backward pass."""
+    value_bytes: Sequence[int]
+    """The sizes of all values, which a backward pass may need."""
+    output_bytes: int
 
 
 def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> GraphFacts:
-    """Run a graph on fake tensors, and record the dtypes that it computes and the inputs that it writes.
+    """Run a graph on fake tensors, and record the dtypes and sizes of its values and the inputs that it writes.
 
     The grad mode must be the one of the capture, because a graph may contain a gradient (`torch.func.grad`).
     AOTAutograd does not report which inputs a graph writes if the compiled graph comes from its cache.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Examination(TorchDispatchMode):
@@ -142,6 +157,7 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
             written.update(storage_of(tensor) for tensor in tensors_in(_written_arguments(func, args, kwargs)))
             outputs = func(*args, **kwargs)
             dtypes.update(tensor.dtype for tensor in tensors_in(outputs))
+            count_bytes(outputs)
             return outputs
 
     def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -150,16 +166,34 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
     def storage_of(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
+    def bytes_of(tensor: torch.Tensor) -> int:
+        size = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
+        return size if isinstance(size, int) else 0  # a symbol if the graph computes the size from values
+
+    def count_bytes(outputs: Any) -> None:
+        for address in [address for address, (storage, _) in values.items() if storage.expired()]:
+            del values[address]
+        for tensor in tensors_in(outputs):
+            size = bytes_of(tensor)
+            if size and storage_of(tensor) not in values:
+                values[storage_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), size
+                value_bytes.append(size)
+        live_bytes.append(sum(size for _, size in values.values()))
+
     written, dtypes = set[int](), set[torch.dtype]()
+    values, value_bytes, live_bytes = dict[int, tuple[StorageWeakRef, int]](), list[int](), [0]
     # With the shape environment, numbers that a graph reads from tensors become symbols instead of errors.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     fakes = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+    values.update((storage_of(fake), (StorageWeakRef(fake.untyped_storage()), 0)) for fake in tensors_in(fakes))
     with mode, Examination():  # type: ignore[no-untyped-call]
         outputs = graph_module.forward(*fakes)
     tensors = {i: fake for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
     positions = frozenset(i for i, fake in tensors.items() if storage_of(fake) in written)
     has_subclasses = any(type(tensor) is not FakeTensor for tensor in tensors_in((fakes, outputs)))
-    return GraphFacts(positions, frozenset(dtypes | {fake.dtype for fake in tensors.values()}), has_subclasses)
+    dtypes.update(fake.dtype for fake in tensors.values())
+    output_bytes = sum(map(bytes_of, tensors_in(outputs)))
+    return GraphFacts(positions, frozenset(dtypes), has_subclasses, max(live_bytes), value_bytes, output_bytes)
 
 
 def _written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

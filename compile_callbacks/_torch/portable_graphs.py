@@ -11,8 +11,9 @@ import contextlib
 import itertools
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class PortableGraph:
         flags: Settings of torch that change what is compiled.
         configs: The configs of Inductor and AOTAutograd that differ from their defaults.
         modules: The modules that register the custom operators of the graph.
+        sharing: The positions of inputs that share memory with other inputs.
     """
 
     graph: bytes
@@ -65,6 +67,13 @@ class PortableGraph:
     flags: Mapping[str, Any]
     configs: Mapping[str, Mapping[str, Any]]
     modules: tuple[str, ...]
+    sharing: tuple[int, ...]
+
+    def with_sizes(self, inputs: Sequence[Any]) -> PortableGraph:
+        """Return the graph with the sizes of a call, for which it is compiled first of all."""
+        expressions = zip(self.inputs, inputs, strict=True)
+        sizes = {symbol: value for symbol, value in expressions if not isinstance(symbol, _TensorInput | int)}
+        return replace(self, symbols={symbol: (sizes[symbol], bounds) for symbol, (_, bounds) in self.symbols.items()})
 
 
 # ------------------------------------------------------------------------------------------ in the process that trains
@@ -80,7 +89,7 @@ def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) ->
 
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     values = [node.meta.get("example_value") for node in placeholders]
-    _check_memory(inputs)
+    _check_types(inputs)
     symbols: dict[Any, tuple[int, Any]] = {}
     described = tuple(_describe(value, fake, symbols) for value, fake in zip(inputs, values, strict=True))
     known = {expression for expression in described if not isinstance(expression, (_TensorInput, int))}
@@ -107,6 +116,7 @@ def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) ->
         flags={name: get() for name, (get, _) in _FLAGS.items()},
         configs={name: _changed(config) for name, config in _configs().items()},
         modules=modules,
+        sharing=_sharing_memory(inputs),
     )
 
 
@@ -117,38 +127,51 @@ def load(artifact: bytes, options: Mapping[str, Any]) -> Callable[..., Any]:
 
     known = {name: value for name, value in options.items() if name.startswith("triton.cudagraph")}
     with config.patch(known):
-        return AOTCompiledArtifact.deserialize(artifact).inner_fn.compiled_fn
+        compiled: Callable[..., Any] = AOTCompiledArtifact.deserialize(artifact).inner_fn.compiled_fn
+        return compiled
 
 
-def guard_of(expression: str | None) -> Callable[[Sequence[Any]], bool] | None:
+def prepare_loading() -> None:
+    """Make the next `load` faster. This is for a thread, because it waits for processes.
+
+    The first load of code for the CPU looks for the vector instructions of the processor, and torch 2.11 starts three
+    Python processes for that, which took 26 to 42 s on a busy machine.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.valid_vec_isa_list()
+
+
+def guard_of(expression: str | None) -> Callable[[Sequence[Any]], bool]:
     """Return a function that checks whether compiled code is valid for the integers among the inputs of a call."""
-    if not expression:
-        return None
-    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP  # type: ignore[attr-defined]
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
-    code = compile(expression, "<guards of a graph>", "eval")
+    code = compile(expression or "True", "<guards of a graph>", "eval")
 
     def is_valid(inputs: Sequence[Any]) -> bool:
         integers = [value for value in inputs if isinstance(value, int)]
-        return bool(eval(code, SYMPY_INTERP, {"L": {f"t{i}": value for i, value in enumerate(integers)}}))  # noqa: S307
+        return bool(eval(code, SYMPY_INTERP, {"L": {f"t{i}": value for i, value in enumerate(integers)}}))
 
     return is_valid
 
 
-def _check_memory(inputs: Sequence[Any]) -> None:
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    for tensor in tensors:
+def _sharing_memory(inputs: Sequence[Any]) -> tuple[int, ...]:
+    memory = {i: value.untyped_storage()._cdata for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
+    counts = Counter(memory.values())
+    return tuple(i for i, address in memory.items() if counts[address] > 1)
+
+
+def _check_types(inputs: Sequence[Any]) -> None:
+    for tensor in (value for value in inputs if isinstance(value, torch.Tensor)):
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             raise NotPortableError(f"an input is a {type(tensor).__name__}")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise NotPortableError("an input is sparse, quantized or a lazy view")
-    if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors):
-        raise NotPortableError("inputs share memory")
 
 
 def _describe(value: Any, fake: Any, symbols: dict[Any, tuple[int, Any]]) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return _expression(fake if isinstance(fake, torch.SymInt) else value, symbols)
+    if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
+        return _expression(value, symbols)
     if not isinstance(value, torch.Tensor) or not isinstance(fake, torch.Tensor):
         raise NotPortableError(f"an input is a {type(value).__name__}")
     return _TensorInput(
@@ -167,7 +190,7 @@ def _describe(value: Any, fake: Any, symbols: dict[Any, tuple[int, Any]]) -> Any
 def _expression(value: Any, symbols: dict[Any, tuple[int, Any]]) -> Any:
     if not isinstance(value, torch.SymInt):
         return value
-    node = value.node
+    node: Any = value.node
     for symbol in node.expr.free_symbols:
         shape_env = node.shape_env
         if symbol not in shape_env.backed_var_to_val:
@@ -223,7 +246,7 @@ def _modules_of_operators(graph_module: torch.fx.GraphModule) -> tuple[str, ...]
     return tuple(sorted(modules))
 
 
-# ------------------------------------------------------------------------------------------ in the process that compiles
+# ------------------------------------------------------------------------------------------ in the other process
 
 
 @contextlib.contextmanager
@@ -256,6 +279,8 @@ def restored(portable: PortableGraph) -> Iterator[tuple[torch.fx.GraphModule, li
         inputs = _fake_inputs(portable, fake_mode)
         with fake_mode:
             _Propagation(graph_module).run(*inputs)
+        if any(inputs[i]._version for i in portable.sharing):
+            raise NotPortableError("it writes an input that shares memory with another input")
         _restore_sources(graph_module, portable.inputs)
         yield graph_module, inputs
 
@@ -267,12 +292,14 @@ def compile_portable(
     from torch._inductor.standalone_compile import standalone_compile
 
     # `standalone_compile` copies the graph, and the copy loses the attributes of `_restore_sources`.
-    type(graph_module).__deepcopy__ = lambda self, memo: self  # type: ignore[method-assign, assignment]
+    type(graph_module).__deepcopy__ = lambda self, memo: self  # type: ignore[method-assign]
     artifact = standalone_compile(graph_module, inputs, dynamic_shapes="from_graph", options=arguments, aot=True)
+    if artifact.inner_fn.compiled_fn.serialize is None:  # type: ignore[attr-defined]
+        raise NotPortableError("torch cannot serialize its compiled code")
     integers = [value for value in inputs if isinstance(value, torch.SymInt)]
     expression = None
     if integers:
-        shape_env = integers[0].node.shape_env
+        shape_env: Any = integers[0].node.shape_env
         expression = shape_env.produce_guards_expression(integers, guards=shape_env.get_pruned_guards(integers))
     return artifact.serialize(), expression  # type: ignore[attr-defined]
 
@@ -345,7 +372,7 @@ def _restore_sources(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) 
     graph_module.meta["dynamo_compile_id"] = "0/0"
     graph_module._param_name_to_source = {}  # type: ignore[assignment]
     for i, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
-        node._dynamo_source = LocalSource(f"input_{i}")  # type: ignore[attr-defined]
+        node._dynamo_source = LocalSource(f"input_{i}")
         address = getattr(inputs[i], "address", None)
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": address} if address else {}
 

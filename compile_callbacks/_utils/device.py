@@ -35,6 +35,15 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.get_default_device() if tensor is None else tensor.device
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Return the number of bytes that torch can still allocate on a GPU, or ``None`` for another device."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free + torch.cuda.memory_reserved(device), limit) - torch.cuda.memory_allocated(device)
+
+
 def device_name(device: torch.device) -> str:
     """Return the model name of a GPU or CPU, or the type of any other device."""
     if device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
@@ -12,8 +13,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
+from compile_callbacks import _torch
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.graphs.requests import CompileAnswer, RequestQueue, WaitingGraph
 from compile_callbacks.profiling.events import CompileKey
@@ -37,15 +40,13 @@ class Helper:
         self._fails = fails
         self._conversation: _Conversation | None = None
 
-    def poll(self) -> bool:
-        """Send new requests, and load the code of at most one graph. Return whether code was loaded.
-
-        The caller calls this between two steps while graphs wait.
-        """
+    def poll(self) -> None:
+        """Send new requests, and load the code of at most one graph. The caller calls this between two steps."""
         if not self._queue.waiting or self._queue.failure is not None:
-            return False
+            return
         try:
-            return self._load_next()
+            self._load_next()
+            return
         except _HelperFailedError as failure:
             problem = str(failure)
         except Exception as error:
@@ -53,24 +54,27 @@ class Helper:
         self.stop()
         self._queue.failure = problem
         self._fails(problem, {graph.key for graph in self._queue.waiting})
-        return False
 
-    def _load_next(self) -> bool:
-        if self._conversation is None or not self._conversation.thread.is_alive():
+    def _load_next(self) -> None:
+        answered = self._conversation.answer() if self._conversation is not None else None
+        if answered is None and (self._conversation is None or self._conversation.has_ended):
+            self.stop()
             self._conversation = _Conversation()
-        self._conversation.send(self._queue.waiting)
-        answered = self._conversation.answer()
-        if answered is None:
-            return False
         if isinstance(answered, _HelperFailedError):
             raise answered
+        self._conversation.send(self._queue.waiting)  # type: ignore[union-attr]
+        if answered is None or answered[0] not in self._queue.waiting:  # its code was freed
+            return
         graph, answer = answered
         self._queue.waiting.remove(graph)
         if answer.problem:
             graph.compile_here(answer.problem)
-            return False
-        graph.load(answer)
-        return True
+            return
+        try:
+            graph.load(answer)
+        except Exception as error:
+            reason = f"its code cannot be loaded: {in_one_line(describe_failure(error))}"
+            self._fails(reason, {graph.key})
 
     def stop(self) -> None:
         """End the process. Graphs that still wait are requested again by the next `poll`."""
@@ -90,7 +94,6 @@ class _Conversation:
     """One helper process, and the thread that waits for its answers."""
 
     def __init__(self) -> None:
-        self._sent: set[WaitingGraph] = set()
         self._requests: queue.SimpleQueue[WaitingGraph | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (stop closes it)
@@ -105,14 +108,19 @@ class _Conversation:
                 stderr=self._errors,
                 start_new_session=True,  # so that one signal also ends its compilers, and Ctrl-C does not reach it
             )
-        self.thread = threading.Thread(target=self._converse, args=(ours,), daemon=True, name="compile_callbacks")
-        self.thread.start()
+        self._thread = threading.Thread(target=self._converse, args=(ours,), daemon=True, name="compile_callbacks")
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended, because it had no request for a long time."""
+        return not self._thread.is_alive() and self._answers.empty()
 
     def send(self, graphs: list[WaitingGraph]) -> None:
         """Send the requests that the process did not get yet."""
         for graph in graphs:
-            if graph not in self._sent:
-                self._sent.add(graph)
+            if graph.sent_to is not self:
+                graph.sent_to = self
                 self._requests.put(graph)
 
     def answer(self) -> _Answer | None:
@@ -122,10 +130,8 @@ class _Conversation:
     def stop(self) -> None:
         """End the process, and wait until it has ended."""
         self._requests.put(None)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._errors.close()
 
@@ -134,9 +140,11 @@ class _Conversation:
             try:
                 while (graph := self._requests.get(timeout=IDLE_SECONDS)) is not None:
                     connection.send_bytes(graph.request)
+                    _torch.portable_graphs.prepare_loading()
                     if not connection.poll(LIMIT_SECONDS):
                         raise TimeoutError(f"it did not answer for {LIMIT_SECONDS:.0f} s")
-                    self._answers.put((graph, pickle.loads(connection.recv_bytes())))  # noqa: S301
+                    self._answers.put((graph, pickle.loads(connection.recv_bytes())))
+                    del graph
             except queue.Empty:
                 pass
             except (EOFError, OSError) as error:
@@ -157,5 +165,5 @@ class _Conversation:
 def _environment() -> dict[str, str]:
     """Return the environment of the process, with which it imports what this process imports."""
     threads = max(1, min(8, (os.cpu_count() or 1) // 2))
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}

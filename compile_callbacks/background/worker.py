@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import queue
@@ -36,12 +37,19 @@ def _receive(connection: Connection, requests: queue.SimpleQueue[bytes], parent:
 
 
 def _answer(request: bytes) -> bytes:
+    """Compile a graph. Of several processes with one cache and the same graph, one compiles, and the others load."""
+    from filelock import FileLock
+
+    from compile_callbacks import _torch
     from compile_callbacks._utils.messages import describe_failure, in_one_line
     from compile_callbacks.graphs.requests import CompileAnswer
 
     try:
-        # Only the process that started this one can write to the connection.
-        answer = pickle.loads(request).compile()  # noqa: S301
+        folder = _torch.inductor.cache_folder() / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"compile_callbacks_{hashlib.sha256(request).hexdigest()}.lock"):
+            # Only the process that started this one can write to the connection.
+            answer = pickle.loads(request).compile()
     except Exception as error:
         answer = CompileAnswer(problem=in_one_line(describe_failure(error)))
     return pickle.dumps(answer)

@@ -182,6 +182,6 @@ def conditions(
         "precision": precision,
         "ranks": str(ranks),
         "targets": ", ".join(targets),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # its class is not allowed in a checkpoint
         "triton": installed_version("triton") or "none",
     }

@@ -16,7 +16,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch.utils.hooks import RemovableHandle
 
 from compile_callbacks._utils.errors import warn_user, with_code
@@ -33,7 +33,7 @@ from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason, unsupported_strategy_reason
 from compile_callbacks.targets.resolve import present_names, resolve_targets
 from compile_callbacks.targets.target import Target
-from compile_callbacks.targets.users_compile import match_orig_mod_keys, unwrap_compiled
+from compile_callbacks.targets.users_compile import LIGHTNING_MODULE, match_orig_mod_keys, unwrap_compiled
 
 
 class LastReport:
@@ -50,7 +50,6 @@ class TrainerCall:
     """One running Trainer call."""
 
     trainer: Trainer
-    report_folder: str | None
     key_matcher: RemovableHandle  # the hook on the module that matches ``_orig_mod.`` keys
 
 
@@ -89,13 +88,9 @@ class TrainerCalls:
                 return
             self._close(call)
         self._nested.clear()
-        self._call = TrainerCall(
-            trainer=trainer,
-            report_folder=loggers.report_folder(trainer),  # found here once, because it needs a collective
-            key_matcher=match_orig_mod_keys(pl_module),
-        )
+        self._call = TrainerCall(trainer=trainer, key_matcher=match_orig_mod_keys(pl_module))
         stack_chunks.install_on(trainer)
-        _unwrap_compiled(pl_module, self.arguments)
+        _unwrap_compiled(pl_module, self.arguments, trainer)
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> Session | None:
         """Return the session of the call, or ``None`` in a nested call.
@@ -110,7 +105,7 @@ class TrainerCalls:
                 session.end()
                 session.free_compiled()
                 self.session = None
-            _unwrap_compiled(pl_module, self.arguments)  # again, because configure_model runs after setup
+            _unwrap_compiled(pl_module, self.arguments, trainer)  # again, because configure_model runs after setup
             if refused := unsupported_reason(pl_module, arguments.configs):
                 raise MisconfigurationException(with_code("CC802", refused))
             session = self.session = Session(
@@ -188,7 +183,7 @@ class TrainerCalls:
         report = self.last_report.report = self.report()
         loggers.log_scalars(trainer.loggers, report.scalars(), trainer.global_step)
         loggers.log_summary(trainer.loggers, report, trainer.global_step, self.arguments.recorded_graphs())
-        path = loggers.write_report(call.report_folder, trainer, report, exception)
+        path = loggers.write_report(trainer, report, exception)
         if self.session is None or not report.has_figures:
             return
         if exception is None:
@@ -201,13 +196,21 @@ class TrainerCalls:
             print_line(trainer, f"report: {path}")
 
 
-def _unwrap_compiled(pl_module: LightningModule, arguments: CompileArguments) -> None:
+def _unwrap_compiled(pl_module: LightningModule, arguments: CompileArguments, trainer: Trainer | None = None) -> None:
     """Undo the user's ``torch.compile``, so that ``_orig_mod.`` is in no key and this callback's settings apply."""
     if replaced := unwrap_compiled(pl_module, arguments.uncompiled):
         rank_zero_info(
             f"InductorCompile replaces your torch.compile of {', '.join(replaced)}: it compiles the original module "
             "with train_mode and infer_mode while a trainer runs. With the mode 'eager', a phase runs as compiled"
         )
+    children = [name for name in replaced if name != LIGHTNING_MODULE]
+    if children and trainer is not None and trainer.state.fn == "fit" and trainer.checkpoint_callbacks:
+        name = type(pl_module).__name__
+        message = (
+            f"the checkpoints of this fit have no '_orig_mod.' in their keys. If {name}.__init__ calls torch.compile "
+            f"for {', '.join(children)}, {name}.load_from_checkpoint will fail: remove torch.compile there"
+        )
+        rank_zero_only(warn_user)("CC405", message)
 
 
 def _resolve_again(pl_module: LightningModule, arguments: CompileArguments) -> Sequence[Target]:

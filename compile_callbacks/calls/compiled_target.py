@@ -32,6 +32,9 @@ TRACES_WITHOUT_GRAPH = 5
 """The maximum number of calls that torch traces without compiling a graph. torch 2.15 traces a target again in each
 call if the target calls ``torch.autograd.grad``. Such a call takes 50 times as long as eager."""
 
+MAX_REFREEZES = 2
+"""The maximum number of times that a target with frozen weights is compiled again in a stage, because they changed."""
+
 
 class CompiledTarget:
     """A target that is compiled for a phase.
@@ -56,6 +59,7 @@ class CompiledTarget:
         warn: WarnOnce | None = None,
         settings: TargetSettings | None = None,
         frozen: bool = False,
+        unfrozen: CompiledTarget | None = None,
         candidate: str | None = None,
         observed: ObservedCalls | None = None,
     ) -> None:
@@ -65,6 +69,8 @@ class CompiledTarget:
         self.ran = False
         self.compiles_whole = False
         self._frozen = frozen
+        self._unfrozen = unfrozen  # runs instead in a stage in which the frozen weights change often
+        self._refreezes = 0  # in this stage
         self._members = target.members
         self._shares_as_asked = target.asked_for and len(target.members) > 1
         self._recorder = recorder
@@ -106,6 +112,8 @@ class CompiledTarget:
         if compiled is None or self._frozen or hooks_changed:
             if self._frozen:
                 self._free_if_weights_changed()
+                if self._unfrozen is not None and self._refreezes > MAX_REFREEZES:
+                    return self._unfrozen.call(member, *args, **kwargs)
             compiled = function.get()
         if self._recorder.listener not in self._recorder.listeners:
             self._recorder.listen_after_reset()
@@ -296,14 +304,28 @@ class CompiledTarget:
 
     # ------------------------------------------------------------------------------------------ weights and memory
 
-    def invalidate_weights(self) -> None:
-        """Compare all weights at the next call. A stage begins, and a callback may have swapped the weights."""
+    def invalidate_weights(self, *, new_stage: bool) -> None:
+        """Compare all weights at the next call, because a callback may have swapped the weights."""
         self._weights_are_suspect = True
+        self._refreezes = 0 if new_stage else self._refreezes
 
     def _free_if_weights_changed(self) -> None:
         if self._weights.changed(thorough=self._weights_are_suspect) and self.backend.graphs:
             self.free_compiled()  # because each set of frozen weights would stay in memory
+            self._refreezes += not self._weights_are_suspect  # a change between two stages does not count
+            if self._unfrozen is not None and self._refreezes == MAX_REFREEZES + 1:
+                self._warn_of_changing_weights()
         self._weights_are_suspect = False
+
+    def _warn_of_changing_weights(self) -> None:
+        reason = "freezing has no effect in a stage whose steps change the weights"
+        self._recorder.record("freezing", self.key, reason=reason, show=False)
+        message = (
+            f"{reason}: target {self.key.target!r} was compiled {self._refreezes} times, and runs without frozen "
+            "weights for the rest of the stage. Set freezing=False in infer_mode"
+        )
+        self._warnings += (("CC204", message, (self.key.target, "refreezes")),)
+        self._issue_warnings()
 
     def free_compiled(self) -> None:
         """Free the compiled code with its frozen weights. The next call compiles again."""

@@ -49,6 +49,7 @@ class PhaseSwitch:
         self._dispatchers: dict[Target, list[Dispatcher]] = {}
         self._compiled_targets: dict[tuple[Target, Phase, str | None, bool], CompiledTarget] = {}
         self._installed = False
+        self._decided: set[Phase] = set()  # the phases whose variants are not on trial
         self._selected: tuple[Phase, Variant, bool] | None = None
         self.add(targets)
 
@@ -119,7 +120,9 @@ class PhaseSwitch:
 
     def _select_for(self, target: Target, phase: Phase, variant: Variant, weights_frozen: bool) -> None:
         for dispatcher in self._dispatchers[target]:
-            dispatcher.selected = self._call_of(target, dispatcher, phase, variant, weights_frozen=weights_frozen)
+            dispatcher.selected = self._call_of(
+                target, dispatcher, phase, variant, weights_frozen=weights_frozen, in_stage=True
+            )
 
     def select_by_grad_mode(self, variants: Mapping[Phase, Variant], *, weights_frozen: bool = False) -> None:
         """Let the grad mode of each call select the phase: train if grad is enabled, else infer."""
@@ -139,28 +142,45 @@ class PhaseSwitch:
         variant: Variant,
         *,
         weights_frozen: bool = False,
+        in_stage: bool = False,
     ) -> Callable[..., Any]:
-        """Return the function that a target runs in a phase."""
+        """Return the function that a target runs in a phase. In a stage, frozen weights may change only a few times."""
         if phase in self._uncompiled:
             return dispatcher.compiled_by_user or dispatcher.eager
         config = variant.config
         if config is None:
             return self._observed.of(target.name, phase).recording(dispatcher.eager, dispatcher.callee.module)
         frozen = weights_frozen and phase == "infer" and config.freezes and self._can_freeze(target)
+        unfrozen = self._compiled_target(target, phase, variant) if frozen and in_stage else None
+        return functools.partial(
+            self._compiled_target(target, phase, variant, frozen=frozen, unfrozen=unfrozen).call, dispatcher.callee
+        )
+
+    def _compiled_target(
+        self,
+        target: Target,
+        phase: Phase,
+        variant: Variant,
+        *,
+        frozen: bool = False,
+        unfrozen: CompiledTarget | None = None,
+    ) -> CompiledTarget:
         key = target, phase, variant.name, frozen
         if key not in self._compiled_targets:
+            assert variant.config is not None
             self._compiled_targets[key] = CompiledTarget(
                 target,
                 phase,
-                config,
+                variant.config,
                 recorder=self._recorder,
                 warn=self._warn,
-                settings=self._settings if variant.name is None else self._settings.for_trial(),
+                settings=self._settings if phase in self._decided or not variant.name else self._settings.for_trial(),
                 frozen=frozen,
+                unfrozen=unfrozen,
                 candidate=variant.name,
                 observed=self._observed.of(target.name, phase),
             )
-        return functools.partial(self._compiled_targets[key].call, dispatcher.callee)
+        return self._compiled_targets[key]
 
     def _can_freeze(self, target: Target) -> bool:
         if target.shares_code or target.members[0].sharded:
@@ -184,6 +204,7 @@ class PhaseSwitch:
 
     def free_other_variants(self, phase: Phase, variants: Collection[str | None], *, on_trial: bool) -> None:
         """Free the compiled code of a phase, except for these variants. Their trial ends unless they are on trial."""
+        (self._decided.discard if on_trial else self._decided.add)(phase)
         for key in [key for key in self._compiled_targets if key[1] == phase]:
             if key[2] not in variants:
                 self._compiled_targets.pop(key).free_compiled()
@@ -195,10 +216,10 @@ class PhaseSwitch:
         for compiled_target in self.compiled_targets():
             compiled_target.free_compiled()
 
-    def invalidate_weights(self) -> None:
+    def invalidate_weights(self, *, new_stage: bool) -> None:
         """Compare frozen weights with the module's weights before their next use."""
         for compiled_target in self.compiled_targets():
-            compiled_target.invalidate_weights()
+            compiled_target.invalidate_weights(new_stage=new_stage)
 
     def _all_dispatchers(self) -> list[Dispatcher]:
         return [dispatcher for dispatchers in self._dispatchers.values() for dispatcher in dispatchers]

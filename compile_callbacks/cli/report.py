@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compile_callbacks.report.console import grouped_table, print_report, print_table, print_texts
-from compile_callbacks.report.data import FILE_NAME
-from compile_callbacks.report.file import read_records, report_in
+from compile_callbacks.report.data import FILE_NAME, VERSION
+from compile_callbacks.report.file import read_records
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.report.table import sections, zeros_line
 
 _DESCRIPTION = f"""\
-Print what compiling cost and gained, from the {FILE_NAME} files that InductorCompile writes into the log directory at
-the end of each trainer call. PATH is such a file or a folder. Folders are searched recursively.
+Print what compiling cost and gained, from the {FILE_NAME} files that InductorCompile writes into the folder of a logger
+at the end of each trainer call, and from files of CompileReport.save. PATH is such a file or a folder. Folders are
+searched recursively.
 """
 _COLUMN_WIDTH = 28
 
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
     parser.description = _DESCRIPTION
     add = parser.add_argument
-    add("path", nargs="+", type=Path, metavar="PATH", help=f"a log directory, or a {FILE_NAME}")
+    add("path", nargs="+", type=Path, metavar="PATH", help=f"a log directory, or a file such as {FILE_NAME}")
     add("--compare", action="store_true", help="print the last call of each run in one table, side by side")
     add("--json", action="store_true", help="print the records as JSON")
 
@@ -65,7 +66,9 @@ def _read_calls(path: Path, errors: list[str]) -> list[_Call]:
         return []
     files = sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]
     if not files:
-        errors.append(f"{path} contains no {FILE_NAME}; a run with InductorCompile writes one when it ends")
+        errors.append(
+            f"{path} contains no {FILE_NAME}; a run with InductorCompile and a logger writes one when it ends"
+        )
     calls = []
     for file in files:
         try:
@@ -75,7 +78,7 @@ def _read_calls(path: Path, errors: list[str]) -> list[_Call]:
             continue
         for number, record in enumerate(records, 1):
             try:
-                call = _Call(file, record, report_in(record))
+                call = _Call(file, record, _report_in(record))
                 str(call.report), sections(call.report)  # raises if the report cannot be printed
                 calls.append(call)
             except Exception as error:
@@ -83,9 +86,19 @@ def _read_calls(path: Path, errors: list[str]) -> list[_Call]:
     return calls
 
 
+def _report_in(record: object) -> CompileReport:
+    """Return the report in a record. A figure that is missing or has a wrong type gets its default."""
+    if not isinstance(record, dict) or record.get("version") != VERSION:
+        raise ValueError(f"not a record of version {VERSION}")
+    if not isinstance(record.get("report"), dict):
+        raise ValueError("contains no report")
+    return CompileReport.from_dict(record["report"])
+
+
 def _print_in_full(call: _Call) -> None:
     record = call.record
-    head = [str(call.path), *(f"{name} {record.get(name, 'unknown')}" for name in ("call", "time", "global_step"))]
+    values = {name: record.get(name) for name in ("call", "time", "global_step")}
+    head = [str(call.path), *(f"{name} {value}" for name, value in values.items() if value is not None)]
     head += [f"ended by {record['exception']}"] if record.get("exception") else []
     sys.stdout.write(", ".join(head) + "\n")
     print_report(call.report)

@@ -19,6 +19,8 @@ _MAX_GRADIENT_TOLERANCE = 1 / 64  # values that cross a ReLU's zero moved float3
 _DIRECTION_FACTOR = 8  # the error that a gradient's direction may have, as a multiple of the error of its norm
 _WRONG = 0.5  # no rounding error of a tensor is half as large as the tensor itself
 _CHUNK = 2**22  # elements to compare at once, which bounds the memory of a comparison
+COMPARISON_BYTES = 8 * 8 * _CHUNK
+"""The memory that a comparison takes in addition to the compared tensors: eight chunks in float64."""
 
 
 @dataclass(frozen=True)

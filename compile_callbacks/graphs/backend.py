@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -17,7 +16,8 @@ from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.compiled_graph import CompiledGraph, CudaGraph, EagerGraph
 from compile_callbacks.graphs.failures import EagerFallback
-from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, WaitingGraph
+from compile_callbacks.graphs.requested_graph import RequestedGraph
+from compile_callbacks.graphs.requests import CompileRequest
 from compile_callbacks.graphs.verification import Verification
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
@@ -55,6 +55,7 @@ class GraphBackend:
         self._fallback = fallback
         self._template_checked = False
         self._generated: list[ModuleType] = []
+        self.requested: list[RequestedGraph] = []  # the graphs that another process compiles
         self._compiles_here = False  # whether another process could not compile a graph
 
     def compile(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -78,19 +79,23 @@ class GraphBackend:
         member = self._first()
         assert member is not None  # because it is being called
         statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
-        graph = CompiledGraph(
+        new_graph = functools.partial(
+            CompiledGraph,
             EagerGraph(eager, self._fallback),
             operator.itemgetter(*statistics) if statistics else None,
             self._key if torch.is_grad_enabled() and not member.sharded else None,
             self._recorder.executions,
         )
-        use = functools.partial(self._use, graph, eager, options, device)
-        if not self._requests_code(graph_module, example_inputs, options, eager, use):
+        use = functools.partial(self._use, eager=eager, options=options, device=device)
+        graph = self._requested_graph(graph_module, example_inputs, options, eager, new_graph, use)
+        if graph is None:
             compiled = self._compile_with_passes(graph_module, example_inputs, options)
             if isinstance(compiled, Exception):
                 return self._run_graph_eagerly(eager, compiled)
-            self._recorder.count_graph()  # after the compile, because Dynamo may restart its analysis and call this again
-            use(compiled)
+            # After the compile, because Dynamo may restart its analysis and call this again.
+            self._recorder.count_graph()
+            graph = new_graph()
+            use(graph, compiled)
         self.graphs += 1
         self._fallback.eventful_call().graphs += 1
         self.weights += sum(isinstance(value, torch.nn.Parameter) for value in example_inputs)
@@ -99,10 +104,11 @@ class GraphBackend:
     def _use(
         self,
         graph: CompiledGraph,
+        compiled: Callable[..., Any],
+        *,
         eager: torch.fx.GraphModule,
         options: Mapping[str, Any],
         device: torch.device,
-        compiled: Callable[..., Any],
     ) -> None:
         """Let the next call of a graph run its compiled code, and compare it with eager."""
         uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
@@ -115,98 +121,45 @@ class GraphBackend:
             )
         graph.compiled, graph.eager = compiled, None
 
-    # ------------------------------------------------------------------------------------------ in another process
-
-    def _requests_code(
+    def _requested_graph(
         self,
         graph_module: torch.fx.GraphModule,
         inputs: Sequence[Any],
         options: Mapping[str, Any],
         eager: torch.fx.GraphModule,
-        use: Callable[[Callable[..., Any]], None],
-    ) -> bool:
-        """Request the compiled code of a graph from another process. Return whether this is possible."""
-        requests = self._fallback.settings.requests
-        if requests is None or self._compiles_here:
-            return False
+        new_graph: Callable[[], CompiledGraph],
+        use: Callable[[CompiledGraph, Callable[..., Any]], None],
+    ) -> Callable[..., Any] | None:
+        """Request the code of a graph from another process, or return ``None`` if this process must compile it."""
+        settings, requests = self._fallback.settings, self._fallback.settings.requests
+        if requests is None or self._compiles_here or (settings.on_trial and not requests.takes_trials):
+            return None
         try:
-            self._check_portable(eager)
+            for reason, applies in (
+                ("its weights are frozen", self._key.frozen),
+                ("its repeated blocks are regions", self._fallback.has_regions),
+                ("it contains a collective", _torch.graphs.has_collective(eager)),
+            ):
+                if applies:
+                    raise _torch.portable_graphs.NotPortableError(reason)
             request = CompileRequest(
                 graph=_torch.portable_graphs.portable_graph(graph_module, inputs),
                 phase=self._key.phase,
                 options=options,
                 passes=self._passes,
                 activation_memory_budget=self._config.activation_memory_budget,
-            ).pickled()
+            )
+            request.pickled()
         except _torch.portable_graphs.NotPortableError as error:
             self._recorder.record("foreground", self._key, reason=str(error))
-            return False
-        if requests.failure is None:
-            requests.waiting.append(
-                WaitingGraph(
-                    key=self._key,
-                    request=request,
-                    load=functools.partial(self._load, eager, options, use),
-                    compile_here=self._compile_here,
-                )
-            )
-        return True
-
-    def _check_portable(self, eager: torch.fx.GraphModule) -> None:
-        reasons = {
-            "its weights are frozen": self._key.frozen,
-            "its repeated blocks are regions": self._fallback.has_regions,
-            "it contains a collective": _torch.graphs.has_collective(eager),
-        }
-        for reason, applies in reasons.items():
-            if applies:
-                raise _torch.portable_graphs.NotPortableError(reason)
-
-    def _load(
-        self,
-        eager: torch.fx.GraphModule,
-        options: Mapping[str, Any],
-        use: Callable[[Callable[..., Any]], None],
-        answer: CompileAnswer,
-    ) -> None:
-        """Load the compiled code of a graph, and use it from its next call on."""
-        started = time.perf_counter()
-        try:
-            compiled = _torch.portable_graphs.load(answer.artifact, options)
-        except Exception as error:
-            self._fallback.compiler_failed(error, what="the code that the helper process compiled cannot be loaded")
-            return
-        is_valid = _torch.portable_graphs.guard_of(answer.guards)
-        use(compiled if is_valid is None else self._checked(compiled, eager, is_valid))
-        self._recorder.record(
-            "compile",
-            self._key,
-            part="load",
-            seconds=time.perf_counter() - started,
-            saved_mib=answer.saved_bytes / 2**20 if answer.backward_seconds else None,
-            graphs=1,
-        )
-        self._recorder.record("background", self._key, seconds=answer.seconds)
-        self._recorder.record("cache", self._key, cache_hits=int(answer.cached), cache_misses=int(not answer.cached))
-        self._record_passes(answer.pass_runs, ())
-
-    def _checked(
-        self, compiled: Callable[..., Any], eager: torch.fx.GraphModule, is_valid: Callable[[Sequence[Any]], bool]
-    ) -> Callable[..., Any]:
-        """Return compiled code that is called only with the sizes for which it is valid."""
-        executions, run_eagerly = self._recorder.executions, EagerGraph(eager, self._fallback)
-
-        def call(*inputs: Any) -> Any:
-            if is_valid(inputs):
-                return compiled(*inputs)
-            executions.graphs -= 1  # the caller counted this call
-            return run_eagerly(*inputs)
-
-        return call
+            return None
+        graph = RequestedGraph(request, requests, self._fallback, new_graph, use, self._compile_here)
+        self.requested.append(graph)
+        return graph if request.graph.symbols else graph.first
 
     def _compile_here(self, reason: str) -> None:
         """Compile the target in this process from its next call on."""
-        self._compiles_here = True
+        self._compiles_here, self.graphs = True, 0
         self._recorder.record("foreground", self._key, reason=reason)
         self.free()
 
@@ -218,6 +171,11 @@ class GraphBackend:
         else:
             shortage = type(shortage)(str(shortage))  # a copy, because the traceback keeps tensors alive
         return EagerGraph(eager, self._fallback, shortage)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a graph has no compiled code yet."""
+        return any(graph.waits for graph in self.requested) or (self._compiles_here and not self.graphs)
 
     @property
     def weights_in_graphs(self) -> tuple[int, int] | None:
@@ -253,7 +211,7 @@ class GraphBackend:
             passes = pass_options(self._passes, self._key.phase, runs.append, skipped=skipped)
             try:
                 with _torch.inductor.generated_with_constants() as generated:
-                    compiled = _torch.inductor.compile_graph(
+                    compiled: Callable[..., Any] = _torch.inductor.compile_graph(
                         graph,
                         inputs,
                         options={**options, **passes},
@@ -311,6 +269,9 @@ class GraphBackend:
 
     def free(self) -> None:
         """Free the compiled code, with its frozen weights."""
+        for graph in self.requested:
+            graph.cancel()
+        self.requested.clear()
         _torch.dynamo.forget_compiled(self.compile)
         _torch.inductor.forget_generated(self._generated)
         self._generated.clear()

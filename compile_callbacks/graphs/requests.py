@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compile_callbacks import _torch
@@ -23,7 +23,6 @@ class CompileAnswer:
         artifact: The compiled code, as torch serializes it.
         guards: The condition on the inputs for which the code is valid.
         seconds: The duration of the compile.
-        backward_seconds: The share of ``seconds`` that compiled the backward graph.
         saved_bytes: The memory of the activations that the graph saves for its backward pass.
         cached: Whether the code is from torch's cache.
         pass_runs: The runs of graph passes.
@@ -33,7 +32,6 @@ class CompileAnswer:
     artifact: bytes = b""
     guards: str | None = None
     seconds: float = 0.0
-    backward_seconds: float = 0.0
     saved_bytes: int = 0
     cached: bool = False
     pass_runs: tuple[PassRun, ...] = ()
@@ -64,15 +62,17 @@ class CompileRequest:
             raise NotPortableError("a graph pass or an option is a part of the script itself (__main__)")
         return data
 
+    def with_sizes(self, inputs: Sequence[Any]) -> CompileRequest:
+        """Return the request for the sizes of a call."""
+        return replace(self, graph=self.graph.with_sizes(inputs))
+
     def compile(self) -> CompileAnswer:
         """Compile the graph in this process."""
         runs: list[PassRun] = []
-        backward_seconds, saved_bytes = 0.0, 0
+        saved_bytes: list[int] = []
 
         def add_backward(graph: Any, seconds: float) -> None:
-            nonlocal backward_seconds, saved_bytes
-            backward_seconds += seconds
-            saved_bytes += _torch.inductor.saved_bytes(graph)
+            saved_bytes.append(_torch.inductor.saved_bytes(graph))
 
         started, hits = time.perf_counter(), _torch.events.cache_hits()
         with _torch.portable_graphs.restored(self.graph) as (graph_module, inputs):
@@ -88,14 +88,13 @@ class CompileRequest:
             artifact=artifact,
             guards=guards,
             seconds=time.perf_counter() - started,
-            backward_seconds=backward_seconds,
-            saved_bytes=saved_bytes,
+            saved_bytes=sum(saved_bytes),
             cached=_torch.events.cache_hits() > hits,
             pass_runs=tuple(runs),
         )
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class WaitingGraph:
     """A captured graph that runs eagerly until its compiled code is loaded.
 
@@ -104,12 +103,14 @@ class WaitingGraph:
         request: The pickled `CompileRequest`.
         load: Loads the compiled code of an answer.
         compile_here: Lets the target compile in this process instead, for the given reason.
+        sent_to: The process that has got the request.
     """
 
     key: CompileKey
     request: bytes
     load: Callable[[CompileAnswer], None]
     compile_here: Callable[[str], None]
+    sent_to: object = None
 
 
 @dataclass(eq=False)
@@ -119,11 +120,14 @@ class RequestQueue:
     Attributes:
         waiting: The graphs, in the order of their requests.
         failure: The reason why no further graph is compiled.
+        takes_trials: Whether candidates of a `Tune` are compiled. Not with several ranks, which measure together.
     """
 
     waiting: list[WaitingGraph] = field(default_factory=list)
     failure: str | None = None
+    takes_trials: bool = True
 
     def waits(self, phase: Phase, candidate: str | None) -> bool:
-        """Return whether a graph of a variant has no compiled code yet."""
-        return any((graph.key.phase, graph.key.candidate) == (phase, candidate) for graph in self.waiting)
+        """Return whether another process will compile a graph of a variant."""
+        waiting = [graph for graph in self.waiting if graph.key.phase == phase and graph.key.candidate == candidate]
+        return self.failure is None and bool(waiting)

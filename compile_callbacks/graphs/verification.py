@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.device import free_memory
 from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.graphs.accuracy import (
+    COMPARISON_BYTES,
     Comparison,
     Results,
     compare_results,
@@ -92,6 +94,7 @@ class Verification:
             self.fallback.eventful_call().region_failure = f"the result differs from eager: {comparison.reason}"
             return False
         settings, (target, phase) = self.fallback.settings, self.fallback.key[:2]
+        self.fallback.recorder.compiles_seen += 1
         fix = None
         if comparison.verdict == "not compared" and comparison.reason in (_DROPOUT, _RANDOM_NUMBERS):
             mode = self.fallback.recorder.mode_arguments[phase]
@@ -162,6 +165,8 @@ class Verification:
                 facts = _torch.graphs.examine_graph(self.eager, aliases)
                 in_users_call = self.uses_cudagraphs or facts.has_subclasses or self._has_constants()
                 with_gradients = trains and not in_users_call
+                device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+                check_memory(needed_bytes(facts, inputs, with_gradients=with_gradients), free_memory(device))
                 runs = _Runs(inputs, names, facts.written, with_gradients=with_gradients)
                 expected = runs.run(self._eager_function())
                 drew = random_state.drawn()
@@ -337,6 +342,28 @@ def _tensor_over(storage: torch.UntypedStorage, like: torch.Tensor, dtype: torch
         raise TypeError(f"the graph writes to a {type(like).__name__}")
     empty = torch.empty(0, dtype=dtype or like.dtype, device=like.device)
     return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
+
+
+def needed_bytes(facts: _torch.graphs.GraphFacts, inputs: Sequence[Any], *, with_gradients: bool) -> int:
+    """Return the memory that a comparison may need: the values of the graph, gradients, and copies of written inputs.
+
+    With gradients, this is an upper bound, because eager execution does not save all values for the backward pass.
+    """
+    needed: int = COMPARISON_BYTES + 2 * sum(inputs[position].nbytes for position in facts.written)
+    if not with_gradients:
+        return needed + facts.peak_bytes
+    gradients: int = sum(value.nbytes for value in inputs if isinstance(value, torch.Tensor) and value.requires_grad)
+    # The outputs of the eager run are kept for the comparison, and each output gets a random gradient. An operator of
+    # the backward pass may need two more values, the gradient of its input and a temporary one.
+    others = 3 * facts.output_bytes + 2 * max(facts.value_bytes, default=0)
+    return needed + gradients + sum(facts.value_bytes) + others
+
+
+def check_memory(needed: int, free: int | None) -> None:
+    """Raise an error if a comparison may need more than the free bytes, because the user's process would run out."""
+    if free is not None and needed > free:
+        mib, free_mib = needed / 2**20, free / 2**20
+        raise torch.OutOfMemoryError(f"the comparison may need {mib:,.0f} MiB, and {free_mib:,.0f} MiB are free")
 
 
 def _address(value: torch.Tensor) -> int:

@@ -36,7 +36,9 @@ EVENT_KINDS = {
     "foreground": EventKindInfo(
         "Not compiled in the background", "foreground compile", "{target} compiles in the foreground: {reason}"
     ),
-    "background": EventKindInfo("Compiled in the background"),
+    "background": EventKindInfo("Compiled in the background", line="the compiled code of {target} is loaded"),
+    "not_requested": EventKindInfo("Not compiled", line="{target} stays eager: {reason}"),
+    "sent_back": EventKindInfo("Sent back to eager", line="{target} runs eagerly again: {reason}"),
     "compile": EventKindInfo("Compiles"),
     "verify": EventKindInfo("Comparisons with eager"),
 }
@@ -48,7 +50,7 @@ EventKind = str
 Result = Literal["differs", "equal", "outputs only", "not compared"]
 """The result of comparing a graph with eager. ``"outputs only"``: outputs are equal, gradients were not compared."""
 
-Verdict = Literal[Outcome, "too few samples", "compile time not repaid", "not compiled"]
+Verdict = Literal[Outcome, "too few samples", "compile time not repaid", "not compiled", "still compiling"]
 """The result of comparing the step times of a phase."""
 
 CompilePart = Literal["graph", "backward", "cudagraph", "load"]

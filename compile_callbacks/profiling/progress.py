@@ -47,6 +47,10 @@ class CompileProgress:
                 if isinstance(value, float):
                     self._last.setdefault(phase, {})[target] = value
 
+    def known_seconds(self, phase: Phase) -> float:
+        """Return the seconds of the compiles of a phase in the last run, or 0 if unknown."""
+        return sum(self._last.get(phase, {}).values())
+
     def compile_begins(self, key: CompileKey) -> None:
         """Print a line after one second of compiling, and more lines until `compile_ends`."""
         self._over = threading.Event()
@@ -63,6 +67,8 @@ class CompileProgress:
     def show(self, event: CompileEvent) -> None:
         """Print the reason for an event, unless the phase already has `MAX_LINES` lines of this kind."""
         info = EVENT_KINDS[event.kind]
+        if event.kind == "background":
+            self._remember(event.phase, event.target, event.seconds or 0.0)
         if not info.line:
             return
         self._events[event.kind, event.phase] += 1
@@ -91,5 +97,8 @@ class CompileProgress:
             self._print_line(f"still compiling {what}: {self._clock() - started:.0f} s")
         seconds = self._clock() - started
         self._print_line(f"compiling {what} took {seconds:.1f} s")  # also if the compiler failed
-        of_phase = self._seconds.setdefault(key.phase, {})
-        of_phase[key.target] = max(round(seconds, 1), of_phase.get(key.target, 0.0))
+        self._remember(key.phase, key.target, seconds)
+
+    def _remember(self, phase: Phase, target: str, seconds: float) -> None:
+        of_phase = self._seconds.setdefault(phase, {})
+        of_phase[target] = max(round(seconds, 1), of_phase.get(target, 0.0))

@@ -85,7 +85,8 @@ class CompileRecorder:
         self.step: int | None = None
         """The number of the running step, which the recorder stores in events."""
         self.compiles_seen = 0
-        """Number of compiles in this process, including the user's own. It grows if torch compiles in a step."""
+        """Number of compiles in this process, including the user's own, and of loads and comparisons of graphs. A step
+        in which it grows takes longer than usual."""
         self.traces_seen = 0
         """The same without recordings of CUDA graphs."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.config.variant import WAITING_VARIANT
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
 from compile_callbacks.profiling.workload import Workload
@@ -38,6 +39,9 @@ def savings(timer: StepTimer, phase: Phase, variant: str | None = None, other_se
     for key, steps, ms in timer.totals(phase):
         if key.kind == "compiling":
             cost_ms += ms - steps * eager_ms.get(key.stage, 0.0)
+        elif key.variant == WAITING_VARIANT.name:
+            waiting_ms = _typical_ms(timer.windows(phase, key.variant, key.kind))
+            cost_ms += steps * (waiting_ms.get(key.stage, 0.0) - eager_ms.get(key.stage, 0.0)) if waiting_ms else 0.0
         elif key.kind != "eager" and key.stage in eager_ms:
             compiled_ms = _typical_ms(timer.windows(phase, key.variant, key.kind)).get(key.stage, 0.0)
             share = _saved_share(timer.times(phase, key.variant, key.kind)) or 0.0

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from compile_callbacks._utils.phases import EAGER, Phase
+from compile_callbacks.config.variant import WAITING_VARIANT
 from compile_callbacks.profiling.comparison import Comparison, median_ms
 from compile_callbacks.profiling.events import CompileEvent, EventKind, Result, Verdict
 from compile_callbacks.profiling.memory import PeakMemory
@@ -32,6 +33,7 @@ class PhaseFacts:
     timer: StepTimer
     memory: PeakMemory
     trials: tuple[dict[str, Any], ...]
+    waits: bool  # whether the helper process still compiles a graph
     with_details: bool  # whether the verdict, the series and the events are needed
 
     @cached_property
@@ -146,6 +148,26 @@ class PhaseFacts:
             return None
         return savings(self.timer, self.phase, self.candidate, self._seconds_outside_steps)
 
+    @property
+    def load_seconds(self) -> float | None:
+        loads = [event.seconds or 0 for event in self.events("compile") if event.part == "load"]
+        return sum(loads) if loads else None
+
+    @property
+    def background_seconds(self) -> float | None:
+        compiles = self.events("background")
+        return sum(event.seconds or 0 for event in compiles) if compiles else None
+
+    @property
+    def waiting_steps(self) -> int:
+        return self.timer.steps(self.phase, WAITING_VARIANT.name).total()
+
+    @property
+    def waiting_ms(self) -> float | None:
+        windows = self.timer.windows(self.phase, WAITING_VARIANT.name, "eager")
+        waiting = [window for workload, of in windows.items() if workload == self.times.workload for window in of]
+        return median_ms([ms for window in waiting for ms in window])
+
     @cached_property
     def comparison(self) -> Comparison | None:
         return self.times.comparison
@@ -163,7 +185,7 @@ class PhaseFacts:
         if not self.with_details:
             return None
         if self._config is not None and 2 * self.steps["eager"] > self.steps.total():
-            return "not compiled"
+            return "still compiling" if self.waits else "not compiled"
         if self.comparison is None:
             return "too few samples" if self._config is not None and self.steps.total() else None
         outcome = self.comparison.outcome

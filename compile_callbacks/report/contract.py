@@ -119,8 +119,9 @@ def _checked(path: Path, prefix: str, data: Any, types: Mapping[str, Any]) -> di
 
 def make_contract(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the contract that allows the figures of a record, for each compiled phase, and the figures left out."""
-    contract: dict[str, Any] = {"version": VERSION, "call": record["call"], "margin": MARGIN}
-    contract["torch"] = record["environment"]["torch"]
+    contract: dict[str, Any] = {"version": VERSION, "margin": MARGIN, "torch": record["environment"]["torch"]}
+    if record["call"] is not None:  # CompileReport.save does not know the call
+        contract["call"] = record["call"]
     left_out = []
     for phase in PHASES:
         data = record["report"][phase]

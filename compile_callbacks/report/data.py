@@ -47,6 +47,17 @@ def _cache(report: PhaseReport) -> str:
     return f"{hits} / {misses}" if hits or misses else NOTHING
 
 
+def _passes(details: PhaseDiagnostics) -> str:
+    lines = []
+    for name in dict.fromkeys(run["name"] for run in details.passes):
+        runs = [run for run in details.passes if run["name"] == name]
+        changed = [run["changed"] for run in runs if "changed" in run]
+        ran = f"{sum(changed)} of {len(changed)} graphs changed" if changed else "did not run"
+        cached = len(runs) - len(changed)
+        lines.append(f"{name}: {ran}" + (f", {cached} from the cache" if cached else ""))
+    return "\n".join(lines) or NOTHING
+
+
 @dataclass(frozen=True, kw_only=True)
 class PhaseDiagnostics(Figures):
     """The details of a `PhaseReport`. A figure that was not measured is ``None``."""
@@ -87,6 +98,13 @@ class PhaseDiagnostics(Figures):
         lambda facts: facts.memory.peak(facts.phase, facts.candidate).at_most_mib
     )
     """An upper bound of this peak if compiled steps did not raise the peak of the process."""
+    load_seconds: float | None = figure(lambda facts: facts.load_seconds)
+    """The share of `compile_seconds` that loaded code of the helper process. The rest captured the graphs."""
+    waiting_steps: int = figure(lambda facts: facts.waiting_steps, "compile", COUNT, default=0, row="steps meanwhile")
+    """Number of steps that ran eagerly while the helper process compiled."""
+    waiting_step_ms: float | None = figure(lambda facts: facts.waiting_ms, "speed", "{:.2f}", row="step meanwhile ms")
+    """Median time of these steps, in milliseconds. The helper process may slow them. `net_seconds_saved` contains the
+    difference from `eager_step_ms`."""
     saved_for_backward_mib: float | None = figure(
         lambda facts: facts.saved_mib,
         "speed",
@@ -101,7 +119,9 @@ class PhaseDiagnostics(Figures):
     causes small differences; verification compares [relative to the size of the tensor](limits.md#verification)."""
     skipped_passes: int = count("pass_skipped")
     """Number of graphs that were compiled without a custom graph pass because the pass failed."""
-    passes: tuple[dict[str, Any], ...] = figure(lambda facts: facts.passes, default=())
+    passes: tuple[dict[str, Any], ...] = figure(
+        lambda facts: facts.passes, "compile", _passes, row="graph passes", default=()
+    )
     """One mapping for each graph and custom graph pass, in order: `target`, `name`, `hook`, and the fields of
     `PassRun`, or `from_cache` if the graph was loaded from torch's cache."""
     steps: dict[str, int] = figure(lambda facts: dict(facts.steps), default=dict)
@@ -152,6 +172,10 @@ class PhaseReport(Figures):
     )
     """Seconds in which torch traced the code, compiled forward and backward graphs, and recorded CUDA graphs. With a
     `Tune`, the sum over all candidates. Does not include verification and compiles of your own functions."""
+    background_seconds: float | None = figure(
+        lambda facts: facts.background_seconds, "compile", "{:.1f}", row="compiled in the background s"
+    )
+    """Seconds in which the helper process of `background=True` compiled, while training went on."""
     graphs: int = figure(
         lambda facts: sum(facts.values("graphs")), "compile", COUNT, default=0, scalar="compile/PHASE/graphs"
     )

@@ -1,4 +1,4 @@
-"""Writes and reads ``compile_report.json`` in the log directory: a JSON list with one record for each trainer call."""
+"""Writes and reads ``compile_report.json``: a JSON list with one record for each trainer call."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import torch
 
 from compile_callbacks._utils.errors import warn_user
 from compile_callbacks._utils.fingerprints import installed_version
-from compile_callbacks.report.data import FILE_NAME, VERSION
-from compile_callbacks.report.report import CompileReport
+from compile_callbacks.report.data import FILE_NAME, VERSION, RunReport
 
 _MAX_RECORDS = 100  # limited, because each call rewrites the file and a notebook may call validate many times
 _PACKAGES = ("torch", "triton", "lightning", "compile-callbacks")
 
 
-def make_record(report: CompileReport, call: str, *, step: int, exception: BaseException | None) -> dict[str, Any]:
-    """Return the record of a trainer call as JSON-ready data."""
+def make_record(
+    report: RunReport, call: str | None = None, *, step: int | None = None, exception: BaseException | None = None
+) -> dict[str, Any]:
+    """Return the record of a trainer call, or of a report alone, as JSON-ready data."""
     return {
         "version": VERSION,
         "call": call,
@@ -63,15 +64,6 @@ def _parse(content: bytes) -> list[Any]:
     if not isinstance(records, list):
         raise ValueError("not a list of records")
     return records
-
-
-def report_in(record: object) -> CompileReport:
-    """Return the report in a record. A figure that is missing or has a wrong type gets its default."""
-    if not isinstance(record, dict) or record.get("version") != VERSION:
-        raise ValueError(f"not a record of version {VERSION}")
-    if not isinstance(record.get("report"), dict):
-        raise ValueError("contains no report")
-    return CompileReport.from_dict(record["report"])
 
 
 def environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Writes the reports of `InductorCompile` and `AOTInductorExport` to Lightning's loggers and to the log directory.
+"""Writes the reports of `InductorCompile` and `AOTInductorExport` to Lightning's loggers and their folder.
 
 Call these functions on every rank: only rank zero writes. If a logger or a directory fails, the functions warn.
 """
@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import logging
 import mmap
+import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,32 +40,37 @@ PLOT_TAG = "compile_report/steps"
 _log = logging.getLogger("lightning.pytorch")  # users silence it together with Lightning's messages
 
 _CHARTS = {
-    "step time in ms: eager (flat line), compiled (median so far)": (
-        "step/{phase}/eager_ms",
-        "step/{phase}/compiled_ms",
-    ),
-    "net seconds saved": ("step/{phase}/net_seconds_saved",),
-    "seconds spent compiling": ("compile/{phase}/seconds",),
-    "recompiles": ("compile/{phase}/recompiles",),
     "peak memory of a compiled step in MiB": ("step/{phase}/peak_memory_mib",),
+    "recompiles": ("compile/{phase}/recompiles",),
+    "seconds spent compiling": ("compile/{phase}/seconds",),
+    "net seconds saved": ("step/{phase}/net_seconds_saved",),
+    "step time in ms: compiled (line), eager (edge of the shade)": (
+        "step/{phase}/compiled_ms",
+        "step/{phase}/eager_ms",
+    ),
 }
+"""The scalar of each line, and of the other edge of the shade next to it. TensorBoard 2 shows the last chart first."""
 
 
-def _layout() -> dict[str, dict[str, list[Any]]]:
-    """Return the charts of the custom-scalars tab, by phase. The chart of the peak memory needs a GPU."""
+def _layout(prefix: str) -> dict[str, dict[str, list[Any]]]:
+    """Return the charts of the custom-scalars tab, by phase. The chart of the peak memory needs a GPU.
+
+    A margin chart draws a line and a shade. TensorBoard colors lines by run, so two lines of a run look the same, and
+    it smooths all charts but margin charts.
+    """
     charts = {title: tags for title, tags in _CHARTS.items() if torch.cuda.is_available() or "memory" not in title}
     return {
         f"torch.compile, {phase} phase": {
-            # TensorBoard matches these regular expressions from the start, and a logger's prefix may precede the tag.
-            title: ["Multiline", [rf"(.*-)?{tag.format(phase=phase)}$" for tag in tags]]
+            title: ["Margin", [prefix + tags[i].format(phase=phase) for i in (0, 0, -1)]]
             for title, tags in charts.items()
         }
         for phase in PHASES
     }
 
 
-def _add_layout_if_none(writer: SummaryWriter) -> None:
+def _add_layout_if_none(logger: TensorBoardLogger) -> None:
     """Add the charts, unless the run has a layout. TensorBoard uses the last layout, which would replace the user's."""
+    writer: SummaryWriter = logger.experiment
     folder = Path(writer.log_dir)
     if not folder.is_dir():
         return  # the folder is a URL, and searching it for a layout could download large files
@@ -74,7 +80,8 @@ def _add_layout_if_none(writer: SummaryWriter) -> None:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 if content.find(b"custom_scalars__config__") >= 0:
                     return
-    writer.add_custom_scalars(_layout())
+    prefix = getattr(logger, "_prefix", "")
+    writer.add_custom_scalars(_layout(f"{prefix}{logger.LOGGER_JOIN_CHAR}" if prefix else ""))
 
 
 def _add_plot(writer: SummaryWriter, report: CompileReport, step: int) -> None:
@@ -99,34 +106,39 @@ def _first_time(what: str, logger: Logger) -> bool:
     return True
 
 
-def report_folder(trainer: Trainer) -> str | None:
-    """Return the folder for `write_report`, or ``None`` in a ``fast_dev_run``.
-
-    Call this function on every rank and only in ``setup``, because reading ``trainer.log_dir`` is a collective.
-    """
-    if getattr(trainer, "fast_dev_run", False):
+def _folder_of_run(logger: Logger) -> str | None:
+    """Return the folder in which a logger keeps the files of a run, or ``None`` if it has no folder."""
+    if isinstance(folder := getattr(logger, "log_dir", None), str | os.PathLike):  # a DummyLogger has any attribute
+        return os.fspath(folder)
+    if not logger.save_dir:
         return None
-    return trainer.log_dir or trainer.default_root_dir
+    # The folder of the checkpoints in Lightning's ModelCheckpoint. Several runs share the save_dir.
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return f"{logger.save_dir.rstrip('/')}/{logger.name}/{version}"
 
 
 @rank_zero_only
-def write_report(
-    folder: str | None, trainer: Trainer, report: CompileReport, exception: BaseException | None
-) -> str | None:
-    """Append a record of the trainer call to ``compile_report.json``, if anything was compiled.
+def write_report(trainer: Trainer, report: CompileReport, exception: BaseException | None) -> str | None:
+    """Append a record of the trainer call to ``compile_report.json`` in the folder of a logger.
 
-    Return the path of the file, which is relative if the working directory contains the file.
+    Return the path of the file, which is relative if the working directory contains the file. Write no file and return
+    ``None`` if nothing was compiled, in a ``fast_dev_run``, or if no logger has a folder.
     """
-    if folder is None or not report.has_figures:
+    if not report.has_figures or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
+    folder = None
     try:
+        folder = next(filter(None, map(_folder_of_run, trainer.loggers)), None)
+        if folder is None:
+            return None
         call = str(trainer.state.fn.value) if trainer.state.fn is not None else "unknown"
         record = report_file.make_record(report, call, step=trainer.global_step, exception=exception)
         path = report_file.append_record(get_filesystem(folder), folder, record)
         return path.removeprefix(f"{Path.cwd()}/")
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        warn_user("CC403", f"the compile report was not written to {folder}: {reason}. The run continues without it")
+        where = folder or "the folder of the logger"
+        warn_user("CC403", f"the compile report was not written to {where}: {reason}. The run continues without it")
         return None
 
 
@@ -137,7 +149,7 @@ def log_scalars(loggers: Sequence[Logger], scalars: Mapping[str, float], step: i
         with _warn_if_it_fails(logger):
             logger.log_metrics(metrics=dict(scalars), step=step)
             if _writes_tensorboard(logger) and _first_time("layout", logger):
-                _add_layout_if_none(logger.experiment)
+                _add_layout_if_none(logger)
 
 
 @rank_zero_only

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compile_callbacks._utils.files import write_json
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
 from compile_callbacks.report.console import make_table, to_plain_text, to_text
 from compile_callbacks.report.data import PhaseReport, RunReport
 from compile_callbacks.report.figures import Data
+from compile_callbacks.report.file import make_record
 from compile_callbacks.tuning.tune import PhaseConfig
 
 if TYPE_CHECKING:
@@ -40,6 +44,14 @@ class CompileReport(RunReport):
         from compile_callbacks.report.plot import plot_report  # imported here, because it imports matplotlib
 
         return plot_report(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to a JSON file, which ``compile-callbacks report`` and ``compile-callbacks check`` read.
+
+        Creates missing folders, and replaces an existing file. The file has the format of ``compile_report.json``.
+        """
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_json(Path(path), [make_record(self)])
 
     def __str__(self) -> str:
         """Return the verdict of each phase, a table of the figures, and what to do next, as plain text."""

@@ -55,6 +55,8 @@ def _claim(report: PhaseReport) -> str:
     speedup = report.speedup or 1.0
     earlier = "the eager steps of the earlier run" if report.diagnostics.restored else ""
     than, unlike = (f" than {earlier}", f" from {earlier}") if earlier else ("", "")
+    if back := _event(report, "sent_back"):
+        return f"runs eagerly again: {back['reason']}"
     match report.verdict:
         case "faster":
             saved = f"saved {_duration(net)} after {compiling} of compiling"
@@ -87,6 +89,9 @@ def _claim(report: PhaseReport) -> str:
             return f"too few samples: no {side} steps of the same workload to compare, {compiling} spent compiling"
         case "too few samples":
             return f"too few samples ({times}): {report.samples} of one kind, {MIN_SAMPLES} of each are needed"
+        case "still compiling":
+            meanwhile = _count(report.diagnostics.waiting_steps, "step")
+            return f"not compiled yet: the run was shorter than the compile in the background ({meanwhile} meanwhile)"
         case "not compiled":
             why, code = _why_uncompiled(report)
             return f"not compiled: {why}" + (f", see {code}" if code else "")
@@ -100,6 +105,8 @@ def _claim(report: PhaseReport) -> str:
         return f"eager kept: {results}" + (f" ({reason})" if reason else "")
     if trials and all(trial["verdict"] != "chosen" for trial in trials):
         return "no candidate is chosen yet: the phase ran too few steps"
+    if not_requested := _event(report, "not_requested"):
+        return f"not compiled: {not_requested['reason']}"
     if report.mode != EAGER and report.eager_step_ms is not None:
         return "not compiled yet: only eager baseline steps have run"
     return ""

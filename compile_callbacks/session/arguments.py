@@ -99,7 +99,8 @@ class CompileArguments:
         if train is not None and train.freezes:
             messages.append("train_mode's option 'freezing' has no effect, because training changes the weights")
         settings = self.target_settings
-        given = {"background": self.background, "passes": settings.passes, "cache_dir": settings.cache_dir, "trace_dir": settings.trace_dir, **others}
+        given: dict[str, object] = {"passes": settings.passes, "cache_dir": settings.cache_dir}
+        given |= {"trace_dir": settings.trace_dir, "background": self.background, **others}
         if not self.compiles and (name := next((name for name, value in given.items() if value), None)):
             messages.append(f"{name} has no effect, because neither train_mode nor infer_mode compiles")
         return messages

@@ -46,8 +46,8 @@ def compile_phases(
     and pickles contain the original module.
 
     Args:
-        module: The module to compile, or a function to wrap. Without this argument, `compile_phases` returns a
-            decorator.
+        module: The module to compile, or a function to wrap. If ``Fabric.setup`` returned the module, the module that
+            you passed to ``setup`` is compiled. Without this argument, `compile_phases` returns a decorator.
         train_mode: The settings for calls with grad enabled. See `InductorCompile`. ``"auto"`` and a `Tune` are not
             allowed, because they need the step times of a Trainer.
         infer_mode: The settings for calls with grad disabled, with the same choices.
@@ -94,7 +94,7 @@ def compile_phases(
     arguments = CompileArguments.checked(**given)
     _check_without_trainer(arguments)
     if isinstance(module, nn.Module):
-        _compile_in_place(module, arguments)
+        _compile_in_place(_without_fabric(module), arguments)
         return module
     holder = _Function(module)
     _compile_in_place(holder, arguments)
@@ -181,6 +181,12 @@ class _Function(nn.Module):
         return self._function(*args, **kwargs)
 
 
+def _without_fabric(module: Any) -> Any:
+    """Return the module in a wrapper of ``Fabric.setup``. torch cannot trace all of its precision, hooks and DDP."""
+    is_wrapper = isinstance(module, nn.Module) and type(module).__module__.endswith("fabric.wrappers")
+    return module.module if is_wrapper else module
+
+
 def _check_without_trainer(arguments: CompileArguments) -> None:
     """Refuse modes that need a Trainer, and warn about settings without effect."""
     for phase, config in arguments.configs.items():
@@ -217,7 +223,7 @@ def _compile_in_place(module: nn.Module, arguments: CompileArguments) -> None:
 
 
 def _session_or_error(compiled: Any, function: str) -> Session:
-    session = _session_of(getattr(compiled, _MODULE, compiled))
+    session = _session_of(_without_fabric(getattr(compiled, _MODULE, compiled)))
     if session is None:
         message = (
             f"{function} got {type(compiled).__name__}, which compile_phases did not compile, or which is already "

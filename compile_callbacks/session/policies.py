@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.cache.folder import ModelRecord, conditions
 from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.variant import EAGER_VARIANT, WAITING_VARIANT, Variant
+from compile_callbacks.config.variant import EAGER_VARIANT, Variant
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
 from compile_callbacks.profiling.steps import Stage, Step
 from compile_callbacks.session.arguments import CompileArguments
+from compile_callbacks.session.background_policy import BackgroundPolicy
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.targets.repeated import REPEATED
 from compile_callbacks.tuning.ranks import Ranks
@@ -50,28 +52,6 @@ class Fixed:
 
     def done(self, step: Step) -> None:
         """Do nothing."""
-
-
-class Background:
-    """Runs steps eagerly until another process has compiled the graphs of the first step with a variant."""
-
-    def __init__(self, phase: Phase, variant: Variant, requests: RequestQueue) -> None:
-        self.variant = variant
-        self._phase = phase
-        self._requests = requests
-        self._captured = self._ready = False
-
-    def next(self) -> tuple[Variant, bool]:
-        """Return the variant if it is ready, or if its graphs must be captured."""
-        if self._captured and not self._ready:
-            self._ready = not self._requests.waits(self._phase, self.variant.name)
-        if self._requests.failure is not None and not self._ready:
-            return EAGER_VARIANT, False
-        return (self.variant if self._ready or not self._captured else WAITING_VARIANT), False
-
-    def done(self, step: Step) -> None:
-        """Note that the graphs are captured."""
-        self._captured |= step.variant is self.variant
 
 
 class Baseline:
@@ -139,22 +119,24 @@ class Policies:
         recorder: CompileRecorder,
         ranks: Ranks,
         print_line: Callable[[str], None] = lambda line: None,
+        background: Callable[[Phase, Variant], BackgroundPolicy] | None = None,
         requests: RequestQueue | None = None,
     ) -> None:
         self._passes = arguments.target_settings.passes
         self._ranks = ranks
         self._baselines: dict[Phase, Baseline] = {}
-        self._fixed: dict[Phase, Fixed | Background] = {}
+        self._fixed: dict[Phase, Fixed | BackgroundPolicy] = {}
         self._tunings: dict[Phase, TuningPolicy] = {}
         for phase, settings in arguments.configs.items():
             config = settings if isinstance(settings, InductorConfig) else None
             # A phase with a Tune needs no baseline, because eager is one of the candidates.
             self._baselines[phase] = Baseline(arguments.baseline_steps if config else 0)
             self._fixed[phase] = Fixed(Variant(config)) if config else _EAGER
-            if config and requests is not None:
-                self._fixed[phase] = Background(phase, Variant(config), requests)
+            if config and background is not None:
+                self._fixed[phase] = background(phase, Variant(config))
             if isinstance(settings, Tune):
-                self._tunings[phase] = TuningPolicy(phase, settings, recorder, ranks, print_line)
+                waits = functools.partial(requests.waits, phase) if requests is not None else lambda candidate: False
+                self._tunings[phase] = TuningPolicy(phase, settings, recorder, ranks, print_line, waits)
         self.comparing = frozenset(self._tunings)
         """The phases that compare variants with each other."""
         self._shares = arguments.targets == REPEATED
@@ -189,6 +171,8 @@ class Policies:
     def plan(self, phase: Phase, remaining_steps: float) -> None:
         """Plan the policies of a phase for its remaining steps, which are ``math.inf`` if unknown."""
         self._baselines[phase].plan(remaining_steps)
+        if isinstance(fixed := self._fixed[phase], BackgroundPolicy):
+            fixed.steps_left = remaining_steps
         if phase in self._tunings:
             self._tunings[phase].plan(remaining_steps)
 
@@ -197,6 +181,15 @@ class Policies:
         for phase, known in measured.items():
             if known:
                 self._baselines[phase].skip()
+
+    def winners(self) -> dict[Phase, dict[str, Any]]:
+        """Return the winner of each `Tune` for a checkpoint."""
+        return {phase: tuning.state_dict() for phase, tuning in self._tunings.items()}
+
+    def resume_winners(self, winners: object) -> None:
+        """Use the `winners` of an earlier run."""
+        for phase, tuning in self._tunings.items():
+            tuning.resume(winners.get(phase) if isinstance(winners, Mapping) else None)
 
     def policy_of(self, stage: Stage) -> StepPolicy:
         """Return the policy of the next step."""

@@ -24,7 +24,9 @@ from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fing
 from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
+from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.requests import RequestQueue
+from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.steps import Stage, Step, StepKind
@@ -32,6 +34,7 @@ from compile_callbacks.report.build import PhaseFacts
 from compile_callbacks.report.data import PhaseReport
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
+from compile_callbacks.session.background_policy import BackgroundPolicy
 from compile_callbacks.session.measurements import Measurements
 from compile_callbacks.session.policies import Policies, StepPolicy
 from compile_callbacks.session.stage_warnings import SessionWarnings
@@ -76,7 +79,8 @@ class Session:
         self._recorder = CompileRecorder(progress=self._progress, mode_arguments=arguments.mode_arguments)
         self._observed = CallRecords()
         self._measurements = Measurements(module)
-        self._policies = Policies(arguments, self._recorder, self._ranks, print_line, self._requests)
+        background = self._background_policy if self._requests is not None else None
+        self._policies = Policies(arguments, self._recorder, self._ranks, print_line, background, self._requests)
         self._switch = PhaseSwitch(
             targets,
             uncompiled=arguments.uncompiled,
@@ -97,7 +101,7 @@ class Session:
         self._warnings = SessionWarnings(
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
         )
-        self._helper = self._requests and Helper(self._requests, self._warnings.helper_failed)
+        self._helper = None if self._requests is None else Helper(self._requests, self._warnings.helper_failed)
         self._trace = _torch.events.StructuredTrace(settings.trace_dir) if settings.trace_dir else None
         self.gpu = StepsOnGpu(module)
         self.running = False
@@ -135,6 +139,9 @@ class Session:
         for phase in PHASES:
             config, warns = self._policies.chosen(phase).config, self._ranks.is_global_zero
             self._warnings.check_settings(phase, config, sharded=sharded, device=device, warns=warns)
+        if self._requests is not None:
+            self._requests.takes_trials = self._ranks.size == 1
+            self._warnings.check_repeatable()
         if self._arguments.compiles:
             self._recorder.import_seconds += _torch.inductor.import_inductor()
         model = model_fingerprint(self.module) if self._cache is not None or self._policies.decide_together else ""
@@ -208,7 +215,7 @@ class Session:
             return False
         stage, ran, self._counted = self.stage, recorder.executions, None
         if first:
-            self._switch.invalidate_weights()
+            self._switch.invalidate_weights(new_stage=self._stage_is_new)
         self._policy = self._policies.policy_of(stage)
         variant, self._wanted = self._policy.next()
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
@@ -228,8 +235,8 @@ class Session:
             eager_calls=ran.eager_calls,
         )
         recorder.step = timer.next_step(stage.phase)
-        if self._helper is not None and self._helper.poll():
-            step.compiling = True
+        if self._helper is not None:
+            self._helper.poll()
         self._measurements.step_begins(step, stage.phase, wanted=self._wanted)
         return step.span is not None
 
@@ -263,6 +270,8 @@ class Session:
             if step.traced and gc.isenabled():
                 # A compile leaves many objects. An automatic collection in a later step would take longer than a step.
                 gc.collect()
+        if self.gpu.on_gpu:
+            self.gpu.free_cached(stage.phase, compiled=step.variant.config is not None)
         compares = stage.phase in self._policies.comparing
         self._measurements.step_ends(step, stage, loader, batch, accumulated, compares=compares)
         self._policy.done(step)
@@ -317,6 +326,7 @@ class Session:
                     recorder=self._recorder,
                     timer=self._measurements.timer,
                     memory=self._measurements.memory,
+                    waits=self._requests is not None and self._requests.waits(phase, None),
                     trials=tuple(trial.to_dict() for trial in self._policies.trials(phase)),
                     with_details=details,
                 )
@@ -326,12 +336,13 @@ class Session:
         return CompileReport(train=phases["train"], infer=phases["infer"], before=self._before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the report, the eager step times and the observed shapes as plain data for a checkpoint."""
+        """Return the report, eager step times, observed shapes and winners as plain data for a checkpoint."""
         state = {"version": STATE_VERSION, "report": self.report().to_dict(), "shapes": self._observed.state()}
-        return state | {"baseline_steps": self._arguments.baseline_steps} | self._measurements.state_dict()
+        state |= {"baseline_steps": self._arguments.baseline_steps, "winners": self._policies.winners()}
+        return state | self._measurements.state_dict()
 
     def resume(self, state: object) -> None:
-        """Continue from the `state_dict` of an earlier run. On the same device, keep its eager step times.
+        """Continue from the `state_dict` of an earlier run. On the same device, keep its eager step times and winners.
 
         If the user has changed ``baseline_steps``, or if these times vary too much, this run measures the baseline.
         The method ignores a state of another version, and parts that are missing, unknown or of a wrong type.
@@ -344,6 +355,8 @@ class Session:
         same_baseline = self._arguments.baseline_steps in (0, data.get("baseline_steps"))
         if all(self._ranks.gather(same_device and same_baseline)):
             self._policies.resume(self._measurements.resume(data))
+        self._policies.resume_winners(data.get("winners"))
+        self._free_unused()
 
     # ------------------------------------------------------------------------------------------ parts of the above
 
@@ -355,6 +368,15 @@ class Session:
                 self.after_backward()
                 self._remaining_variants[phase] = variants
                 self._switch.free_other_variants(phase, variants.names, on_trial=variants.on_trial)
+
+    def _background_policy(self, phase: Phase, variant: Variant) -> BackgroundPolicy:
+        def record(kind: str, reason: str) -> None:
+            names = ", ".join(target.name for target in self._switch.targets)
+            self._recorder.record(kind, CompileKey(names, phase), reason=reason)
+
+        assert self._requests is not None
+        known_seconds = functools.partial(self._progress.known_seconds, phase)
+        return BackgroundPolicy(phase, variant, self._requests, self._measurements.timer, record, known_seconds)
 
     def _reported_targets(self, phase: Phase) -> Sequence[Target]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""

@@ -72,15 +72,24 @@ class SessionWarnings:
             reason = f"{config.describe()!r} asks for CUDA graphs, which have no effect on a {device.type.upper()}"
             self._report_no_effect("cudagraph_skip", phase, message if warns else "", reason)
 
+    def check_repeatable(self) -> None:
+        """Warn that a run in the background is not repeatable, if the user asked for repeatable results."""
+        if torch.are_deterministic_algorithms_enabled():
+            message = (
+                "background=True: the clock decides which step first runs compiled code, so two runs differ by "
+                "rounding errors, although deterministic algorithms are enabled"
+            )
+            self._warn.warn("CC204", message, about="background")
+
     def helper_failed(self, problem: str, keys: Collection[CompileKey]) -> None:
         """Record and warn that the helper process compiles nothing more."""
-        reason = f"the helper process failed: {problem}"
+        reason = f"the helper process that compiles in the background failed: {problem}"
         for key in keys:
-            self._recorder.record("fallback", key, reason=reason, code="CC309")
+            self._recorder.record("fallback", key, reason=reason, code="CC308")
         message = (
             f"{reason}. The steps whose code is not loaded yet run eagerly; background=False compiles in this process"
         )
-        self._warn.warn("CC309", message)
+        self._warn.warn("CC308", message)
 
     def check_stage(self, phase: Phase, variant: Variant) -> None:
         """Warn about targets that ran uncompiled in a stage, and about slow steps.
@@ -101,7 +110,7 @@ class SessionWarnings:
             )
             self._warn.warn("CC102", message, about=phase)
         for compiled_target in self._switch.compiled_targets(phase):
-            if compiled_target.called and not compiled_target.on_trial:
+            if compiled_target.called and not (compiled_target.on_trial or compiled_target.backend.waits):
                 self._check_graphs(compiled_target)
                 self._check_share(compiled_target)
                 if variant.name is None and variant.config is not None and variant.config.freezes:

@@ -1,8 +1,10 @@
-"""`StepsOnGpu`: prepares the steps of a session for CUDA graphs."""
+"""`StepsOnGpu`: prepares the steps of a session for CUDA graphs, and frees the unused memory of eager steps."""
 
 from __future__ import annotations
 
 import torch
+
+from compile_callbacks._utils.phases import Phase
 
 
 class StepsOnGpu:
@@ -21,6 +23,7 @@ class StepsOnGpu:
         self._several_devices = False
         self._copies: dict[int, int] = {}  # the addresses of copied gradients, by the id of the parameter
         self._one_thread: torch.autograd.set_multithreading_enabled | None = None
+        self._compiled = set[Phase]()  # the phases whose last step was compiled
 
     def begin(self, device: torch.device) -> None:
         """Begin a Trainer run on a device."""
@@ -40,6 +43,16 @@ class StepsOnGpu:
         if self._one_thread is not None:
             self._one_thread.__exit__(None, None, None)
             self._one_thread = None
+
+    def free_cached(self, phase: Phase, *, compiled: bool) -> None:
+        """Free unused memory after the first compiled step of a phase, or the first one after eager steps.
+
+        The blocks that the eager steps and the comparison with eager took remain in torch's allocator. Compiled steps
+        need fewer and other blocks.
+        """
+        if compiled and phase not in self._compiled:
+            torch.cuda.empty_cache()
+        (self._compiled.add if compiled else self._compiled.discard)(phase)
 
     def keep_gradients(self) -> None:
         """Copy gradients out of the memory of CUDA graphs, because they outlive the step that computed them.

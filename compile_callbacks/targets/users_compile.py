@@ -13,6 +13,9 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
 
 _PREFIX = "_orig_mod."  # torch.compile(module) adds this prefix to each key of the wrapped module
+LIGHTNING_MODULE = "the LightningModule"
+"""The name of a compiled LightningModule in the list of `unwrap_compiled`. The other names are names of children."""
+
 _STEPS: dict[Phase, tuple[str, ...]] = {
     "train": ("training_step",),
     "infer": ("validation_step", "test_step", "predict_step"),
@@ -34,7 +37,7 @@ def unwrap_compiled(root: nn.Module, uncompiled: frozenset[Phase] = frozenset())
         if methods := [name for name in ("forward", *steps) if name in vars(root)]:
             for name in methods:
                 del vars(root)[name]
-            replaced.append("the LightningModule")
+            replaced.append(LIGHTNING_MODULE)
         if not uncompiled:
             root._compiler_ctx = None  # type: ignore[assignment]
     for prefix, parent in list(root.named_modules(remove_duplicate=False)):

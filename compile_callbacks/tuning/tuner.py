@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from compile_callbacks._utils.phases import EAGER
-from compile_callbacks.config.variant import EAGER_VARIANT
+from compile_callbacks.config.variant import EAGER_VARIANT, Variant
 from compile_callbacks.profiling.comparison import MIN_SAMPLES, compare
 from compile_callbacks.tuning.trial import Block, Trial
 from compile_callbacks.tuning.tune import AUTO, Tune
@@ -53,6 +53,12 @@ class Tuner:
     def candidate(self) -> str:
         """The candidate of the next block."""
         return self.winner or self._turns[0].candidate
+
+    @property
+    def best(self) -> Variant:
+        """The fastest candidate so far, by its median."""
+        measured = [trial for trial in (self._eager, *self._undecided()) if trial.median_ms]
+        return min(measured, key=lambda trial: trial.median_ms or math.inf, default=self._eager).variant
 
     @property
     def lasts(self) -> bool:

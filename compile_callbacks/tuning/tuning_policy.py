@@ -6,14 +6,14 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.cache.folder import ModelRecord
-from compile_callbacks.config.variant import Variant
+from compile_callbacks.config.variant import WAITING_VARIANT, Variant
 from compile_callbacks.profiling.events import CompileEvent
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.spans import Span
@@ -38,10 +38,17 @@ class TuningPolicy:
     """
 
     def __init__(
-        self, phase: Phase, tune: Tune, recorder: CompileRecorder, ranks: Ranks, print_line: Callable[[str], None]
+        self,
+        phase: Phase,
+        tune: Tune,
+        recorder: CompileRecorder,
+        ranks: Ranks,
+        print_line: Callable[[str], None],
+        waits: Callable[[str], bool] = lambda candidate: False,
     ) -> None:
         self._phase, self._tune, self._recorder, self._ranks = phase, tune, recorder, ranks
         self._print_line = print_line
+        self._waits = waits  # returns whether another process compiles a candidate
         # One step compiles, and the next may record a CUDA graph. The number is fixed, so that a block ends at the same
         # step on all ranks.
         self._steps_per_block = 2 + WARMUP_STEPS + tune.steps
@@ -76,9 +83,32 @@ class TuningPolicy:
         self._tuner = Tuner(self._tune, device.type)
         self._workloads: Counter[Workload] = Counter()
         self._compared: Workload | None = None
-        self._made_for: dict[str, str] = {}
+        self._made_for: dict[str, Any] = {}
         self._first_event = len(self._recorder.events)
         self._begin_block()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the winner and its conditions for a checkpoint. Empty without a reliable winner."""
+        return self._winner_entry() or {}
+
+    def resume(self, state: object) -> None:
+        """Use the winner in the `state_dict` of an earlier run without measuring, if the conditions are the same.
+
+        The stage and the batch shapes are unknown before the first step, so they are not compared.
+        """
+        data = state if isinstance(state, Mapping) else {}
+        made_for = data.get("made_for")
+        work = made_for.get("work") if isinstance(made_for, dict) else None
+        trials = list(self._candidates(shapes_vary=True))  # each candidate that the earlier run may have had
+        possible = (self._tuner.trials[EAGER], *(trial for trial in trials if trial.verdict == "undecided"))
+        names = {_key(trial): trial.candidate for trial in possible}
+        name = names.get(str(data.get("config_key")))
+        same = self._tuner.winner is None and name is not None and made_for == self._all_conditions(work)
+        if all(self._ranks.gather(same)) and name is not None:
+            self._made_for = self._all_conditions(work)
+            self._tuner.start(trials)
+            self._tuner.adopt(name, "won in the run that this run resumes")
+            self._announce()
 
     def plan(self, steps_left: float) -> None:
         """Set the number of remaining steps of the phase, which is the same on all ranks."""
@@ -86,11 +116,16 @@ class TuningPolicy:
 
     def next(self) -> tuple[Variant, bool]:
         """Return the variant of the next step, and whether it must be timed."""
+        if self._tuner.winner is None and self._waits(self._tuner.candidate):
+            return self._tuner.best if self._tuner.best.config is not None else WAITING_VARIANT, False
         return self._tuner.trials[self._tuner.candidate].variant, self._tuner.winner is None
 
     def done(self, step: Step) -> None:
         """End a step."""
         if self._tuner.winner is not None or step.workload is None:
+            return
+        if step.variant is not self._tuner.trials[self._tuner.candidate].variant or self._waits(self._tuner.candidate):
+            self._tuner.steps_left -= 1  # another process compiles the candidate
             return
         self._workloads[step.workload] += 1
         if step.span is not None:
@@ -104,7 +139,7 @@ class TuningPolicy:
         """End a stage on all ranks. In the infer phase, all ranks use the winner of rank zero, if it has one."""
         if self._phase == "train" or self._ranks.size == 1:
             return
-        mine = None if self._tuner.winner is None else self._key(self._tuner.winner)
+        mine = None if self._tuner.winner is None else _key(self._tuner.trials[self._tuner.winner])
         chosen, complete = self._ranks.gather((mine, self._tuner.complete))[0]
         if chosen is None:
             return
@@ -155,8 +190,7 @@ class TuningPolicy:
     def _start(self, compared: Workload) -> None:
         """Start with the candidates after eager was measured, or use the winner of an earlier run."""
         vary = compared not in self._workloads and len({w.shapes for w in self._workloads}) > 1
-        work = {"phase": self._phase, "tune": self._tune.key(), "work": repr(compared)}
-        self._made_for = {**self._conditions, **work}
+        self._made_for = self._all_conditions(repr(compared))
         winners = {} if self._record is None else self._record.load()["winners"]
         earlier = winners.get(digest(self._made_for), {}).get("config_key")
         shapes_vary, earlier = self._of_rank_zero((vary, earlier))
@@ -166,6 +200,9 @@ class TuningPolicy:
         without_effect = any(trial.candidate == name and trial.verdict == "not tried" for trial in trials)
         if self._record is not None and name is not None and not without_effect:
             self._tuner.adopt(name, f"won in an earlier run; delete {self._record.path} to measure again")
+
+    def _all_conditions(self, work: Any) -> dict[str, Any]:
+        return {**self._conditions, "phase": self._phase, "tune": self._tune.key(), "work": work}
 
     def _of_rank_zero(self, value: _T) -> _T:
         """Return rank zero's value in training, and this rank's value in the infer phase."""
@@ -179,7 +216,8 @@ class TuningPolicy:
         milliseconds = [  # reading a span synchronizes the GPU
             span.milliseconds() for w, span in self._timed if w in compared or w._replace(shapes=()) in compared
         ]
-        compile_seconds = sum(event.seconds or 0 for event in self._events() if event.kind == "compile")
+        compiles = [event for event in self._events() if event.kind in ("compile", "background")]
+        compile_seconds = sum(event.seconds or 0 for event in compiles)
         seconds = self._block_seconds + time.perf_counter() - began
         return Block(milliseconds, seconds, compile_seconds, self._problem(), self._block_steps)
 
@@ -205,11 +243,7 @@ class TuningPolicy:
     @property
     def _names(self) -> dict[object, str]:
         """Return the names of the candidates by their keys."""
-        return {self._key(name): name for name in self._tuner.trials}
-
-    def _key(self, name: str) -> str:
-        config = self._tuner.trials[name].variant.config
-        return EAGER if config is None else config.key()
+        return {_key(trial): name for name, trial in self._tuner.trials.items()}
 
     def _announce(self) -> None:
         eager, chosen = self._tuner.trials[EAGER], self._tuner.trials[self._tuner.winner or EAGER]
@@ -218,11 +252,21 @@ class TuningPolicy:
             line += f" ({chosen.median_ms:.2f} ms a step, eager {eager.median_ms:.2f} ms)"
         self._print_line(f"{line}: {chosen.reason}" if chosen.reason else line)
 
+    def _winner_entry(self) -> dict[str, Any] | None:
+        winner = self._tuner.winner
+        if winner is None or not (self._tuner.worth_keeping and self._made_for):
+            return None
+        return {"candidate": winner, "config_key": _key(self._tuner.trials[winner]), "made_for": self._made_for}
+
     def _keep(self) -> None:
         """Write the winner, which is the same on all ranks, to the file for later runs."""
-        winner = self._tuner.winner
-        if winner is None or not self._tuner.worth_keeping or self._record is None:
+        entry = self._winner_entry()
+        if entry is None or self._record is None:
             return
-        entry = {"candidate": winner, "config_key": self._key(winner), "made_for": self._made_for}
         if problem := self._record.update("winners", digest(self._made_for), entry):
             self._print_line(f"{self._phase} phase: the winner could not be written for later runs: {problem}")
+
+
+def _key(trial: Trial) -> str:
+    config = trial.variant.config
+    return EAGER if config is None else config.key()

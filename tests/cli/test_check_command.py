@@ -17,7 +17,7 @@ from compile_callbacks import InductorCompile
 from compile_callbacks.cli import main
 from compile_callbacks.report import contract
 from compile_callbacks.report.data import FILE_NAME
-from tests.support.models import CLASSES, FEATURES, Classifier, batches_of, fit
+from tests.support.models import CLASSES, FEATURES, Classifier, LoggerIn, batches_of, fit
 from tests.support.step_times import Times
 from tests.support.uncached import Slow, Uncached
 from tests.support.wrong_passes import WrongForward
@@ -64,7 +64,7 @@ def run(folder, *, make=Two, mode="default", infer_mode="default", train=12, acc
     """Train for two epochs, and return the path of the report."""
     torch._dynamo.reset()
     callback = InductorCompile(mode, infer_mode, baseline_steps=5, **{"targets": ["net", "side"], **arguments})
-    settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "default_root_dir": folder, "accelerator": accelerator}
+    settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "logger": LoggerIn(folder), "accelerator": accelerator}
     fit(callback, make=make, train=train, validation=10, **settings)
     return folder / FILE_NAME
 

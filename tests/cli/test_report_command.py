@@ -11,7 +11,7 @@ from compile_callbacks import CompileReport, InductorCompile, PhaseReport
 from compile_callbacks.cli import main
 from compile_callbacks.report.data import FILE_NAME, PhaseDiagnostics
 from compile_callbacks.report.file import make_record
-from tests.support.models import Classifier, loader, trainer
+from tests.support.models import Classifier, LoggerIn, loader, trainer
 
 BREAK = {"kind": "graph_break", "target": "net", "phase": "train", "file": "m.py", "line": 3, "reason": "print\nmore"}
 TRAIN = PhaseReport(
@@ -53,12 +53,17 @@ def report(capsys):
 @pytest.mark.usefixtures("no_codegen")
 def test_report_prints_the_table_of_the_run(tmp_path, report):
     callback = InductorCompile(baseline_steps=2)
-    trainer(callback, default_root_dir=tmp_path, max_epochs=2).fit(Classifier(), loader(12), loader(8))
+    trainer(callback, logger=LoggerIn(tmp_path), max_epochs=2).fit(Classifier(), loader(12), loader(8))
     printed = report(tmp_path)
     assert str(callback.report) in printed.out
     assert "call fit" in printed.out
     assert "torch 2." in printed.out
     assert printed.err == ""
+    callback.report.save(tmp_path / "new" / "saved.json")
+    callback.report.save(tmp_path / "new" / "saved.json")
+    saved = report(tmp_path / "new" / "saved.json")
+    assert saved.out.count(str(callback.report)) == 1
+    assert "None" not in saved.out.splitlines()[0]
 
 
 def test_report_prints_every_call_below_a_folder_with_its_reasons(tmp_path, report):

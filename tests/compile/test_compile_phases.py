@@ -38,12 +38,13 @@ class Watch(Uncached):
         self.seen.append((self.phase, is_inference))
 
 
-def trained(module, fabric=None):
+def trained(module, fabric=None, prepare=lambda model: model):
     """The losses of a loop, and sums of the outputs after each step."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model = module
     if fabric is not None:
         model, optimizer = fabric.setup(module, optimizer)
+    prepare(model)
     generator = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(4):
@@ -71,6 +72,23 @@ def test_a_loop_has_two_phases_and_the_results_of_eager(with_fabric):
     assert (report.train.verified, report.infer.verified) == ("equal 1", "equal 1")
     assert report.train.compile_seconds > 0
     assert report.train.compiled_step_ms is None
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_module_of_fabric_is_compiled_without_its_wrapper(precision):
+    def prepare(model):
+        wrapped.append(compile_phases(model, verify="raise"))
+
+    wrapped, module = [], seeded(mlp)
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+    losses = trained(module, fabric, prepare)
+    close = {"rtol": 1e-4, "atol": 1e-5} if precision == "32-true" else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(losses, trained(seeded(mlp), fabric), **close)
+    report = report_of(wrapped[0])
+    assert (report.train.verified, report.infer.verified) == ("equal 1", "equal 1")
+    assert set(wrapped[0].state_dict()) == set(mlp().state_dict())
+    restore(wrapped[0])
+    assert "_compiled_call_impl" not in vars(module)
 
 
 def test_a_compiled_module_is_the_original():

@@ -10,6 +10,7 @@ import torch._inductor.graph
 from torch import nn
 
 from compile_callbacks import CompileError, CompileWarning, compile_phases, report_of, restore
+from compile_callbacks.graphs.accuracy import COMPARISON_BYTES
 from tests.support.models import FEATURES, Wrapper
 from tests.support.uncached import Uncached
 
@@ -123,6 +124,55 @@ def test_a_graph_is_not_compared_if_the_users_call_lacks_memory(net, memory):
         net(x)
     report = report_of(net).infer
     assert (report.verified, report.graphs, report.fallbacks) == ("not compared 1 (no memory)", 1, 0)
+
+
+# -------------------------------------------------------------------------------- the comparison would lack memory
+
+
+MIB = 2**20
+
+
+class Wide(nn.Module):
+    """Computes two values of 2 MiB from an input and a weight of 1 MiB each, and an output of 2 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(512, 512))
+
+    def forward(self, x):
+        return torch.cat([x, self.weight]).cos().exp()
+
+
+NEEDED = {"train": 3 * 2 + 1 + 3 * 2 + 2 * 2, "infer": 2 * 2}
+"""MiB: all values, the gradient, three outputs and two values; or the two values that exist at one time."""
+
+
+@pytest.mark.parametrize("phase", ["train", "infer"])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_graph_is_compared_only_if_the_eager_run_fits_into_the_free_memory(phase, missing, compiled):
+    module = compiled(Wide())
+    free = COMPARISON_BYTES + NEEDED[phase] * MIB - missing
+    with (
+        mock.patch("compile_callbacks.graphs.verification.free_memory", return_value=free),
+        torch.set_grad_enabled(phase == "train"),
+    ):
+        outputs = module(torch.ones(512, 512))
+    torch.testing.assert_close(outputs, Wide()(torch.ones(512, 512)))
+    report = getattr(report_of(module), phase)
+    assert report.verified == ("not compared 1 (no memory)" if missing else "equal 1")
+
+
+def test_a_comparison_that_does_not_fit_runs_nothing_eagerly(net, memory):
+    compile_net(net)
+    runs = []
+    with (
+        mock.patch("compile_callbacks.graphs.verification.free_memory", return_value=0),
+        mock.patch(f"{__name__}.allocate", runs.append),
+    ):
+        step(net)
+    assert runs.count("run") == 1
+    [event] = [event for event in report_of(net).train.diagnostics.events if event["kind"] == "verify"]
+    assert event["reason"].endswith("MiB, and 0 MiB are free")
 
 
 # ---------------------------------------------------------------------------------------------- the comparison fails

@@ -209,6 +209,16 @@ class Checkpointed(Wrapper):
         return checkpoint(self.net, x, use_reentrant=False)
 
 
+class Hooked(Wrapper):
+    """Doubles a gradient by a hook."""
+
+    def forward(self, x):
+        hidden = self.net(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: 2 * gradient)
+        return hidden.relu()
+
+
 def with_weight(value):
     module = plain()
     module[0].weight.data[0, 0] = value
@@ -222,6 +232,7 @@ SOUND = {
     "rounding around a large mean": (normed, lambda: 100 + inputs(4096)),
     "nan": (lambda: with_weight(float("nan")), inputs),
     "activation checkpoint": (lambda: Checkpointed(mlp()), inputs),
+    "hook": (lambda: Hooked(mlp()), inputs),
     "dropout in an activation checkpoint": (lambda: Checkpointed(with_dropout()), inputs),
 }
 

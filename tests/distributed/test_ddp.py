@@ -21,7 +21,7 @@ from tests.support.processes import run_in_new_process
 SAME = ["plain", "find_unused_parameters", "static_graph", "accumulation", "split"]
 # Each list is a pair of processes, at the same time. The first pair spends most of its time waiting.
 WAITING = ["slow_compile", "slow_validation", "exception"]
-OTHERS = [*SAME, "failure", "uneven_logged", "uneven_tuned", "tuned", "resumed_from_one"]
+OTHERS = ["fabric", *SAME, "failure", "uneven_logged", "uneven_tuned", "tuned", "resumed_from_one"]
 PAIRS = {"cpu": [WAITING, OTHERS], "gpu": [WAITING, OTHERS[::2], OTHERS[1::2]]}
 
 
@@ -70,6 +70,14 @@ def test_a_run_of_two_processes_equals_the_same_run_without_the_callback(pair, c
         assert result["warnings"] == []
     assert len({result["compiled"]["state"]["net.0.weight"][0] for result in results}) == 1
     assert results[0]["compiled"]["losses"] != results[1]["compiled"]["losses"]  # each has its own data
+
+
+def test_a_loop_of_fabric_compiles_the_module_within_ddp(pair):
+    for result in pair("fabric"):
+        torch.testing.assert_close(result["compiled"], result["eager"], **pair.close)
+        assert (result["report"]["graphs"], result["report"]["verified"]) == (1, "equal 1")
+        assert result["report"]["graph_breaks"] == 0
+        assert result["warnings"] == []
 
 
 def test_rank_zero_alone_prints_and_writes_the_report(pair):

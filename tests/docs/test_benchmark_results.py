@@ -22,7 +22,8 @@ FIELDS = re.findall(r"`(\w+)`", (FOLDER / "README.md").read_text())
 def test_result_file_has_the_documented_shape(path):
     result = json.loads(path.read_text())
     packages = ["packages"] if path in OF_MODELS else []
-    assert list(result) == ["title", "date", "device", "versions", "command", *packages, "rows"]
+    commit = ["commit"] if "commit" in result else []
+    assert list(result) == ["title", *commit, "date", "device", "versions", "command", *packages, "rows"]
     assert result["title"]
     assert result["date"] is None or dt.date.fromisoformat(result["date"])
     assert isinstance(result["device"], str | None)

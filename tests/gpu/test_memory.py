@@ -11,7 +11,7 @@ from torch._inductor.cudagraph_trees import get_manager
 
 from compile_callbacks import CompileWarning, InductorCompile
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, Cosines, loader, seeded, trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -100,6 +100,29 @@ def test_a_first_run_that_failed_is_reported(where):
     ours = InductorCompile("reduce-overhead", None, targets=["net"], baseline_steps=1, verify="off")
     with pytest.warns(CompileWarning, match="the first run of a CUDA graph raised"):
         trainer(ours, accelerator="cuda").fit(module, loader(8))
+
+
+class Reserved(Classifier):
+    """Keeps the memory that torch's allocator has reserved at the end of each step."""
+
+    def __init__(self):
+        super().__init__(Cosines(4096))
+        self.reserved = []
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([part.repeat_interleave(1024, 0) for part in batch], batch_idx)
+
+    def on_train_batch_end(self, *_):
+        self.reserved.append(torch.cuda.memory_reserved())
+
+
+def test_memory_that_only_eager_steps_need_is_freed_after_the_first_compiled_step():
+    torch.cuda.empty_cache()
+    module = seeded(Reserved)
+    trainer(InductorCompile(targets=["net"], baseline_steps=3), accelerator="cuda").fit(module, loader(12))
+    eager, compiled = module.reserved[WARMUP_STEPS + 2], module.reserved[WARMUP_STEPS + 3 :]
+    assert eager > 16 * 4096 * 4096 * 4  # sixteen values
+    assert max(compiled) < eager / 2
 
 
 def test_the_users_own_peak_is_that_of_the_whole_run():

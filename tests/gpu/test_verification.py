@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from compile_callbacks import CompileWarning, compile_phases, report_of, restore
-from tests.support.models import FEATURES, mlp
+from compile_callbacks.graphs import accuracy, verification
+from tests.support.models import FEATURES, Cosines, mlp
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = pytest.mark.gpu
@@ -70,7 +72,43 @@ def test_a_comparison_takes_no_more_memory_than_an_eager_step_a_copy_of_the_outp
     compile_phases(net, verify="raise")
     compared = peak(lambda: net(x))
     gradients = sum(weight.nbytes for weight in net.parameters())
-    chunks = 8 * 8 * 2**22  # that are compared at a time, in float64
-    assert compared <= eager + x.nbytes + gradients + chunks
+    assert compared <= eager + x.nbytes + gradients + accuracy.COMPARISON_BYTES
     assert report_of(net).train.verified == "equal 1"
+    restore(net)
+
+
+def test_a_comparison_that_does_not_fit_is_skipped_before_the_process_runs_out_of_memory():
+    rows, width = 2**14, 1024
+    net, x = compile_phases(Cosines(width).cuda(), verify="raise"), torch.randn(rows, FEATURES, device="cuda")
+    torch.cuda.empty_cache()
+    total, out_of_memory = torch.cuda.get_device_properties().total_memory, torch.cuda.memory_stats()["num_ooms"]
+    room_for_values = 12 * rows * width * 4
+    try:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room_for_values) / total)
+        net(x).sum().backward()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert report_of(net).train.verified == "not compared 1 (no memory)"
+    assert torch.cuda.memory_stats()["num_ooms"] == out_of_memory
+    restore(net)
+
+
+def encoder():
+    return nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True)
+
+
+@pytest.mark.parametrize("phase", ["train", "infer"])
+@pytest.mark.parametrize(("make", "shape"), [(lambda: Cosines(1024), (2**14, FEATURES)), (encoder, (16, 512, 1024))])
+def test_the_estimate_is_at_least_what_a_comparison_takes_and_not_twice_as_much(make, shape, phase):
+    net, x, needed = compile_phases(make().cuda(), verify="raise"), torch.randn(shape, device="cuda"), []
+    with (
+        mock.patch.object(verification, "check_memory", lambda size, free: needed.append(size)),
+        torch.set_grad_enabled(phase == "train"),
+    ):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        net(x)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert getattr(report_of(net), phase).verified == "equal 1"
+    assert taken <= needed[0] <= 2 * taken + accuracy.COMPARISON_BYTES
     restore(net)

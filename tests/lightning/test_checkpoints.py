@@ -8,8 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 
-from compile_callbacks import InductorCompile
-from tests.support.models import Classifier, fit, mlp, trainer
+from compile_callbacks import CompileWarning, InductorCompile
+from tests.support.models import Classifier, fit, loader, mlp, trainer
 from tests.support.processes import run_in_new_process
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -19,6 +19,39 @@ def by_hand():
     return Classifier(torch.compile(mlp()))
 
 
+class CompilesItself(Classifier):
+    """Compiles its child in ``__init__``, with or without a wrapper."""
+
+    wraps = True
+
+    def __init__(self):
+        super().__init__()
+        if self.wraps:
+            self.net = torch.compile(self.net)
+        else:
+            self.net.compile()
+
+
+def test_a_fit_whose_checkpoints_load_from_checkpoint_cannot_load_warns(tmp_path, monkeypatch):
+    message = r"If CompilesItself.__init__ calls torch.compile for net, CompilesItself.load_from_checkpoint will fail"
+    saved = ModelCheckpoint(dirpath=tmp_path)
+    with pytest.warns(CompileWarning, match=message):
+        fit(InductorCompile(baseline_steps=0), saved, make=CompilesItself, enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="_orig_mod"):
+        CompilesItself.load_from_checkpoint(saved.best_model_path)
+    trainer(InductorCompile()).validate(CompilesItself(), loader(2), ckpt_path=saved.best_model_path, verbose=False)
+    monkeypatch.setattr(CompilesItself, "wraps", False)  # the first advice keeps the keys
+    saved = ModelCheckpoint(dirpath=tmp_path / "in_place")
+    module = fit(InductorCompile(baseline_steps=0), saved, make=CompilesItself, enable_checkpointing=True)
+    loaded = CompilesItself.load_from_checkpoint(saved.best_model_path)
+    torch.testing.assert_close(loaded.state_dict(), module.state_dict())
+
+
+def test_a_fit_without_checkpoints_does_not_warn_of_a_wrapper():
+    fit(InductorCompile(baseline_steps=0), make=CompilesItself)
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoints of this fit have no '_orig_mod.' in their keys")
 @pytest.mark.parametrize("make", [Classifier, by_hand])
 def test_checkpoints_have_the_keys_of_the_eager_module(make, tmp_path):
     keys = set(Classifier().state_dict())

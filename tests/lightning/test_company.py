@@ -20,7 +20,7 @@ from tests.support.against_eager import (
     assert_same_module,
     assert_same_values,
 )
-from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, LoggerIn, Wrapper, fit, loader, mlp, seeded, trainer
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -177,9 +177,9 @@ SHORT = {"train": 3, "validation": 1, "max_epochs": 2, "num_sanity_val_steps": 0
 @pytest.mark.parametrize(("hook", "ours_first"), [("on_train_epoch_end", True), ("on_train_batch_end", False)])
 def test_a_validation_in_a_hook_runs_eagerly_and_fit_stays_compiled(hook, ours_first, tmp_path):
     ours = compiler()
-    inner = Validates(ours, hook, default_root_dir=tmp_path / "inner")
+    inner = Validates(ours, hook, logger=LoggerIn(tmp_path / "inner"))
     callbacks = (ours, inner) if ours_first else (inner, ours)
-    module = fit(*callbacks, make=Tells, default_root_dir=tmp_path / "outer", **SHORT)
+    module = fit(*callbacks, make=Tells, logger=LoggerIn(tmp_path / "outer"), **SHORT)
     assert module.train_compiled == [True] * 6
     nested = 2 * (2 if hook == "on_train_epoch_end" else 6)
     assert sorted(module.validation_compiled) == [False] * nested + [True] * 2

@@ -10,9 +10,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing._internal.two_tensor import TwoTensor
 
-from compile_callbacks import InductorBackend, InductorCompile
+from compile_callbacks import CompileWarning, InductorBackend, InductorCompile
 from tests.support.against_eager import FLOAT32, assert_fits_as_eager
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 
@@ -104,6 +104,40 @@ def test_validation_in_fit_follows_the_weights_without_recompiling_each_epoch():
     assert callback.report.infer.graphs == 1
     (line,) = (line for line in str(callback.report).splitlines() if line.startswith("infer "))
     assert line.endswith("; freezing has no effect while weights may change, as during fit")
+
+
+class TrainsInTest(Classifier):
+    """Takes an optimizer step in each test step."""
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        with torch.enable_grad():
+            loss = nn.functional.cross_entropy(self.net(x), y)
+            gradients = torch.autograd.grad(loss, list(self.net.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(self.net.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+        self.losses.append(self.net(x).square().mean().item())
+
+
+@pytest.mark.parametrize("baseline_steps", [0, 5])
+def test_a_stage_whose_steps_change_the_weights_runs_unfrozen_after_the_second_refreeze(baseline_steps):
+    def test(callback=None):
+        module = seeded(TrainsInTest)
+        trainer(*filter(None, [callback]), inference_mode=False).test(module, loader(30), verbose=False)
+        return module
+
+    callback = InductorCompile(None, FREEZING, baseline_steps=baseline_steps)
+    with pytest.warns(CompileWarning, match="'net' was compiled 3 times, and runs without frozen weights") as warned:
+        module = test(callback)
+    assert [warning.category for warning in warned].count(CompileWarning) == 1
+    assert module.losses == pytest.approx(test().losses, rel=1e-4)
+    graphs = callback.report.infer.graphs
+    assert graphs <= 8  # with and without gradients: three times frozen, and once unfrozen
+    assert "freezing has no effect in a stage whose steps change the weights" in str(callback.report)
+    for _ in range(2):  # the next stage freezes, and keeps the code
+        assert_predicts_as_eager(callback, module)
+        assert callback.report.infer.graphs == graphs + 1
 
 
 # ------------------------------------------------------------------------------------------ other kinds of weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 from pathlib import Path
 
 import pytest
@@ -79,7 +78,15 @@ def layout(logger):
     """The layout that TensorBoard uses: a run's last."""
     [*_, last] = read(logger).Tensors("custom_scalars__config__")
     found = Layout.FromString(last.tensor_proto.string_val[0])
-    return {c.title: {chart.title: list(chart.multiline.tag) for chart in c.chart} for c in found.category}
+    return {c.title: {chart.title: tags_of(chart) for chart in c.chart} for c in found.category}
+
+
+def tags_of(chart):
+    """The tags of a multiline chart, or those of the line and of the two edges of a margin chart."""
+    if chart.HasField("multiline"):
+        return list(chart.multiline.tag)
+    [series] = chart.margin.series
+    return [series.value, series.lower, series.upper]
 
 
 @pytest.fixture(scope="module")
@@ -110,26 +117,29 @@ def test_the_same_scalars_reach_tensorboard_and_csv(ran):
     assert events.Scalars("compile/train/seconds")[-1].value == pytest.approx(report.train.compile_seconds)
 
 
-def test_one_page_has_the_charts_of_each_phase(ran):
+def test_one_page_has_the_charts_of_each_phase_whose_lines_need_no_legend_and_are_not_smoothed(ran):
     logged = read(ran[0]).Tags()["scalars"]
-    # The run is on the CPU, so it logs no peak memory. A machine with a GPU has a chart for it.
-    memory = {"peak memory of a compiled step in MiB": set()} if torch.cuda.is_available() else {}
     for phase in ("train", "infer"):
         charts = layout(ran[0])[f"torch.compile, {phase} phase"]
-        shown = {
-            title: {name for name in logged if any(re.match(tag, name) for tag in tags)}
-            for title, tags in charts.items()
-        }
-        assert shown == {
-            "step time in ms: eager (flat line), compiled (median so far)": {
-                f"step/{phase}/eager_ms",
-                f"step/{phase}/compiled_ms",
-            },
-            "net seconds saved": {f"step/{phase}/net_seconds_saved"},
-            "seconds spent compiling": {f"compile/{phase}/seconds"},
-            "recompiles": {f"compile/{phase}/recompiles"},
-            **memory,
-        }
+        # The run is on the CPU, so it logs no peak memory. A machine with a GPU has a chart for it.
+        assert ("peak memory of a compiled step in MiB" in charts) == torch.cuda.is_available()
+        # TensorBoard shows margin charts in reverse order, each with the line of one scalar, without smoothing.
+        *_, recompiles, compiling, saved, times = charts.values()
+        compiled, eager = f"step/{phase}/compiled_ms", f"step/{phase}/eager_ms"
+        assert times == [compiled, compiled, eager]
+        assert list(charts)[-1] == "step time in ms: compiled (line), eager (edge of the shade)"
+        assert saved == [f"step/{phase}/net_seconds_saved"] * 3
+        assert compiling == [f"compile/{phase}/seconds"] * 3
+        assert recompiles == [f"compile/{phase}/recompiles"] * 3
+        assert {*times, *saved, *compiling, *recompiles} <= set(logged)
+
+
+def test_the_charts_name_the_scalars_of_a_logger_with_a_prefix(tmp_path):
+    logger = TensorBoardLogger(tmp_path, prefix="mine")
+    log_scalars([logger], REPORT.scalars(), step=1)
+    tags = layout(logger)["torch.compile, train phase"]["seconds spent compiling"]
+    assert set(tags) == {"mine-compile/train/seconds"}
+    assert read(logger).Scalars("mine-compile/train/seconds")[0].value == 2.5
 
 
 def test_text_holds_the_report(ran):

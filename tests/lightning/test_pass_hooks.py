@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -116,6 +117,8 @@ def test_the_report_has_each_pass_with_its_node_counts():
     assert doubles["nodes_before"] == doubles["nodes_after"] == watch["nodes_after"] > 3
     assert watch["seconds"] > 0
     json.dumps(callback.report.to_dict())
+    first, second = "Watch: 0 of 1 graphs changed", "Doubles: 1 of 1 graphs changed"
+    assert re.search(rf"^  graph passes +{first}\n +{second}$", str(callback.report), re.MULTILINE)
     text = to_markdown(callback.report, {})
     assert "Graph passes" in text
     assert "changed nothing" in text
@@ -131,6 +134,7 @@ def test_the_report_distinguishes_a_graph_from_torchs_cache():
         runs.append(run)
     assert runs[0]["changed"] is False
     assert runs[1] == {"target": "net", "name": "Doubles", "hook": "post_grad_post", "from_cache": True}
+    assert re.search(r"graph passes +Doubles: did not run, 1 from the cache$", str(callback.report), re.MULTILINE)
     assert "torch's cache has the graph" in to_markdown(callback.report, {})
 
 

@@ -13,14 +13,13 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
 from compile_callbacks.report.data import FILE_NAME
 from tests.support import models
-from tests.support.models import Classifier, RecordingLogger, loader, trainer
+from tests.support.models import Classifier, LoggerIn, RecordingLogger, loader, trainer
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
@@ -32,7 +31,7 @@ def read(folder):
 
 def fit(folder, callback=None, **arguments):
     callback = callback or InductorCompile(baseline_steps=0, verify="off")
-    return models.fit(callback, train=2, validation=None, default_root_dir=folder, **arguments)
+    return models.fit(callback, train=2, validation=None, **{"logger": LoggerIn(folder), **arguments})
 
 
 def lines_about_the_file(logged):
@@ -76,7 +75,7 @@ def test_a_line_names_the_file_of_an_interrupted_run(where, tmp_path, monkeypatc
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path if where == "inside" else tmp_path / "elsewhere")
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        fit(tmp_path, make=Interrupted, logger=RecordingLogger())  # which has no folder
+        fit(tmp_path, make=Interrupted, logger=[RecordingLogger(), LoggerIn(tmp_path)])  # the first has no folder
     assert [record["exception"] for record in read(tmp_path)] == ["KeyboardInterrupt"]
     path = FILE_NAME if where == "inside" else f"{tmp_path}/{FILE_NAME}"
     assert lines_about_the_file(logged) == [f"report: {path}"]
@@ -86,24 +85,42 @@ def test_folder_may_be_a_url(logged):
     fit("memory://runs/digits")
     assert lines_about_the_file(logged) == [f"report: memory://runs/digits/{FILE_NAME}"]
     files = fsspec.filesystem("memory")
-    assert files.ls("/runs/digits", detail=False) == [f"/runs/digits/{FILE_NAME}"]
+    assert f"/runs/digits/{FILE_NAME}" in files.ls("/runs/digits", detail=False)
     assert json.loads(files.cat_file(f"/runs/digits/{FILE_NAME}"))[0]["call"] == "fit"
 
 
-def test_an_exception_is_recorded_and_the_log_folder_is_read_once_in_setup(tmp_path, monkeypatch):
-    readers, real = [], Trainer.log_dir.fget
-    callers = property(lambda run: readers.append(sys._getframe(1).f_globals["__name__"]) or real(run))
-    monkeypatch.setattr(Trainer, "log_dir", callers)
-    with pytest.raises(KeyError):
-        fit(tmp_path, make=Failing)
-    assert readers.count("compile_callbacks.report.loggers") == 1
-    assert [record["exception"] for record in read(tmp_path)] == ["KeyError"]
+class SharedFolder(RecordingLogger):
+    """Has a folder for all runs, as a WandbLogger, whose default is the working folder."""
+
+    save_dir, name, version = ".", "digits", "k3x9"
 
 
-@pytest.mark.parametrize("settings", [{"fast_dev_run": 2}, {"callback": InductorCompile(None, None)}])
-def test_nothing_is_written_in_a_fast_dev_run_or_if_nothing_is_compiled(settings, tmp_path, logged):
-    fit(tmp_path, **settings)
+def test_runs_that_share_the_folder_of_a_logger_have_their_own_files(tmp_path, monkeypatch, logged):
+    monkeypatch.chdir(tmp_path)
+    fit(tmp_path, logger=SharedFolder())
+    assert lines_about_the_file(logged) == [f"report: ./digits/k3x9/{FILE_NAME}"]
+    assert len(read("digits/k3x9")) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"logger": False},
+        {"logger": RecordingLogger()},
+        {"fast_dev_run": 2},
+        {"callback": InductorCompile(None, None), "logger": False},
+    ],
+)
+def test_no_file_is_written_without_a_folder_of_a_logger(settings, tmp_path, monkeypatch, logged):
+    monkeypatch.chdir(tmp_path)
+    fit(tmp_path, default_root_dir=tmp_path, **settings)
     assert list(tmp_path.iterdir()) == []
+    assert lines_about_the_file(logged) == []
+
+
+def test_no_record_is_written_if_nothing_is_compiled(tmp_path, logged):
+    fit(tmp_path, InductorCompile(None, None))
+    assert not (tmp_path / FILE_NAME).exists()
     assert lines_about_the_file(logged) == []
 
 

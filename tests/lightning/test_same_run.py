@@ -114,6 +114,28 @@ def test_a_run_with_weights_that_are_tensor_subclasses_ends_as_usual():
     module.cpu()
 
 
+def convolutional():
+    layers = nn.Conv2d(2, 8, 2, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 2), nn.BatchNorm2d(4)
+    return Classifier(nn.Sequential(nn.Unflatten(1, (2, 2, 2)), *layers, nn.Flatten(), nn.Linear(16, 3)))
+
+
+@pytest.mark.codegen
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_two_runs_with_a_deterministic_trainer_are_bit_equal(accelerator):
+    def run():
+        torch._dynamo.reset()
+        callback = InductorCompile()
+        settings = {"max_epochs": 2, "deterministic": True, "accelerator": accelerator}
+        module = fit(callback, make=convolutional, train=20, validation=16, **settings)
+        assert (callback.report.train.graphs, callback.report.infer.graphs) == (1, 1)
+        return module.losses, module.validation_outputs, module.state_dict()
+
+    try:
+        torch.testing.assert_close(run(), run(), rtol=0, atol=0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 # ------------------------------------------------------------------------------------------ code that users write
 
 STEPS = 24  # 12 of them are eager

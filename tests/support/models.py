@@ -31,6 +31,20 @@ class Wrapper(nn.Module):
         return self.net(x)
 
 
+class Cosines(nn.Module):
+    """Eager execution saves sixteen values for the backward pass, and compiled code only the first one."""
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, features), nn.Linear(features, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(16):
+            x = x.cos()
+        return self.last(x)
+
+
 class Classifier(pl.LightningModule):
     """Calls ``self(x)`` in validation and ``self.net(x)`` in training; keeps losses and validation outputs."""
 
@@ -100,6 +114,16 @@ class RecordingLogger(Logger):
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self.calls.append((metrics, step))
+
+
+class LoggerIn(RecordingLogger):
+    """Has a folder, and writes nothing into it."""
+
+    log_dir: Any = None
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__()
+        self.log_dir = folder
 
 
 def run_folder() -> str:

@@ -18,12 +18,15 @@ from unittest import mock
 import lightning.pytorch as pl
 import torch
 import torch._inductor.graph
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from compile_callbacks import InductorCompile, Tune, _torch
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from compile_callbacks import InductorCompile, Tune, _torch, compile_phases, restore
+from compile_callbacks import report_of as phases_report_of
+from tests.support.models import CLASSES, FEATURES, Classifier, LoggerIn, loader, seeded, trainer
 from tests.support.pairs import ACCELERATOR, BACKEND, join, run_cases
 from tests.support.uncached import Uncached
 
@@ -73,6 +76,33 @@ def timeouts() -> list[float]:
 # ------------------------------------------------------------------------------------------ the same results
 
 
+def fabric() -> dict[str, Any]:
+    """A loop with what ``Fabric.setup`` returns."""
+    join(FOLDER, f"fabric.{next(GROUPS)}")
+    lightning_fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=FabricDDP(process_group_backend=BACKEND))
+    lightning_fabric.launch()
+
+    def losses(prepare: Any = lambda model: None) -> list[float]:
+        net = seeded().net
+        model, optimizer = lightning_fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+        prepare(model)
+        found = []
+        for x, _ in loader(6, seed=RANK):
+            loss = model(x.to(lightning_fabric.device)).square().mean()
+            optimizer.zero_grad()
+            lightning_fabric.backward(loss)
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    eager, compiled = losses(), []
+    result = {"eager": eager, "compiled": losses(lambda model: compiled.append(compile_phases(model)))}
+    result["report"] = phases_report_of(compiled[0]).train.to_dict()
+    restore(compiled[0])
+    torch.distributed.destroy_process_group()
+    return result
+
+
 class Branches(Classifier):
     """Takes another branch on each process, and leaves weights unused."""
 
@@ -102,9 +132,9 @@ def plain() -> dict[str, Any]:
     ours = InductorCompile(baseline_steps=2)
     eager, compiled = seeded(), seeded()
     fit(eager, max_epochs=2)
-    run = fit(compiled, ours, max_epochs=2)
+    run = fit(compiled, ours, max_epochs=2, logger=LoggerIn(FOLDER))
     run.save_checkpoint(str(FOLDER / "two.ckpt"))
-    calls = [record["call"] for record in json.loads(Path(run.log_dir, "compile_report.json").read_text())]
+    calls = [record["call"] for record in json.loads((FOLDER / "compile_report.json").read_text())]
     results = {"eager": result_of(eager), "compiled": result_of(compiled), "calls": calls}
     return {**results, "report": report_of(ours), "scalars": ours.report.scalars()}
 

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from compile_callbacks import CompileReport, PhaseReport
+from compile_callbacks._utils.device import free_memory
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.files import atomic_write, read_json, write_json
 from compile_callbacks._utils.import_ref import resolve
@@ -107,3 +109,13 @@ def test_the_environment_does_not_change_the_text_of_a_report(name, value, monke
 def test_a_long_list_of_targets_is_shortened():
     assert _listed(["a", "b", "c", "d"]) == "a, b, c, d"
     assert _listed(["a", "b", "c", "d", "e", "f"]) == "a, b, c, d and 2 more"
+
+
+@pytest.mark.parametrize(("fraction", "free"), [(1.0, 50), (0.25, 5)])
+def test_free_memory_includes_unused_blocks_of_the_allocator_up_to_the_limit(fraction, free, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
+    assert free_memory(torch.device("cuda", 0)) == free
+    assert free_memory(torch.device("cpu")) is None

@@ -1,0 +1,157 @@
+"""`background=True` against compiling in the foreground, by hand and eager: one model in a Trainer, each way alone.
+
+python benchmarks/background.py [--model resnet18] [--batch-size 16] [--image-size 32] [--mode default] [--json FILE]
+
+Each way is a new process with an empty cache, and runs ``--steady-steps`` steps after its last compile. The columns:
+
+- longest_s: the longest step, in which training waits;
+- meanwhile, meanwhile_ms: the steps while the helper process compiles, and their median;
+- load_s: the load of the compiled code, a part of a step;
+- steady_ms: the median of the last steps;
+- seconds: the duration of all steps.
+
+The regret of a run of several minutes of eager steps is computed from these parts: (run - better) / run, where the
+better is the faster of the eager run and the run that is compiled by hand from its first step. ``--run-seconds``
+measures runs of that length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+from models import make
+from tables import Row, parser_for, print_columns, save, say
+from trainer import Classifier, loader, make_trainer, synchronize
+
+from compile_callbacks import InductorCompile
+from compile_callbacks.report.file import environment
+
+EAGER, BY_HAND, FOREGROUND, BACKGROUND = "eager", "by hand", "foreground", "background"
+MINUTES = (1, 5, 15)
+MAX_SECONDS = 500
+COLUMNS = {
+    "way": "{}", "longest_s": "{:.2f}", "meanwhile": "{}", "meanwhile_ms": "{:.2f}", "load_s": "{:.2f}",
+    "steady_ms": "{:.2f}", "steps": "{}", "seconds": "{:.1f}",
+}  # fmt: skip
+
+
+class Clock(pl.Callback):
+    """Times each step, and ends the run after the steady steps."""
+
+    def __init__(self, callback: InductorCompile | None, steady_steps: int, run_seconds: float) -> None:
+        self.callback, self.steady_steps, self.run_seconds = callback, steady_steps, run_seconds
+        self.seconds: list[float] = []
+        self.compiled_since: int | None = None
+
+    def on_train_start(self, trainer, pl_module):
+        self.began = time.perf_counter()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.step_began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        synchronize()
+        now = time.perf_counter()
+        self.seconds.append(now - self.step_began)
+        if self.compiled_since is None and self.is_compiled():
+            self.compiled_since = len(self.seconds)
+        steady = self.compiled_since is not None and len(self.seconds) - self.compiled_since >= self.steady_steps
+        if (steady and now - self.began >= self.run_seconds) or now - self.began > MAX_SECONDS:
+            trainer.should_stop = True
+
+    def is_compiled(self) -> bool:
+        if self.callback is None:
+            return True
+        return any(event.graphs for event in self.callback.session._recorder.events)
+
+
+def run(args: argparse.Namespace, way: str) -> Row:
+    """One way, in this process."""
+    warnings.simplefilter("ignore")
+    net, images, labels = make(args.model, args.batch_size, args.image_size, args.device)
+    module = Classifier(net)
+    callback = None
+    if way == BY_HAND:
+        module.net.compile(mode=args.mode)
+    elif way != EAGER:
+        callback = InductorCompile(train_mode=args.mode, background=way == BACKGROUND)
+    clock = Clock(callback, args.steady_steps, args.run_seconds)
+    trainer = make_trainer(args.device, clock, *([callback] if callback else []))
+    trainer.fit(module, loader((images, labels), 10**9))
+    row: Row = {"way": way, "steps": len(clock.seconds), "seconds": sum(clock.seconds), "environment": environment()}
+    row["steady_ms"] = statistics.median(clock.seconds[-args.steady_steps :]) * 1000
+    slowest = sorted(range(len(clock.seconds)), key=lambda i: -clock.seconds[i])[:3]
+    row |= {"longest_s": max(clock.seconds), "longest_steps": [(i + 1, round(clock.seconds[i], 3)) for i in slowest]}
+    if way == BACKGROUND:
+        report = callback.report.train
+        details = report.diagnostics
+        row |= {
+            "meanwhile": details.waiting_steps,
+            "meanwhile_ms": details.waiting_step_ms,
+            "load_s": details.load_seconds,
+        }
+        row |= {"waited_s": report.compile_seconds, "helper_s": details.background_seconds, "verdict": report.verdict}
+    return row
+
+
+def regrets(rows: dict[str, Row]) -> list[Row]:
+    """The regret of runs of several lengths, from the measured parts."""
+    eager, hand, ours = rows[EAGER]["steady_ms"] / 1000, rows[BY_HAND], rows[BACKGROUND]
+    result = []
+    for minutes in MINUTES:
+        steps = minutes * 60 / eager
+        slow = ours["steps"] - 1
+        compiled_from = min(steps, slow)  # the steps of the measured run, of which the last are steady
+        measured = ours["seconds"] * compiled_from / ours["steps"]
+        run_s = measured + max(0.0, steps - ours["steps"]) * ours["steady_ms"] / 1000
+        by_hand_s = hand["longest_s"] + steps * hand["steady_ms"] / 1000
+        better = min(steps * eager, by_hand_s)
+        result.append({"minutes": minutes, "eager_s": steps * eager, "by_hand_s": by_hand_s, "background_s": run_s,
+                       "regret": (run_s - better) / run_s})  # fmt: skip
+    return result
+
+
+def main() -> None:
+    """Run each way in a new process, and print the tables."""
+    parser = parser_for(__doc__)
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--image-size", type=int, default=32)
+    parser.add_argument("--mode", default="default")
+    parser.add_argument("--steady-steps", type=int, default=60)
+    parser.add_argument("--run-seconds", type=float, default=0.0, help="the least duration of a run")
+    parser.add_argument("--ways", nargs="+", default=[EAGER, BY_HAND, FOREGROUND, BACKGROUND])
+    parser.add_argument("--run-way", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run_way:
+        os.dup2(2, 1)
+        Path(os.environ["ROW"]).write_text(json.dumps(run(args, args.run_way)))
+        return
+    rows: dict[str, Row] = {}
+    for way in args.ways:
+        with tempfile.TemporaryDirectory() as folder:
+            cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+            command = [sys.executable, __file__, *sys.argv[1:], "--run-way", way]
+            subprocess.run(command, env={**os.environ, **cache, "ROW": f"{folder}/row"}, check=True)
+            rows[way] = json.loads(Path(folder, "row").read_text())
+        say(f"{way}: longest {rows[way]['longest_steps']}, steady {rows[way]['steady_ms']:.2f} ms")
+        known = [{**dict.fromkeys(COLUMNS), **row} for row in rows.values()]
+        save(args.json, f"background: {args.model}, batch {args.batch_size}", known, rows[way]["environment"])
+    print_columns(COLUMNS, known)
+    if {EAGER, BY_HAND, BACKGROUND} <= rows.keys():
+        print_columns({"minutes": "{}", "eager_s": "{:.0f}", "by_hand_s": "{:.0f}", "background_s": "{:.0f}",
+                       "regret": "{:.1%}"}, regrets(rows))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""GPU memory of training a model like GPT-2: compiled by hand, with the defaults of the callback, and with less memory.
+
+    python benchmarks/memory.py --json memory.json            # each way in its own process
+    python benchmarks/memory.py --tiny --device cpu --steps 20  # without figures of memory, to test the script
+
+The model has the size of GPT-2 (12 layers, width 768, 1,024 tokens) and computes its loss itself. Each way is one
+`Trainer.fit` in bf16 with AdamW. The script reads the statistics of torch's allocator: the peak of the whole run, the
+peak of its last steps, and the reserved memory at the end. Lightning's sanity check and validation are off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from tables import Row, as_result, command_line, parser_for, print_columns, print_environment, say
+from torch import Tensor, nn
+from trainer import BlockClock, make_trainer
+
+from compile_callbacks import InductorCompile
+from compile_callbacks.report.file import environment
+
+LAST_STEPS = 5
+LESS: dict[str, Any] = {"baseline_steps": 0, "verify": "off"}
+CALLBACKS: dict[str, dict[str, Any] | None] = {
+    "eager": None,
+    "torch.compile by hand": None,
+    "InductorCompile()": {},
+    "baseline_steps=0": {"baseline_steps": 0},
+    'baseline_steps=0, verify="off"': LESS,
+    'baseline_steps=0, verify="off", budget': LESS,
+}
+"""The arguments of the callback, for each way that has one."""
+COLUMNS = {
+    "way": "{}", "peak_memory_mib": "{:,.0f}", "last_peak_memory_mib": "{:,.0f}", "reserved_mib": "{:,.0f}",
+    "step_ms": "{:.1f}", "compared": "{}",
+}  # fmt: skip
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer layer with causal attention; shapes (N, T, C) in and out."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, c = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(n, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(n, t, c))
+        return x + self.mlp(self.norm_2(x))
+
+
+class LanguageModel(nn.Module):
+    """Returns the loss of the next tokens, as GPT-2 of Hugging Face does if it gets labels."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, tokens: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token(ids) + self.position.weight[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.norm(x) @ self.token.weight.T
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+class Trained(pl.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-4, fused=True)
+
+
+class LastPeak(pl.Callback):
+    """Resets the peak of the allocator before the last steps, and keeps the earlier peak."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.earlier = first, 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == self.first and torch.cuda.is_initialized():
+            self.earlier = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def measure(way: str, args: argparse.Namespace) -> Row:
+    """Train, and return the row of a way."""
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    size = (2, 64, 2, 500, 32) if args.tiny else (12, 768, 12, 50257, 1024)
+    net: nn.Module = LanguageModel(*size)
+    if way == "torch.compile by hand":
+        net.compile()
+    callbacks: list[pl.Callback] = []
+    arguments = CALLBACKS[way]
+    if arguments is not None:
+        mode = {"activation_memory_budget": args.budget} if way.endswith("budget") else "default"
+        callbacks.append(InductorCompile(mode, None, **arguments))
+    clock, peak = BlockClock(), LastPeak(args.steps - LAST_STEPS)
+    batches = [torch.randint(size[3], (args.batch_size, size[4])) for _ in range(args.steps)]
+    trainer = make_trainer(args.device, *callbacks, clock, peak, num_sanity_val_steps=0)
+    trainer.fit(Trained(net), torch.utils.data.DataLoader(batches, batch_size=None))
+    on_gpu = args.device == "cuda"
+    last = torch.cuda.max_memory_allocated() if on_gpu else 0
+    return {
+        "way": way.replace("budget", f"activation_memory_budget={args.budget}"),
+        "batch_size": args.batch_size,
+        "peak_memory_mib": max(peak.earlier, last) / 2**20 if on_gpu else None,
+        "last_peak_memory_mib": last / 2**20 if on_gpu else None,
+        "reserved_mib": torch.cuda.memory_reserved() / 2**20 if on_gpu else None,
+        "step_ms": statistics.median(clock.block_ms[-LAST_STEPS:]),
+        "compared": next((call.report.train.verified for call in callbacks if isinstance(call, InductorCompile)), None),
+        "environment": environment(),
+    }
+
+
+def in_own_process(way: str) -> Row:
+    """Run a way in a new process with an empty compiler cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "row.json")
+        command = [sys.executable, __file__, *sys.argv[1:], "--way", way, "--json", str(file)]
+        subprocess.run(command, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}, check=True)
+        row: Row = json.loads(file.read_text())
+        return row
+
+
+def commit() -> str | None:
+    """Return the commit of this clone, or ``None`` if this is no clone."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    add = parser.add_argument
+    add("--steps", type=int, default=40, help="steps of each way; the first 12 are eager with the defaults")
+    add("--batch-size", type=int, default=8)
+    add("--budget", type=float, default=0.5, help="activation_memory_budget of the last way")
+    add("--tiny", action="store_true", help="a tiny model, to test the script")
+    add("--commit", help="the commit, if this folder is no clone")
+    add("--way", choices=list(CALLBACKS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if args.way:
+        args.json.write_text(json.dumps(measure(args.way, args)))
+        return
+    rows = []
+    for way in CALLBACKS:
+        say(way)
+        rows.append(in_own_process(way))
+        found = rows[-1].pop("environment")
+    title = f"a {'tiny ' if args.tiny else ''}model like GPT-2, training, batch {args.batch_size}"
+    result = as_result(title, rows, command_line(), found)
+    result = {"title": result.pop("title"), "commit": args.commit or commit(), **result}
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{title}, commit {result['commit']}")
+    print_environment(result)
+    print_columns(COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""``background=True``: a helper process compiles while training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from compile_callbacks import CompileWarning, InductorCompile, _torch
+from compile_callbacks.background.helper import Helper
+from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, RequestQueue, WaitingGraph
+from compile_callbacks.passes import GraphPass
+from compile_callbacks.profiling.events import CompileKey
+from compile_callbacks.report.summary import verdict_lines
+from tests.support.models import Classifier, Wrapper, batches_of, loader, seeded, trainer
+from tests.support.step_times import Times
+
+_SECONDS = 250
+
+
+class Until(pl.Callback):
+    """Ends the run after a number of compiled training steps, or if the phase never compiles."""
+
+    def __init__(self, callback: InductorCompile, compiled_steps: int = 12, phase: str = "train") -> None:
+        self.callback, self.compiled_steps, self.phase = callback, compiled_steps, phase
+        self.ends = time.monotonic() + _SECONDS
+        self.pids: set[int] = set()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
+        self.pids |= pids(self.callback)
+        steps = getattr(self.callback.report, self.phase).diagnostics.steps
+        if steps.get("compiled", 0) >= self.compiled_steps or time.monotonic() > self.ends:
+            trainer.should_stop = True
+
+
+def pids(callback: InductorCompile) -> set[int]:
+    conversation = callback.session._helper._conversation
+    return set() if conversation is None else {conversation._process.pid}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def run(callback: InductorCompile, *more: pl.Callback, module: Classifier | None = None, **settings: object):
+    """Train until the callback has run compiled steps, and return the module and `Until`."""
+    until = Until(callback)
+    module = module or seeded()
+    data, settings = settings.pop("data", loader()), {"max_epochs": -1, **settings}
+    trainer(callback, until, *more, **settings).fit(module, data, loader(2))
+    assert until.pids
+    assert not any(is_running(pid) for pid in until.pids)
+    return module, until
+
+
+def eager_losses(count: int, module: Classifier | None = None, **settings: object) -> Classifier:
+    module = module or seeded()
+    trainer(max_steps=count, max_epochs=-1, **settings).fit(module, loader(), loader(2))
+    return module
+
+
+def test_training_goes_on_and_switches_to_the_compiled_code():
+    callback = InductorCompile(background=True)
+    module, _ = run(callback)
+    report = callback.report.train
+    steps = len(module.losses)
+    eager = eager_losses(steps)
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(module.state_dict(), eager.state_dict(), rtol=1e-3, atol=1e-3)
+    meanwhile = report.diagnostics.waiting_steps
+    assert (report.graphs, report.verified, report.diagnostics.steps) == (1, "equal 1", {"compiled": 12, "eager": 1})
+    assert meanwhile > 0
+    # Twelve steps before the capture: the baseline and its warm-up steps.
+    assert steps == 12 + 1 + meanwhile + 12
+    assert report.background_seconds > report.compile_seconds > report.diagnostics.load_seconds > 0
+    assert report.diagnostics.waiting_step_ms > 0
+    assert callback.report.infer.verdict in ("still compiling", "too few samples", "faster", "slower", "no difference")
+
+
+def test_a_graph_with_symbolic_sizes_is_compiled_in_the_helper_process():
+    callback = InductorCompile(background=True)
+    run(callback, data=batches_of(4, 5, 6, 7, 4, 5, 6, 7))
+    diagnostics = callback.report.train.diagnostics
+    assert not [event for event in diagnostics.events if event["kind"] in ("foreground", "fallback")]
+    assert callback.report.train.graphs == 1
+    assert callback.report.train.verified == "equal 1"
+
+
+class Unpicklable(GraphPass):
+    def __init__(self) -> None:
+        self.function = lambda: None
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        pass
+
+
+def test_a_graph_that_cannot_be_sent_compiles_in_the_foreground():
+    callback = InductorCompile(background=True, passes=[Unpicklable()])
+    trainer(callback, max_steps=20, max_epochs=-1).fit(seeded(), loader())
+    report = callback.report.train
+    reasons = [event["reason"] for event in report.diagnostics.events if event["kind"] == "foreground"]
+    assert len(reasons) == 1
+    assert "a graph pass or an option cannot be pickled" in reasons[0]
+    assert (report.graphs, report.diagnostics.steps, report.diagnostics.waiting_steps) == (1, {"compiled": 10}, 0)
+
+
+class FailsInOtherProcess(GraphPass):
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        if os.getpid() != self.pid:
+            raise ValueError("not here")
+
+
+def test_a_graph_that_the_helper_process_cannot_compile_compiles_in_the_foreground():
+    callback = InductorCompile(background=True, passes=[FailsInOtherProcess()])
+    run(callback)
+    report = callback.report.train
+    reasons = [event["reason"] for event in report.diagnostics.events if event["kind"] == "foreground"]
+    assert len(reasons) == 1
+    assert "not here" in reasons[0]
+    assert (report.graphs, report.verified) == (1, "equal 1")
+
+
+class UntilFallback(Until):
+    """Ends the run some steps after a fallback to eager."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: object) -> None:
+        self.compiled_steps -= self.callback.report.train.fallbacks
+        if self.compiled_steps <= 0:
+            trainer.should_stop = True
+
+
+class Kill(pl.Callback):
+    """Kills the helper process while it compiles."""
+
+    def __init__(self, callback: InductorCompile) -> None:
+        self.callback, self.killed = callback, set[int]()
+
+    def on_train_batch_end(self, *args: object) -> None:
+        if not self.killed and (found := pids(self.callback)):
+            time.sleep(0.3)
+            self.killed = found
+            os.kill(next(iter(found)), signal.SIGKILL)
+
+
+def test_if_the_helper_process_dies_the_steps_stay_eager():
+    callback = InductorCompile(background=True)
+    kill, module = Kill(callback), seeded()
+    with pytest.warns(CompileWarning, match="background failed: it ended with status -9.*CC308") as caught:
+        trainer(callback, kill, UntilFallback(callback), max_epochs=-1).fit(module, loader(), loader(2))
+    assert len([w for w in caught if "CC308" in str(w.message)]) == 1
+    assert kill.killed
+    assert not pids(callback)
+    assert module.losses == eager_losses(len(module.losses)).losses
+    train = callback.report.train
+    assert (train.graphs, train.verdict, train.fallbacks) == (0, "not compiled", 1)
+
+
+def test_damaged_code_is_not_used(monkeypatch):
+    load = _torch.portable_graphs.load
+    monkeypatch.setattr(_torch.portable_graphs, "load", lambda artifact, options: load(artifact[:-20], options))
+    callback, module = InductorCompile(background=True), seeded()
+    until = UntilFallback(callback)
+    with pytest.warns(CompileWarning, match="its code cannot be loaded.*CC308"):
+        trainer(callback, until, max_epochs=-1).fit(module, loader())
+    assert time.monotonic() < until.ends
+    assert module.losses == eager_losses(len(module.losses)).losses
+
+
+class Raise(pl.Callback):
+    def __init__(self, callback: InductorCompile) -> None:
+        self.callback, self.pids = callback, set[int]()
+
+    def on_train_batch_end(self, *args: object) -> None:
+        self.pids |= pids(self.callback)
+        if self.pids:
+            raise KeyError("the user's")
+
+
+def test_an_exception_in_the_run_ends_the_helper_process():
+    callback = InductorCompile(background=True)
+    failing = Raise(callback)
+    with pytest.raises(KeyError, match="the user's"):
+        trainer(callback, failing, max_steps=50, max_epochs=-1).fit(seeded(), loader())
+    assert failing.pids
+    assert not any(is_running(pid) for pid in failing.pids)
+
+
+_KILLED = """
+    import sys
+    from compile_callbacks import InductorCompile
+    from tests.lightning.test_background import pids
+    from tests.support.models import loader, seeded, trainer
+    import lightning.pytorch as pl
+
+    callback = InductorCompile(background=True)
+
+    class Print(pl.Callback):
+        def on_train_batch_end(self, *args):
+            if found := pids(callback):
+                print(*found, flush=True)
+
+    trainer(callback, Print(), max_steps=100000, max_epochs=-1).fit(seeded(), loader())
+"""
+
+
+def test_the_helper_process_ends_if_the_main_process_is_killed(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}  # noqa: PTH109
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(_KILLED)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        lines = iter(process.stdout.readline, b"")
+        helper = next(int(line) for line in lines if line.strip().isdigit())
+        process.kill()
+    ends = time.monotonic() + 30
+    while is_running(helper) and time.monotonic() < ends:
+        time.sleep(0.1)
+    assert not is_running(helper)
+    assert not list(tmp_path.glob("compile_callbacks*"))
+
+
+def test_gradients_are_accumulated_over_the_switch():
+    callback = InductorCompile(background=True, infer_mode="eager")
+    module, _ = run(callback, accumulate_grad_batches=4)
+    eager = eager_losses(len(module.losses) // 4, accumulate_grad_batches=4)
+    count = len(eager.losses)
+    torch.testing.assert_close(torch.tensor(module.losses[:count]), torch.tensor(eager.losses), rtol=1e-3, atol=1e-3)
+
+
+def test_a_run_continues_in_the_middle_of_a_compile(tmp_path):
+    first = InductorCompile(background=True)
+    whole = trainer(first, max_steps=16, max_epochs=-1)
+    whole.fit(seeded(), loader())
+    assert first.report.train.verdict == "still compiling"
+    whole.save_checkpoint(tmp_path / "last.ckpt")
+    second, module = InductorCompile(background=True), seeded()
+    until = Until(second)
+    trainer(second, until, max_epochs=-1).fit(module, loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert second.report.train.diagnostics.steps["compiled"] == 12
+    eager = eager_losses(16 + len(module.losses))
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses[16:]), rtol=1e-3, atol=1e-3)
+
+
+def test_a_second_run_of_the_same_callback_requests_what_the_first_did_not_get():
+    callback, module = InductorCompile(background=True), seeded()
+    trainer(callback, max_steps=16, max_epochs=-1).fit(module, loader())
+    assert callback.report.train.graphs == 0
+    until = Until(callback)
+    trainer(callback, until, max_epochs=-1).fit(module, loader())
+    assert callback.report.train.diagnostics.steps["compiled"] == 12
+
+
+class Own(nn.Module):
+    """Calls two networks, with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_all_graphs_of_a_step_are_loaded_before_the_steps_switch():
+    callback = InductorCompile(background=True)
+    run(callback, module=seeded(lambda: Classifier(Wrapper(Own()))))
+    assert callback.report.train.graphs == 2
+    assert callback.report.train.diagnostics.steps == {"compiled": 12, "eager": 1}
+
+
+def test_a_repeatable_run_warns():
+    callback = InductorCompile(background=True)
+    with pytest.warns(CompileWarning, match=r"background=True.*deterministic.*CC204"), warnings.catch_warnings():
+        trainer(callback, max_steps=2, deterministic=True).fit(seeded(), loader())
+    torch.use_deterministic_algorithms(mode=False)
+
+
+def test_the_argument_is_checked():
+    with pytest.raises(TypeError, match="background=1 must be True or False"):
+        InductorCompile(background=1)  # type: ignore[arg-type]
+
+
+class UntilChosen(Until):
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
+        self.pids |= pids(self.callback)
+        verdicts = [trial["verdict"] for trial in self.callback.report.train.diagnostics.trials]
+        if "chosen" in verdicts or time.monotonic() > self.ends:
+            trainer.should_stop = True
+
+
+def test_candidates_of_a_tune_are_compiled_while_the_best_so_far_trains(monkeypatch):
+    fast = "options={epilogue_fusion: True}"
+    times = Times(monkeypatch, train=lambda name, workload: {"eager": 3.0, "default": 2.0}.get(name, 1.0))
+    assert times
+    candidates = ["default", {"options": {"epilogue_fusion": True}}]
+    callback = InductorCompile(train_mode={"candidates": candidates, "steps": 5}, background=True)
+    module, until = seeded(), UntilChosen(callback)
+    trainer(callback, until, max_epochs=-1).fit(module, loader())
+    report = callback.report.train
+    trials = {trial["candidate"]: trial["verdict"] for trial in report.diagnostics.trials}
+    assert trials == {"eager": "beaten", "default": "beaten", fast: "chosen"}
+    assert report.background_seconds > 0
+    variants = {(series["candidate"], series["kind"]) for series in report.diagnostics.series}
+    assert {("waiting", "eager"), ("default", "compiled"), (fast, "compiled")} <= variants
+    eager = eager_losses(len(module.losses))
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses), rtol=1e-3, atol=1e-3)
+
+
+def test_slower_steps_go_back_to_eager(monkeypatch):
+    Times(monkeypatch, train={"eager": 2.0, "waiting": 2.0, None: 3.0})
+    callback = InductorCompile(background=True)
+    until, module = Until(callback, compiled_steps=10**9), seeded()
+
+    def stop(trainer_: pl.Trainer, *args: object) -> None:
+        events = [event["kind"] for event in callback.report.train.diagnostics.events]
+        trainer_.should_stop |= "sent_back" in events
+
+    until.on_train_batch_start = stop  # type: ignore[method-assign]
+    trainer(callback, until, max_epochs=-1).fit(module, loader())
+    assert time.monotonic() < until.ends
+    line = verdict_lines(callback.report)[0]
+    assert "runs eagerly again: compiled steps were slower in alternating blocks (2.00 → 3.00 ms)" in line
+    assert not callback.session._switch.compiled_targets("train")
+
+
+def test_of_two_helper_processes_one_compiles_a_graph_and_the_other_loads_it():
+    factor = time.time()  # no earlier test has compiled this graph
+    requests: list[bytes] = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: list[object]) -> object:
+        graph = _torch.portable_graphs.portable_graph(graph_module, inputs)
+        request = CompileRequest(graph=graph, phase="train", options={}, passes=(), activation_memory_budget=None)
+        requests.append(request.pickled())
+        return graph_module.forward
+
+    torch.compile(lambda x: (x * factor).sin(), backend=backend)(torch.ones(3, requires_grad=True))
+    answers: list[CompileAnswer] = []
+    helpers = []
+    for _ in range(2):
+        waiting = WaitingGraph(CompileKey("net", "train"), requests[0], answers.append, pytest.fail)
+        helpers.append(Helper(RequestQueue([waiting]), lambda problem, keys: pytest.fail(problem)))
+    ends = time.monotonic() + _SECONDS
+    while len(answers) < 2 and time.monotonic() < ends:
+        for helper in helpers:
+            helper.poll()
+        time.sleep(0.05)
+    for helper in helpers:
+        helper.stop()
+    assert sorted(answer.cached for answer in answers) == [False, True]
