@@ -82,8 +82,8 @@ def save_copies(forward_graph: torch.fx.GraphModule, buffers: Collection[int]) -
     }
     if not overwritten:
         return
-    # Inductor compiles ``lift_fresh_copy`` as a copy, but removes ``clone`` if it knows no reason for a copy. In the mode
-    # "lite", it removes nothing, and would run the copy after the write, because the write is an operator of torch.
+    # Inductor compiles ``lift_fresh_copy`` as a copy, but removes ``clone`` if it knows no reason for a copy. In the
+    # mode "lite", it removes nothing, and would run the copy after the write, because an operator of torch writes.
     runs_operators = torch._inductor.config.fallback_by_default
     copy = aten.clone.default if runs_operators else aten.lift_fresh_copy.default
     output: Any = graph.output_node()
