@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn import attention
 
 from compile_callbacks._torch import graphs
 
@@ -381,6 +382,11 @@ _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda values: torch.backends.cudnn.set_flags(
             _benchmark=values[0], _deterministic=values[1], _allow_tf32=values[2]
         ),
+    ),
+    "mkldnn": (lambda: torch.backends.mkldnn.enabled, torch.backends.mkldnn.set_flags),
+    "attention": (
+        lambda: [int(kernel) for kernel in attention._cur_sdpa_kernel_backends(with_priority=True)],
+        lambda kernels: attention._sdpa_kernel([attention.SDPBackend(kernel) for kernel in kernels], set_priority=True),
     ),
 }
 """How to get and to set the settings of torch that change what is compiled."""

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compile_callbacks import _torch
 from compile_callbacks._torch.portable_graphs import MAX_CONSTANT_BYTES, NotPortableError
@@ -101,6 +102,24 @@ def test_autocast_and_configs_travel():
     graph = backend.requests[0].graph
     assert graph.configs["inductor"]["cpp.threads"] == 1
     assert graph.autocast == ({"device_type": "cpu", "dtype": torch.bfloat16},)
+
+
+def test_the_kernels_that_the_user_allows_travel():
+    found = []
+
+    def backend(graph_module, inputs):
+        found.append(sent(graph_module, inputs).graph)
+        return graph_module.forward
+
+    query = torch.ones(1, 2, 4, 8)
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.backends.mkldnn.set_flags(False)
+        torch.compile(lambda q: nn.functional.scaled_dot_product_attention(q, q, q), backend=backend)(query)
+    torch.backends.mkldnn.set_flags(True)
+    torch.compile(lambda q: q + 1, backend=backend)(query)
+    for graph, is_default in zip(found, (False, True), strict=True):
+        with _torch.portable_graphs.restored(graph):
+            assert torch.backends.cuda.flash_sdp_enabled() == torch.backends.mkldnn.enabled == is_default
 
 
 def written_view(x, y):
