@@ -156,7 +156,7 @@ class GraphBackend:
             )
             graph = RequestedGraph(request, requests, self._fallback, new_graph, use, self._compile_here)
         except _torch.portable_graphs.NotPortableError as error:
-            self._recorder.record("foreground", self._key, reason=str(error))
+            self._recorder.record("foreground", self._key, reason=in_one_line(str(error)))
             return None
         self.requested.append(graph)
         return graph if request.graph.symbols else graph.first
