@@ -51,8 +51,14 @@ class RequestedGraph:
         for is_valid, graph in self._codes:
             if is_valid(inputs):
                 return graph(*inputs)
-        if self._codes and not self.waits and len(self._codes) < MAX_CODES:
-            self._send(self._request.with_sizes(inputs))
+        if self._codes and not self.waits:
+            if len(self._codes) < MAX_CODES:
+                self._send(self._request.with_sizes(inputs))
+            else:
+                reason = (
+                    f"a graph was compiled {MAX_CODES} times, and none of its code is valid for the sizes of a call"
+                )
+                self._fallback.recorder.limit_reached(self._fallback.key, reason)
         assert self.first.eager is not None
         return self.first.eager(*inputs)
 

@@ -166,11 +166,11 @@ class CompileRecorder:
             if record.cudagraph_skip_reason:
                 self.record("cudagraph_skip", key, reason=record.cudagraph_skip_reason)
 
-    def limit_reached(self, key: CompileKey) -> None:
-        """Record that a frame of the running call reached torch's recompile limit."""
+    def limit_reached(self, key: CompileKey, reason: str = "") -> None:
+        """Record that a frame of the running call reached torch's recompile limit, with the last reason if known."""
         if key not in self._limits_reached:
             self._limits_reached.add(key)
-            last = self._explain(key, _torch.events.last_recompile_reason())
+            last = self._explain(key, reason or _torch.events.last_recompile_reason())
             reason = f"torch's recompile limit is reached; the last reason: {last.reason}"
             self.record("fallback", key, reason=reason, fix=last.fix, code="CC103")
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from compile_callbacks import CompileWarning, InductorCompile, _torch
 from compile_callbacks.background.helper import Helper
+from compile_callbacks.graphs import requested_graph
 from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, RequestQueue, WaitingGraph
 from compile_callbacks.passes import GraphPass, RecordGraphs
 from compile_callbacks.profiling.events import CompileKey
@@ -117,6 +118,17 @@ def test_a_graph_with_symbolic_sizes_is_compiled_in_the_helper_process():
     assert not [event for event in diagnostics.events if event["kind"] in ("foreground", "fallback")]
     assert callback.report.train.graphs == 1
     assert callback.report.train.verified == "equal 1"
+
+
+def test_sizes_for_which_no_code_is_valid_are_reported(monkeypatch):
+    monkeypatch.setattr(requested_graph, "MAX_CODES", 1)
+    monkeypatch.setattr(
+        _torch.portable_graphs, "guard_of", lambda _: lambda inputs: [i for i in inputs if isinstance(i, int)] == [4]
+    )
+    callback = InductorCompile(background=True, infer_mode="eager")
+    with pytest.warns(CompileWarning, match="recompile limit.*none of its code is valid.*CC103"):
+        run(callback, data=batches_of(4, 5, 6, 7, 4, 5, 6, 7))
+    assert callback.report.train.fallbacks == 1
 
 
 class Unpicklable(GraphPass):
