@@ -67,7 +67,7 @@ class BackgroundPolicy:
 
     def done(self, step: Step) -> None:
         """End a step: note a capture, look for slower steps, or continue a comparison."""
-        self._captured |= step.variant is self.variant
+        self._captured |= step.variant is self.variant and (step.compiling or step.kind != "eager")
         if self._blocks is not None:
             self._continue(step)
         elif self._ready and not self._compared and step.kind != "eager":

@@ -24,6 +24,7 @@ class Run:
     def __init__(self, *, eager_ms=2.0, compiled_ms=1.0, known_seconds=0.0, steps_left=math.inf, baseline=12):
         self.now, self.recorded, self.names = 0.0, [], []
         self.ms = {"eager": eager_ms, "waiting": eager_ms, None: compiled_ms}
+        self.captured = False
         self.requests = RequestQueue()
         self.timer = StepTimer(lambda: self.now)
         self.policy = BackgroundPolicy(
@@ -38,13 +39,17 @@ class Run:
         for _ in range(baseline):
             self._time(Step(workload=Workload("train")), "eager")
 
-    def steps(self, count):
-        """Run steps, and return the names of their variants in order, each with the number of steps."""
+    def steps(self, count, *, skipped=False):
+        """Run steps, and return the names of their variants in order, each with the number of steps.
+
+        If they are ``skipped``, they call no target.
+        """
         names = []
         for _ in range(count):
             variant, _ = self.policy.next()
-            waits = bool(self.requests.waiting)
-            first = variant.config is not None and not self.names.count(None)
+            waits = bool(self.requests.waiting) or skipped
+            first = variant.config is not None and not self.captured and not skipped
+            self.captured |= first
             kind = "compiled" if variant.config is not None and not (first or waits) else "eager"
             step = Step(variant=variant, kind=kind, compiling=first, workload=Workload("train"))
             if first:  # captures a graph
@@ -72,6 +77,12 @@ def test_steps_run_eagerly_until_the_graphs_are_compiled():
     run.requests.waiting.append(WaitingGraph(CompileKey("net", "train"), b"", print, print))
     assert run.steps(3) == [(None, 3)]
     assert not run.recorded
+
+
+def test_a_step_that_calls_no_target_captures_nothing():
+    run = Run()
+    assert run.steps(3, skipped=True) == [(None, 3)]
+    assert run.steps(5) == [(None, 1), ("waiting", 4)]
 
 
 def test_slower_steps_go_back_to_eager_after_one_comparison():
