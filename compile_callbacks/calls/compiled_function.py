@@ -14,6 +14,7 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError
 from compile_callbacks.calls.observed_calls import ObservedCalls
+from compile_callbacks.config.dynamo_settings import torchs_settings
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback
@@ -177,7 +178,10 @@ class CompiledFunction:
                 settings.enter_context(self._observed.marked(call.args, call.kwargs))
             settings.enter_context(
                 _torch.dynamo.trace_settings(
-                    limit_factor=self._limit_factor(), guards_hooks=self._guards_hooks, frozen=self._key.frozen
+                    torchs_settings(self._config.dynamo),
+                    limit_factor=self._limit_factor(),
+                    guards_hooks=self._guards_hooks,
+                    frozen=self._key.frozen,
                 )
             )
             settings.enter_context(_torch.regions.strict_comparison())
