@@ -56,11 +56,6 @@ def skipped(result: Any) -> str | None:
     return "torch finds no tensor operation in its code" if "No ops traced" in reason else reason
 
 
-def is_recompile_limit(error: Exception) -> bool:
-    """Return whether Dynamo did not compile a frame because the code of the frame reached the recompile limit."""
-    return isinstance(error, _exc.FailOnRecompileLimitHit) or "recompile limit exceeded" in str(error)
-
-
 def resumes_at(code: types.CodeType) -> tuple[str, int] | None:
     """Return the file and the line of the graph break after which Dynamo generated a function, or ``None``."""
     match = re.fullmatch(r"torch_dynamo_resume_in_.*_at_(\d+)", code.co_name)

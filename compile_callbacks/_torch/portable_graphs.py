@@ -89,7 +89,6 @@ def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) ->
 
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     values = [node.meta.get("example_value") for node in placeholders]
-    _check_types(inputs)
     symbols: dict[Any, tuple[int, Any]] = {}
     described = tuple(_describe(value, fake, symbols) for value, fake in zip(inputs, values, strict=True))
     known = {expression for expression in described if not isinstance(expression, (_TensorInput, int))}
@@ -161,19 +160,13 @@ def _sharing_memory(inputs: Sequence[Any]) -> tuple[int, ...]:
     return tuple(i for i, address in memory.items() if counts[address] > 1)
 
 
-def _check_types(inputs: Sequence[Any]) -> None:
-    for tensor in (value for value in inputs if isinstance(value, torch.Tensor)):
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            raise NotPortableError(f"an input is a {type(tensor).__name__}")
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            raise NotPortableError("an input is sparse, quantized or a lazy view")
-
-
 def _describe(value: Any, fake: Any, symbols: dict[Any, tuple[int, Any]]) -> Any:
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
         return _expression(value, symbols)
-    if not isinstance(value, torch.Tensor) or not isinstance(fake, torch.Tensor):
+    if type(value) not in _TENSOR_TYPES or not isinstance(fake, torch.Tensor):
         raise NotPortableError(f"an input is a {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
+        raise NotPortableError("an input is sparse, quantized or a lazy view")
     return _TensorInput(
         size=tuple(_expression(size, symbols) for size in fake.size()),
         stride=tuple(_expression(stride, symbols) for stride in fake.stride()),
@@ -209,16 +202,15 @@ def _without_metadata(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModul
         if node.target in _NOT_PORTABLE_OPERATORS:
             raise NotPortableError(f"it calls {node.target}")
     for name, constant in itertools.chain(lean.named_parameters(), lean.named_buffers()):
-        if constant.nbytes > MAX_CONSTANT_BYTES or type(constant) not in (torch.Tensor, torch.nn.Parameter):
+        if constant.nbytes > MAX_CONSTANT_BYTES or type(constant) not in _TENSOR_TYPES:
             raise NotPortableError(f"it contains weights or a large constant ({name})")
-    for name, value in vars(lean).items():
-        if isinstance(value, torch.Tensor) and value.nbytes > MAX_CONSTANT_BYTES:
-            raise NotPortableError(f"it contains a large constant ({name})")
     for name, subgraph in list(lean.named_children()):
         if isinstance(subgraph, torch.fx.GraphModule):
             setattr(lean, name, _without_metadata(subgraph))
     return lean
 
+
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 _NOT_PORTABLE_OPERATORS = (
     torch.ops.higher_order.triton_kernel_wrapper_mutation,
@@ -251,11 +243,7 @@ def _modules_of_operators(graph_module: torch.fx.GraphModule) -> tuple[str, ...]
 
 @contextlib.contextmanager
 def restored(portable: PortableGraph) -> Iterator[tuple[torch.fx.GraphModule, list[Any]]]:
-    """Yield the graph and its fake inputs, in the state in which it was captured.
-
-    Raises:
-        Exception: Any exception, if this process cannot import what the graph needs.
-    """
+    """Yield the graph and its fake inputs, in the state in which it was captured."""
     import importlib
 
     from torch._subclasses import FakeTensorMode
@@ -275,7 +263,9 @@ def restored(portable: PortableGraph) -> Iterator[tuple[torch.fx.GraphModule, li
         state.enter_context(torch.set_grad_enabled(portable.grad_mode))
         graph_module = GraphPickler.loads(portable.graph, fake_mode)
         assert isinstance(graph_module, torch.fx.GraphModule)
-        _recompile(graph_module)
+        for subgraph in graph_module.modules():
+            if isinstance(subgraph, torch.fx.GraphModule):
+                subgraph.recompile()
         inputs = _fake_inputs(portable, fake_mode)
         with fake_mode:
             _Propagation(graph_module).run(*inputs)
@@ -304,12 +294,6 @@ def compile_portable(
     return artifact.serialize(), expression  # type: ignore[attr-defined]
 
 
-def _recompile(graph_module: torch.fx.GraphModule) -> None:
-    for subgraph in graph_module.modules():
-        if isinstance(subgraph, torch.fx.GraphModule):
-            subgraph.recompile()
-
-
 def _fake_inputs(portable: PortableGraph, fake_mode: Any) -> list[Any]:
     from torch._dynamo.source import LocalSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -318,10 +302,9 @@ def _fake_inputs(portable: PortableGraph, fake_mode: Any) -> list[Any]:
     shape_env, new = fake_mode.shape_env, {}
     for i, (symbol, (value, bounds)) in enumerate(portable.symbols.items()):
         source = LocalSource(f"size_{i}")
-        new[symbol] = shape_env.create_symbol(
-            value, source, dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
-        )
-        shape_env.var_to_range[new[symbol]] = ValueRanges(*bounds)
+        created = shape_env.create_symbol(value, source, DimDynamic.DYNAMIC, do_not_specialize_zero_one=True)
+        new[symbol] = created
+        shape_env.var_to_range[created] = ValueRanges(*bounds)
     values = {symbol: value for symbol, (value, _) in portable.symbols.items()}
 
     def integer(expression: Any) -> Any:
@@ -330,9 +313,11 @@ def _fake_inputs(portable: PortableGraph, fake_mode: Any) -> list[Any]:
         return shape_env.create_symintnode(expression.xreplace(new), hint=int(expression.xreplace(values)))
 
     def tensor(described: _TensorInput) -> torch.Tensor:
-        size, stride, offset = [list(map(integer, s)) for s in (described.size, described.stride)] + [
-            integer(described.offset)
-        ]
+        size, stride, offset = (
+            [*map(integer, described.size)],
+            [*map(integer, described.stride)],
+            integer(described.offset),
+        )
         with torch.no_grad():
             value = torch.empty_strided(size, stride, dtype=described.dtype, device=described.device)
             if isinstance(offset, torch.SymInt) or offset:
@@ -383,10 +368,7 @@ _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "deterministic": (
-        torch.get_deterministic_debug_mode,
-        torch.set_deterministic_debug_mode,
-    ),
+    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     "cudnn": (
         lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
         lambda values: torch.backends.cudnn.set_flags(

@@ -140,14 +140,15 @@ class _Conversation:
             try:
                 while (graph := self._requests.get(timeout=IDLE_SECONDS)) is not None:
                     connection.send_bytes(graph.request)
-                    _torch.portable_graphs.prepare_loading()
+                    with contextlib.suppress(Exception):  # as without a C++ compiler; `load` then raises it again
+                        _torch.portable_graphs.prepare_loading()
                     if not connection.poll(LIMIT_SECONDS):
                         raise TimeoutError(f"it did not answer for {LIMIT_SECONDS:.0f} s")
                     self._answers.put((graph, pickle.loads(connection.recv_bytes())))
                     del graph
             except queue.Empty:
                 pass
-            except (EOFError, OSError) as error:
+            except Exception as error:
                 self._answers.put(_HelperFailedError(self._why_it_ended(error)))
 
     def _why_it_ended(self, error: Exception) -> str:

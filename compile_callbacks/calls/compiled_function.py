@@ -155,9 +155,9 @@ class CompiledFunction:
                 call.raising_frames += (frame.code,)
                 if first and self.raising_calls < RAISING_CALLS:
                     return _torch.frames.run_frame_eagerly()
-            if _torch.frames.is_recompile_limit(error):
-                self._recorder.limit_reached(self._key)
             if frame.is_graph_break(error):
+                if "recompile limit exceeded" in str(error):
+                    self._recorder.limit_reached(self._key)
                 self.why_no_graph = str(error) if is_own else self.why_no_graph
                 raise
             call.failure, call.nothing_ran = error, is_own

@@ -36,9 +36,6 @@ MAX_REFREEZES = 2
 """The maximum number of times that a target with frozen weights is compiled again in a stage, because they changed."""
 
 
-_NEW_SHAPES = f"new_shapes='eager' runs inputs of new shapes eagerly until their {RETURNING_SHAPE_CALLS}th call"
-
-
 class CompiledTarget:
     """A target that is compiled for a phase.
 
@@ -256,9 +253,10 @@ class CompiledTarget:
             with torch.compiler.set_stance(stance):  # type: ignore[arg-type]
                 graphs = self._executions.graphs
                 result = compiled(member.module, *args, **kwargs)
-                reported = self._recorder.events_of(self.key.phase, "eager_call")
-                if self._executions.graphs == graphs and self.key.target not in {event.target for event in reported}:
-                    self._recorder.record("eager_call", self.key, reason=_NEW_SHAPES, code="CC107")
+                reported = {event.target for event in self._recorder.events_of(self.key.phase, "eager_call")}
+                if self._executions.graphs == graphs and self.key.target not in reported:
+                    reason = f"new_shapes='eager' compiles a new shape only in its {RETURNING_SHAPE_CALLS}th call"
+                    self._recorder.record("eager_call", self.key, reason=reason, code="CC107")
                 return result
         except RuntimeError as error:
             if stance not in str(error):

@@ -162,7 +162,7 @@ def _repeatable(compiled: Callable[..., Any], key: CompileKey) -> Callable[..., 
         if torch.is_grad_enabled():
             note = (
                 f"A step differentiates the gradients of target {key.target!r} (create_graph=True). Run the phase "
-                "eagerly, or compile other modules"
+                f"eagerly ({key.phase}_mode='eager'), or compile other modules (targets=[...])"
             )
             _torch.autograd.add_note_to_double_backward(gradients, with_code("CC304", note))
         return gradients

@@ -100,7 +100,9 @@ class SessionWarnings:
         for event in self._recorder.events_of(phase, "fallback"):
             if event.code == "CC103" and event.candidate == variant.name:
                 self._warn_of_limit(event)
-        if self._is_uncalled(phase, variant):
+        # Without a target that torch can compile, each named target gets its own warning.
+        called = self._switch.called_targets(phase) or not (self._switch.targets or self._finds_targets)
+        if variant.config is not None and not called and self._timer.steps(phase, variant.name):
             names = ", ".join(repr(target.name) for target in self._switch.targets) or "none was found"
             message = (
                 f"nothing is compiled in the {phase} phase, because its steps call none of the targets ({names}). "
@@ -163,14 +165,6 @@ class SessionWarnings:
             self._warn.warn("CC204", message, about="cache_dir")
 
     # ------------------------------------------------------------------------------------------ one subject each
-
-    def _is_uncalled(self, phase: Phase, variant: Variant) -> bool:
-        """Return whether the steps of a phase called no target."""
-        if variant.config is None:
-            return False
-        if not (self._switch.targets or self._finds_targets):
-            return False  # each named target gets its own warning
-        return not self._switch.called_targets(phase) and bool(self._timer.steps(phase, variant.name))
 
     def _report_no_effect(self, kind: EventKind, phase: Phase, warning: str, reason: str) -> None:
         if warning:

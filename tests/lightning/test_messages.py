@@ -94,7 +94,7 @@ BACKWARD_HOOK = "Module-level backwards hooks require compiled autograd"
         (lambda: Classifier(Sparse()), {}, "CC101", "torch.compile does not support sparse Tensors"),
         pytest.param(lambda: Classifier(Force()), {"train": 2}, "CC101", "torch.autograd.grad", marks=NEWER),
         pytest.param(lambda: Classifier(Force()), {}, "CC101", "torch.autograd.grad", marks=NEWER),
-        (Classifier, {"train": batches_of(*range(2, 12)), "new_shapes": "eager"}, "CC107", "until their 8th call"),
+        (Classifier, {"train": batches_of(*range(2, 12)), "new_shapes": "eager"}, "CC107", "only in its 8th call"),
     ],
 )
 def test_a_phase_without_compiled_steps_has_one_reason_everywhere(make, settings, code, reason):
