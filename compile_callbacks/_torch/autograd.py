@@ -82,6 +82,10 @@ def save_copies(forward_graph: torch.fx.GraphModule, buffers: Collection[int]) -
     }
     if not overwritten:
         return
+    # Inductor compiles ``lift_fresh_copy`` as a copy, but removes ``clone`` if it knows no reason for a copy. In the
+    # mode "lite", it removes nothing, and would run the copy after the write, because an operator of torch writes.
+    runs_operators = torch._inductor.config.fallback_by_default
+    copy = aten.clone.default if runs_operators else aten.lift_fresh_copy.default
     output: Any = graph.output_node()
     results = list(output.args[0])
     context = torch._guards.TracingContext.get()
@@ -90,8 +94,7 @@ def save_copies(forward_graph: torch.fx.GraphModule, buffers: Collection[int]) -
         if not isinstance(saved, torch.fx.Node) or _memory(saved) not in overwritten:
             continue
         with graph.inserting_after(inputs[-1] if saved.op == "placeholder" else saved):
-            # Inductor compiles this operator as a copy, but removes ``clone`` if it knows no reason for a copy.
-            results[i] = add_node(graph, aten.lift_fresh_copy.default, (saved,))
+            results[i] = add_node(graph, copy, (saved,))
     output.args = (tuple(results),)
     forward_graph.recompile()
 

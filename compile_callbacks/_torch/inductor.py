@@ -114,7 +114,7 @@ def compile_graph(
     ]
     # The tag prevents that the cache returns code that was compiled without `expose_aliases` or `save_copies`.
     aliases_exposed = bool(regions.calls_of_regions(graph_module))
-    tag = f"{autocast_state()} saves_copies={buffers} aliases_exposed={aliases_exposed}"
+    tag = f"{autocast_state()} copies_saved={buffers} aliases_exposed={aliases_exposed}"
     with functorch_config.patch(settings), warnings.catch_warnings(), tagged_cache(tag.strip()):
         # torch compiles a backward region twice, for two layouts of a gradient.
         warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")

@@ -91,6 +91,26 @@ def test_gradients_are_right_if_a_graph_reads_and_changes_an_input(compiled, nam
         assert (report.graphs >= 1, report.fallbacks) == (True, 0)
 
 
+class Counts(nn.Module):
+    """Writes a buffer, and multiplies by its new value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+def test_gradients_are_right_in_the_mode_lite(compiled):
+    """It runs torch's operators. The backward pass computes the new value again from a copy of the former value."""
+    module = Counts()
+    eager = copy.deepcopy(module)
+    torch.testing.assert_close(train(compiled(module, train_mode="lite", verify="off"), 1), train(eager, 1), **FLOAT32)
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_gradients_are_right_within_an_activation_checkpoint(compiled, name):
     eager = MODULES[name]()
