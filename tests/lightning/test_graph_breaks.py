@@ -14,6 +14,7 @@ import torch._dynamo
 from torch import nn
 
 from compile_callbacks import InductorCompile
+from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.report.summary import next_step
 from tests.support.against_eager import assert_fits_as_eager
 from tests.support.models import FEATURES, Classifier, fit, mlp
@@ -47,6 +48,46 @@ def test_a_setting_of_dynamo_is_in_effect_for_our_compiles_only():
     assert not torch._dynamo.config.capture_scalar_outputs
     of_user = torch._dynamo.explain(Item())(torch.ones(2, FEATURES))
     assert of_user.graph_break_count == 1
+
+
+class Counting(nn.Module):
+    """Counts its calls, scales by the count, and branches on it."""
+
+    def __init__(self, counts=True):
+        super().__init__()
+        self.net, self.width, self.calls, self.counts = mlp(), FEATURES, 0, counts
+
+    def forward(self, x):
+        x = self.net(x.view(-1, self.width))
+        if self.counts:
+            self.calls += 1
+        return x * (1 + 1 / (2 + self.calls)) if self.calls < 12 else x * 2
+
+
+def symbolic_inputs(make_net, monkeypatch):
+    """Train with the callback, compare with eager, and return the symbolic inputs of each graph."""
+    symbols, compile_graph = [], GraphBackend.compile
+
+    def look(backend, graph, inputs):
+        values = [node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")]
+        symbols.append([str(value) for value in values if isinstance(value, torch.SymInt)])
+        return compile_graph(backend, graph, inputs)
+
+    monkeypatch.setattr(GraphBackend, "compile", look)
+    callback = InductorCompile("default", None, baseline_steps=3)
+    ours = assert_fits_as_eager(callback, make=lambda: Classifier(make_net()), train=20, validation=None)
+    return symbols, callback.report.train, ours
+
+
+def test_an_integer_that_changes_in_each_eager_step_becomes_an_input_and_nothing_else_does(monkeypatch):
+    symbols, train, ours = symbolic_inputs(Counting, monkeypatch)
+    assert [len(each) for each in symbols] == [0, 1, 1]
+    assert (train.graphs, train.fallbacks, ours.net.calls) == (3, 0, 20)  # two of them for the branch
+    (event,) = [event for event in train.diagnostics.events if event["kind"] == "dynamo_setting"]
+    assert event["reason"] == "allow_unspec_int_on_nn_module is set, because calls changed in its eager calls"
+    symbols, train, _ = symbolic_inputs(lambda: Counting(counts=False), monkeypatch)
+    assert symbols == [[]]
+    assert not [event for event in train.diagnostics.events if event["kind"] == "dynamo_setting"]
 
 
 class Several(Item):
