@@ -16,8 +16,10 @@ from torch import nn
 from compile_callbacks import InductorCompile
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.report.summary import next_step
+from compile_callbacks.tuning.tuner import Tuner
 from tests.support.against_eager import assert_fits_as_eager
 from tests.support.models import FEATURES, Classifier, fit, mlp
+from tests.support.step_times import Times
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -147,3 +149,33 @@ def test_settings_for_printed_lines_are_named_and_remove_the_break(call, setting
     assert f"'dynamo': {setting}" in advice
     assert ("and drops the log lines" in advice) == ("ignore" in setting)
     assert run({"dynamo": ast.literal_eval(setting)}).train.graph_breaks == 0
+
+
+HEALED = "dynamo={'capture_scalar_outputs': True}"
+
+
+@pytest.mark.parametrize(("healed_ms", "verdict"), [(5, "chosen"), (8.99, "not faster"), (20, "not faster")])
+def test_auto_keeps_a_setting_only_if_steps_are_faster_than_with_the_break(monkeypatch, healed_ms, verdict):
+    ms = {"eager": 10, "default": 9, HEALED: healed_ms}
+    Times(monkeypatch, train=ms)
+    monkeypatch.setattr(Tuner, "_why_not_compiled", lambda tuner, trial: None)
+    callback = InductorCompile("auto", None)
+    assert_fits_as_eager(callback, make=make, train=150, validation=None)
+    trials = {trial["candidate"]: trial for trial in callback.report.train.diagnostics.trials}
+    assert trials[HEALED]["verdict"] == verdict
+    if verdict == "chosen":
+        assert trials[HEALED]["reason"] == "capture_scalar_outputs removed 1 of 1 graph breaks: 1.8x"
+    assert callback.report.train.mode == (HEALED if verdict == "chosen" else "default")
+
+
+def test_auto_sets_nothing_that_moves_or_drops_lines(monkeypatch, capsys):
+    class Prints(Item):
+        def forward(self, x):
+            print("a line")
+            return self.net(x)
+
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    callback = InductorCompile("auto", None)
+    fit(callback, make=lambda: Classifier(Prints()), train=60, validation=None)
+    assert [trial["candidate"] for trial in callback.report.train.diagnostics.trials] == ["eager", "default"]
+    assert capsys.readouterr().out.count("a line") == 60
