@@ -103,13 +103,33 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-def run(module: nn.Module, x: Any, dynamo: dict[str, Any] | None) -> dict[str, Any]:
+def models() -> dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]]:
+    """Return small models of transformers that break graphs."""
+    import transformers as hf
+
+    sizes: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 64}
+    led: dict[str, Any] = {"vocab_size": 99, "d_model": 32, "attention_window": 8}
+    for side in ("encoder", "decoder"):
+        led |= {f"{side}_layers": 1, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
+        led |= {f"max_{side}_position_embeddings": 64}
+    longformer = hf.LongformerConfig(**sizes, attention_window=8, max_position_embeddings=64)
+    mixtral = hf.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, experts_implementation="eager")
+    both = SCALAR | SHAPE
+    return {
+        "transformers Longformer": (lambda: hf.LongformerModel(longformer), both),
+        "transformers LED": (lambda: hf.LEDModel(hf.LEDConfig(**led)), both),
+        "transformers Mixtral, eager experts": (lambda: hf.MixtralModel(mixtral), both),
+    }
+
+
+def run(module: nn.Module, x: Any, dynamo: dict[str, Any] | None, steps: int = STEPS) -> dict[str, Any]:
     """Train a copy of a module eagerly and compiled, and return the graphs, the errors and the step times."""
     torch.compiler.reset()
     eager, ours = copy.deepcopy(module), copy.deepcopy(module)
     compile_phases(ours, {} if dynamo is None else {"dynamo": dynamo}, None)
     error, times = 0.0, {"eager": [], "compiled": []}
-    for step in range(STEPS):
+    for step in range(steps):
         results = []
         for name, each in (("eager", eager), ("compiled", ours)):
             each.zero_grad()
@@ -134,8 +154,8 @@ def run(module: nn.Module, x: Any, dynamo: dict[str, Any] | None) -> dict[str, A
         "verified": report.verified,
         "max_error": error,
         "equal": error < 1e-4 and state["eager"] == state["compiled"],
-        "eager_ms": statistics.median(times["eager"][10:]),
-        "compiled_ms": statistics.median(times["compiled"][10:]),
+        "eager_ms": statistics.median(times["eager"][steps // 3 :]),
+        "compiled_ms": statistics.median(times["compiled"][steps // 3 :]),
         "reasons": [
             e["reason"].strip().splitlines()[0]
             for e in report.diagnostics.events
@@ -149,20 +169,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="kinds or models to run")
     parser.add_argument("--models", action="store_true", help="run models of installed packages")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run")
     parser.add_argument("--out", help="JSON file for the rows")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rows = []
-    for name, (make, dynamo) in KINDS.items():
+    for name, (make, dynamo) in (models() if arguments.models else KINDS).items():
         if arguments.only and name not in arguments.only:
             continue
         torch.manual_seed(0)
         module, x = make(), torch.randn(BATCH, FEATURES)
+        if arguments.models:  # without dropout, which draws other numbers in compiled code
+            module, x = module.eval(), {"input_ids": torch.randint(3, 90, (2, 32))}
         row = {"name": name, "dynamo": dynamo, "torch": torch.__version__}
         for label, settings in (("without", None), ("with", dynamo)):
             try:
-                row[label] = run(module, x, settings)
+                row[label] = run(module, x, settings, arguments.steps)
             except Exception as error:
                 row[label] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
             print(name, label, json.dumps(row[label]), flush=True)
