@@ -98,10 +98,15 @@ class Tuner:
         self._turns.pop(0)
         trial.graphs, trial.breaks = block.graphs, block.breaks
         if block.problem is not None:
-            trial.decide(*block.problem)
-        elif trial.unhealed is not None and trial.graphs >= trial.unhealed.graphs:
+            trial.decide(*block.problem)  # a break can be the reason for a failure: the recompile limit
+        if trial.verdict == "undecided" and trial.unhealed is not None and trial.graphs >= trial.unhealed.graphs:
             trial.decide("not faster", f"{', '.join(trial.healing)} did not reduce the number of graphs")
-        elif block.healing and self._finalist is None and not any(each.unhealed for each in self.trials.values()):
+        elif (
+            trial.verdict != "wrong"
+            and block.healing
+            and self._finalist is None
+            and not any(each.unhealed for each in self.trials.values())
+        ):
             healed = trial.healed(block.healing)
             self.trials[healed.candidate] = healed
             self._turns.insert(0, healed)
