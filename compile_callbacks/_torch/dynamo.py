@@ -8,7 +8,7 @@ import inspect
 import operator
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,8 +92,10 @@ def without_argument_validation() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def trace_settings(*, limit_factor: int, guards_hooks: bool, frozen: bool) -> Iterator[None]:
-    """Within the ``with`` block, Dynamo traces with these settings. torch holds its compile lock, so threads wait.
+def trace_settings(asked: Mapping[str, Any], *, limit_factor: int, guards_hooks: bool, frozen: bool) -> Iterator[None]:
+    """Within the ``with`` block, Dynamo traces with the ``asked`` settings, and with these.
+
+    torch holds its compile lock, so threads wait.
 
     - ``recompile_limit`` is multiplied by ``limit_factor``.
     - Hooks of modules get guards if ``guards_hooks``. By default, Dynamo does not notice the first hook of a module.
@@ -114,6 +116,7 @@ def trace_settings(*, limit_factor: int, guards_hooks: bool, frozen: bool) -> It
     from torch._inductor import config as inductor_config
 
     settings = {"recompile_limit": limit_factor * config.recompile_limit, "invalidate_compile_context_weakrefs": True}
+    settings |= asked
     if guards_hooks:
         settings["skip_nnmodule_hook_guards"] = False
     if torch.__version__.startswith("2.11.") and not frozen:
@@ -121,6 +124,9 @@ def trace_settings(*, limit_factor: int, guards_hooks: bool, frozen: bool) -> It
         settings |= dict.fromkeys(shortcuts, False)
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(settings))
+        if "ignore_logging_functions" in asked and torch.__version__.startswith("2.11."):
+            # Workaround (torch<2.12): torch fails to write the functions to its compilation metrics.
+            stack.enter_context(replaced(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None))
         stack.enter_context(without_argument_validation())
         stack.enter_context(without_odd_gradients())
         stack.enter_context(warnings.catch_warnings())

@@ -14,6 +14,7 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError
 from compile_callbacks.calls.observed_calls import ObservedCalls
+from compile_callbacks.config.dynamo_settings import torchs_settings
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback
@@ -27,6 +28,8 @@ RAISING_CALLS = 3
 _PACKAGE, _TRACED = f"{Path(__file__).parents[1]}/", "dispatcher.py"
 """If torch runs a frame eagerly that calls another target, it traces the dispatcher, which then calls the module. If
 this fails, the other target runs compiled, and torch must not trace that."""
+
+_UNSPEC = "allow_unspec_int_on_nn_module"
 
 _DIFFERENTIATED = (
     "the eager steps differentiate its gradients (create_graph=True), and torch cannot differentiate the backward pass "
@@ -70,7 +73,7 @@ class CompiledFunction:
         self._observed = observed
         self._recorder = fallback.recorder
         self._code: types.CodeType | None = None
-        self._guards_hooks = False
+        self._guards_hooks = self._integers_reported = False
 
     def get(self) -> Callable[..., Any]:
         """Return the function, after a look for hooks. The function compiles when it is called.
@@ -117,6 +120,17 @@ class CompiledFunction:
         # torch compiles blocks that differ separately.
         many = len(self._target.members) > 1 and self._backend.graphs >= _torch.dynamo.recompile_limit()
         return (2 if shares else 1) * (len(self._target.members) if many else 1)
+
+    def _dynamo_settings(self) -> dict[str, Any]:
+        """Return the settings of the config, and a setting for integers that would need a graph for each value."""
+        settings, names = torchs_settings(self._config.dynamo), self._observed.changing_integers.names
+        if not names or self._config.dynamic is False or _UNSPEC in settings:
+            return settings
+        if not self._integers_reported:
+            self._integers_reported = True
+            reason = f"{_UNSPEC} is set, because {', '.join(sorted(names))} changed in its eager calls"
+            self._recorder.record("dynamo_setting", self._key, reason=reason)
+        return {**settings, _UNSPEC: True}
 
     # ------------------------------------------------------------------------------------------ a frame
 
@@ -177,7 +191,10 @@ class CompiledFunction:
                 settings.enter_context(self._observed.marked(call.args, call.kwargs))
             settings.enter_context(
                 _torch.dynamo.trace_settings(
-                    limit_factor=self._limit_factor(), guards_hooks=self._guards_hooks, frozen=self._key.frozen
+                    self._dynamo_settings(),
+                    limit_factor=self._limit_factor(),
+                    guards_hooks=self._guards_hooks,
+                    frozen=self._key.frozen,
                 )
             )
             settings.enter_context(_torch.regions.strict_comparison())

@@ -13,7 +13,7 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks._utils.signatures import inputs_of, signature
-from compile_callbacks.calls.python_state import ChangingState
+from compile_callbacks.calls.python_state import ChangingIntegers, ChangingState
 from compile_callbacks.graphs.failures import NewShapes
 
 RETURNING_SHAPE_CALLS = 8
@@ -29,8 +29,8 @@ SPECIALIZED = (0, 1)
 class ObservedCalls:
     """Records facts about a target's eager calls in one phase.
 
-    The facts are the dimensions and integers of the inputs that vary, the Python state that changes, and whether the
-    gradients are differentiated.
+    The facts are the dimensions and integers of the inputs that vary, the Python state and the integer attributes that
+    change, and whether the gradients are differentiated.
 
     `record` gets the inputs of eager calls and of calls that compile. A dimension varies if it had two sizes other than
     0 and 1. Within `marked`, torch treats varying dimensions and integers as dynamic, and all others as static. The
@@ -41,6 +41,11 @@ class ObservedCalls:
         self.gradients_differentiated = False  # whether a backward pass through an eager call had create_graph=True
         self._running = [] if running is None else running  # the records of the eager calls that are running
         self.changing_state = ChangingState()
+        self.changing_integers = ChangingIntegers()
+        self._changing: dict[str, ChangingState | ChangingIntegers] = {
+            CHANGING_STATE: self.changing_state,
+            CHANGING_INTEGERS: self.changing_integers,
+        }
         self._sizes: dict[str, list[int | None]] = {}  # by input; None if the size varies; an integer has one entry
 
     def record(self, args: Any, kwargs: Any) -> None:
@@ -60,11 +65,13 @@ class ObservedCalls:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.record(args, kwargs)
             self.changing_state.call_begins(module)
+            self.changing_integers.look(module)
             self._running.append(self)
             try:
                 result = call(*args, **kwargs)
             finally:
                 self._running.pop()
+            self.changing_integers.look(module)
             self.changing_state.call_ended(module)
             if _torch.dynamo.is_transformed():
                 return result  # torch.func.grad enables grad mode in its backward pass, but needs no second one
@@ -107,8 +114,9 @@ class ObservedCalls:
     def state(self) -> dict[str, Any]:
         """Return the observations as JSON-ready data."""
         state: dict[str, Any] = {**self._varying()}
-        if names := self.changing_state.names:
-            state[CHANGING_STATE] = sorted(names)
+        for key, changing in self._changing.items():
+            if changing.names:
+                state[key] = sorted(changing.names)
         if self.gradients_differentiated:
             state[DIFFERENTIATED] = True
         return state
@@ -116,8 +124,8 @@ class ObservedCalls:
     def restore(self, state: object) -> None:
         """Continue from the `state` of an earlier run. Ignore data of another form."""
         for key, dimensions in state.items() if isinstance(state, Mapping) else ():
-            if key == CHANGING_STATE and isinstance(dimensions, list):
-                self.changing_state.names.update(name for name in dimensions if isinstance(name, str))
+            if key in self._changing and isinstance(dimensions, list):
+                self._changing[key].names.update(name for name in dimensions if isinstance(name, str))
                 continue
             if key == DIFFERENTIATED:
                 self.gradients_differentiated = True
@@ -130,8 +138,8 @@ class ObservedCalls:
                     known[i] = None
 
 
-CHANGING_STATE = "changing state"
-"""The key of `ChangingState.names` in `ObservedCalls.state`. The keys of inputs contain a colon."""
+CHANGING_STATE, CHANGING_INTEGERS = "changing state", "changing integers"
+"""The keys of the names in `ObservedCalls.state`. The keys of inputs contain a colon."""
 
 DIFFERENTIATED = "gradients are differentiated"
 """The key of `ObservedCalls.gradients_differentiated` in `ObservedCalls.state`."""

@@ -75,6 +75,38 @@ class ChangingState:
         return sorted(name for name in self.names if changes.get(name) is False)
 
 
+class ChangingIntegers:
+    """The integer attributes of a target's modules that change in the first eager calls, such as a count of the calls.
+
+    torch compiles a graph for each value of such an attribute, unless ``allow_unspec_int_on_nn_module`` is set.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()  # empty before the second call of the module
+        self._module_id: int | None = None  # of the first module, because repeated blocks have other integers
+        self._seen: list[dict[str, int]] = []  # before and after each call
+
+    def look(self, module: nn.Module) -> None:
+        """Read the integers before and after an eager call, unless enough calls were observed."""
+        if len(self._seen) == 2 * EAGER_CALLS or self._module_id not in (None, id(module)):
+            return
+        self._module_id = id(module)
+        self._seen.append(
+            {
+                f"{path}.{name}".lstrip("."): value
+                for path, submodule in module.named_modules()
+                for name, value in vars(submodule).items()
+                if type(value) is int
+            }
+        )
+        if len(self._seen) == 2 * EAGER_CALLS:
+            begin, end, next_begin, next_end = self._seen
+            for name in begin.keys() & end.keys() & next_begin.keys() & next_end.keys():
+                counts = begin[name] != end[name] and next_begin[name] != next_end[name]
+                if counts or begin[name] != next_begin[name]:
+                    self.names.add(name)
+
+
 def python_state(module: nn.Module) -> dict[str, Any]:
     """Return the states of random generators, and the numbers in class attributes.
 

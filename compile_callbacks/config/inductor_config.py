@@ -17,6 +17,7 @@ from compile_callbacks._utils.import_ref import class_and_arguments, reference_t
 from compile_callbacks._utils.messages import check_fields, check_type, part_of
 from compile_callbacks._utils.phases import EAGER
 from compile_callbacks.config import templates
+from compile_callbacks.config.dynamo_settings import as_dynamo_settings
 from compile_callbacks.config.options import as_options, check_loaded_settings, check_mode
 from compile_callbacks.passes.base import HOOK_OPTIONS, PASS_TYPES, as_passes, pass_hook, pass_identity, pass_name
 
@@ -47,14 +48,16 @@ class InductorConfig:
             activation checkpointing does. In between, torch recomputes the cheapest operators. torch only estimates
             the memory, so a smaller budget may have a higher peak: measure the peak. If ``None``, torch's own setting,
             which is 1.0.
+        dynamo: Settings of ``torch._dynamo.config`` that apply to the compiles of this config only, for example
+            ``{"capture_scalar_outputs": True}``. docs/how_to/recompiles_and_graph_breaks.md lists the names.
         passes: Custom graph passes, in the order in which they run: `GraphPass` objects, or objects of torch's own
             pass classes, which run at ``"post_grad_post"``. In YAML, ``"module:name"``, or a mapping of ``class_path``
             and ``init_args``.
 
     Raises:
-        ValueError: If a mode, template or option is unknown; if ``mode`` is combined with ``options`` or ``template``;
-            if ``options`` and ``passes`` use the same hook point; or if ``activation_memory_budget`` is not between 0
-            and 1.
+        ValueError: If a mode, template, option or Dynamo setting is unknown; if ``mode`` is combined with ``options``
+            or ``template``; if ``options`` and ``passes`` use the same hook point; or if ``activation_memory_budget``
+            is not between 0 and 1.
         TypeError: If an argument or an option value has the wrong type.
 
     Example::
@@ -70,6 +73,7 @@ class InductorConfig:
     fullgraph: bool = False
     dynamic: bool | None = None
     activation_memory_budget: float | None = None
+    dynamo: Mapping[str, Any] = field(default_factory=dict)
     passes: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
@@ -77,6 +81,7 @@ class InductorConfig:
         if self.template is not None:
             templates.get(self.template)
         object.__setattr__(self, "options", as_options({} if self.options is None else self.options))
+        object.__setattr__(self, "dynamo", as_dynamo_settings({} if self.dynamo is None else self.dynamo))
         self._check_mode_is_alone()
         for name in ("freezing", "dynamic"):
             check_type(name, getattr(self, name), (bool, type(None)), "True, False or None")
@@ -116,11 +121,12 @@ class InductorConfig:
                 raise ValueError(with_code("CC203", text))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Converts the mapping proxy, which cannot be pickled or deep-copied, to a dict.
-        return {**vars(self), "options": dict(self.options)}
+        # Converts the mapping proxies, which cannot be pickled or deep-copied, to dicts.
+        return {**vars(self), "options": dict(self.options), "dynamo": dict(self.dynamo)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, options=types.MappingProxyType(state["options"]))
+        proxies = {name: types.MappingProxyType(state[name]) for name in ("options", "dynamo")}
+        vars(self).update(state, **proxies)
 
     def __eq__(self, other: object) -> bool:
         return self.key() == other.key() if isinstance(other, InductorConfig) else NotImplemented
@@ -135,7 +141,11 @@ class InductorConfig:
             shown = ", ".join(f"{name}: {value}" for name, value in self._options_as_text().items())
             parts.append(f"options={{{shown}}}")
         for f in fields(self)[3:]:
-            if (value := getattr(self, f.name)) != f.default:
+            value = getattr(self, f.name)
+            if f.name == "dynamo":
+                if value:
+                    parts.append(f"dynamo={dict(value)}")
+            elif value != f.default:
                 shown = f"[{', '.join(map(pass_name, value))}]" if f.name == "passes" else f"{value}"
                 parts.append(f"{f.name}={shown}")
         return ", ".join(map(str, parts)) or "default"
@@ -148,6 +158,7 @@ class InductorConfig:
                 **self._fields(),
                 "template": template,
                 "options": self._options_as_text(),
+                "dynamo": dict(self.dynamo),
                 "passes": [pass_identity(graph_pass) for graph_pass in self.passes],
             }
         )
@@ -180,11 +191,12 @@ class InductorConfig:
             if not isinstance(value, (bool, int, float, str, type(None))):
                 text = f"options[{name!r}]={value!r} cannot be saved: it is not a number, a string, a boolean or None"
                 raise ValueError(with_code("CC207", text))
-        data = {**self._fields(), "options": dict(self.options)}
+        dynamo = {name: list(value) if isinstance(value, tuple) else value for name, value in self.dynamo.items()}
+        data = {**self._fields(), "options": dict(self.options), "dynamo": dynamo}
         # A decorated function becomes a pass object in the module that defines the function.
         owners = [getattr(graph_pass, "function", None) or type(graph_pass) for graph_pass in self.passes]
         data["passes"] = [reference_to(p, o.__module__) for p, o in zip(self.passes, owners, strict=True)]
-        default = {**InductorConfig()._fields(), "options": {}, "passes": []}
+        default = {**InductorConfig()._fields(), "options": {}, "dynamo": {}, "passes": []}
         return {name: value for name, value in data.items() if value != default[name]}
 
     @classmethod

@@ -32,6 +32,8 @@ EVENT_KINDS = {
     "freezing": EventKindInfo("Weights not frozen"),
     "template": EventKindInfo("Templates that fell back"),
     "whole_target": EventKindInfo("Repeated blocks compiled with the whole target"),
+    "left_eager": EventKindInfo("Modules left eager"),
+    "dynamo_setting": EventKindInfo("Settings of Dynamo for this target"),
     "cache": EventKindInfo("Not loaded from torch's cache"),
     "foreground": EventKindInfo(
         "Not compiled in the background", "foreground compile", "{target} compiles in the foreground: {reason}"

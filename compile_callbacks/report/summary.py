@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
+from compile_callbacks.config.dynamo_settings import healing_settings
 from compile_callbacks.profiling.comparison import MAX_FACTOR, MIN_SAMPLES
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.report.data import PhaseReport, RunReport
@@ -147,6 +148,8 @@ def _next_steps(phase: Phase, report: PhaseReport, before: PhaseReport) -> Itera
     yield f"read why a part of {phase} runs eagerly: compile-callbacks explain {_code(failed)}" if failed else None
     recompile = _event(report, "recompile")
     fix = recompile.get("fix") if recompile else None
+    if fix and fix.startswith("removing the graph break"):
+        fix += _healing(phase, report)
     recompiled = f"{phase} recompiled {'once' if report.recompiles == 1 else f'{report.recompiles} times'}"
     yield f"{recompiled} ({recompile['reason']}): {fix}" if recompile and fix else None
     doubtful = _is_noisy(report) or _is_unclear(report)
@@ -156,7 +159,8 @@ def _next_steps(phase: Phase, report: PhaseReport, before: PhaseReport) -> Itera
     yield f"{phase}_mode={EAGER!r} leaves the phase eager" if verdict == "slower" and not doubtful else None
     broken = _event(report, "graph_break")
     where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken and broken.get("file") else ""
-    yield f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {_reason(broken)}" if broken else None
+    breaks = f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {_reason(broken)}"
+    yield breaks + _healing(phase, report) if broken else None
     unpaid = verdict == "compile time not repaid"
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
     yield cached if unpaid and report.break_even_steps != math.inf else None
@@ -170,6 +174,19 @@ def _next_steps(phase: Phase, report: PhaseReport, before: PhaseReport) -> Itera
     random = next((event for event in events if event.get("fix")), None)
     compared = f"{phase} has a graph that was not compared with eager"
     yield f"{compared} ({random['reason']}): {random['fix']}" if random else None
+
+
+def _healing(phase: Phase, report: PhaseReport) -> str:
+    """Return the Dynamo settings that may remove graph breaks, or an empty string if the table knows none."""
+    events = [event for event in _events(report, "graph_break") if "reason" in event]
+    settings, count = healing_settings(str(event["reason"]) for event in events)
+    if not count or any(name in report.mode for name in settings):  # the setting is set, and did not help
+        return ""
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    mode = f"{phase}_mode={{'dynamo': {plain}}}" if report.mode == "default" else f"dynamo={plain} in {phase}_mode"
+    of = f"{count} of {_count(report.graph_breaks, 'graph break')}"
+    drops = ", and drops the log lines" if "ignore_logging_functions" in settings else ""
+    return f"; {mode} may remove {of}{drops}"
 
 
 def _variation(report: PhaseReport) -> float:
@@ -222,13 +239,18 @@ def _eager_part(report: PhaseReport) -> Mapping[str, Any] | None:
 
 
 def _event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
-    """Return the last event of a kind, with a `Tune` of the chosen candidate. Of graph breaks, return the first.
+    """Return the last of the `_events` of a kind. Of graph breaks, return the first.
 
     The code behind the first graph break often has more graph breaks only because of the first.
     """
-    candidates = (None, report.mode) if report.diagnostics.trials else (None,)
-    events = [e for e in report.diagnostics.events if e["kind"] == kind and e.get("candidate") in candidates]
+    events = _events(report, kind)
     return events[0 if kind == "graph_break" else -1] if events else None
+
+
+def _events(report: PhaseReport, kind: str) -> list[Mapping[str, Any]]:
+    """Return the events of a kind, with a `Tune` of the chosen candidate."""
+    candidates = (None, report.mode) if report.diagnostics.trials else (None,)
+    return [e for e in report.diagnostics.events if e["kind"] == kind and e.get("candidate") in candidates]
 
 
 def _code(fallback: Mapping[str, Any]) -> str:

@@ -298,7 +298,10 @@ class Session:
 
     def check(self, phase: Phase) -> None:
         """Warn once about each target that ran uncompiled in a phase, and about slow steps."""
-        self._warnings.check_stage(phase, self._policies.chosen(phase))
+        variant = self._policies.chosen(phase)
+        self._warnings.check_stage(phase, variant)
+        if self._finds_targets and variant.config is not None:
+            self._warnings.record_rnns(self.module, phase)
 
     def check_run(self) -> None:
         """Warn at the end of a run about slow steps, and about targets that no step called."""

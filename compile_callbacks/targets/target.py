@@ -112,7 +112,8 @@ def only_if_named(module: nn.Module) -> bool:
     """Return whether a module is never a default target: a metric, a TorchScript module, or an RNN of torch.
 
     Metrics only accumulate state. Dynamo does not compile ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` (2.11 and 2.15, unless
-    ``allow_rnn`` is set), and breaks the graph of a target that contains them.
+    ``allow_rnn`` is set), and breaks the graph of a target that contains them. With ``allow_rnn``, it unrolls the loop
+    over time, and training steps of an ``nn.LSTM`` are not faster than eager on a CPU (benchmarks/breaks.py).
     """
     classes = type(module).__mro__
     is_metric = any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics.") for cls in classes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,8 +22,11 @@ def candidates_of(
     no_freezing: str | None,
     no_cudagraphs: str | None,
     shapes_vary: bool,
+    healing: Sequence[str] = (),
 ) -> Iterator[Trial]:
     """Return a trial for each candidate in order, without eager. The verdict of an excluded candidate is "not tried".
+
+    ``healing`` are settings of Dynamo that an earlier run, or another rank, added to the first candidate of ``"auto"``.
 
     ``no_freezing`` and ``no_cudagraphs`` are the reasons why the targets cannot have frozen weights or CUDA graphs.
     """
@@ -40,6 +43,8 @@ def candidates_of(
         elif config.freezes and phase == "infer" and no_freezing:
             trial.decide("not tried", f"it asks for freezing, but {no_freezing}")
         yield trial
+        if healing and not tune.configs and len(names) == 1:
+            yield trial.healed(healing)
 
 
 def auto_candidates(

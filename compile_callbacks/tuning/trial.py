@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from compile_callbacks.config.variant import Variant
@@ -27,6 +27,9 @@ class Block(NamedTuple):
     compile_seconds: float = 0.0  # the compile time of the candidate so far
     problem: tuple[Verdict, str] | None = None  # the reason why the candidate cannot win
     steps: int = 0
+    graphs: int = 0  # the number of compiled graphs of the candidate so far
+    breaks: int = 0  # the number of its graph breaks
+    healing: tuple[str, ...] = ()  # the settings of Dynamo that may remove some of them
 
 
 @dataclass
@@ -38,6 +41,29 @@ class Trial:
     reason: str | None = None  # the reason for the verdict, if the numbers do not show it
     compile_seconds: float | None = None
     blocks: list[Sequence[float]] = field(default_factory=list)  # the step times of each block, in milliseconds
+    graphs: int = 0
+    breaks: int = 0
+    unhealed: Trial | None = None  # the candidate of which this one is a copy, with settings that remove graph breaks
+
+    def healed(self, settings: Sequence[str]) -> Trial:
+        """Return a candidate with the same settings, and with these settings of Dynamo."""
+        assert self.variant.config is not None
+        config = replace(self.variant.config, dynamo=dict.fromkeys(settings, True))
+        return Trial(Variant(config, config.describe()), unhealed=self)
+
+    @property
+    def healing(self) -> tuple[str, ...]:
+        """The settings of Dynamo that the candidate has, if it is a healed one."""
+        return () if self.unhealed is None or self.variant.config is None else tuple(self.variant.config.dynamo)
+
+    def effect(self) -> str | None:
+        """Return what the settings of a healed candidate did, or ``None`` for other candidates."""
+        base = self.unhealed
+        if base is None or not base.breaks:
+            return None
+        faster = f": {base.median_ms / self.median_ms:.1f}x" if base.median_ms and self.median_ms else ""
+        count = base.breaks - self.breaks
+        return f"{', '.join(self.healing)} removed {count} of {base.breaks} graph breaks{faster}"
 
     @property
     def candidate(self) -> str:

@@ -96,8 +96,20 @@ class Tuner:
         if is_short and self._budget_left > 0:  # runs once more, because too few of its steps can be compared
             return
         self._turns.pop(0)
+        trial.graphs, trial.breaks = block.graphs, block.breaks
         if block.problem is not None:
-            trial.decide(*block.problem)
+            trial.decide(*block.problem)  # a break can be the reason for a failure: the recompile limit
+        if trial.verdict == "undecided" and trial.unhealed is not None and trial.graphs >= trial.unhealed.graphs:
+            trial.decide("not faster", f"{', '.join(trial.healing)} did not reduce the number of graphs")
+        elif (
+            trial.verdict != "wrong"
+            and block.healing
+            and self._finalist is None
+            and not any(each.unhealed for each in self.trials.values())
+        ):
+            healed = trial.healed(block.healing)
+            self.trials[healed.candidate] = healed
+            self._turns.insert(0, healed)
         if len(self.trials) == 1:
             return
         if self._budget_left > 0:
@@ -164,7 +176,13 @@ class Tuner:
             elif not self._is_faster(trial):
                 trial.decide("not faster", self._speedup(trial))
         measured = [(ms, trial) for trial in self._undecided() if (ms := trial.median_ms)]
-        return min(measured, key=lambda pair: pair[0])[1] if measured else None
+        fastest = min(measured, key=lambda pair: pair[0])[1] if measured else None
+        if fastest is not None and (base := fastest.unhealed) in self._undecided():
+            comparison = compare(base.blocks, fastest.blocks, LEVEL) if base is not None else None
+            if comparison is None or comparison.low <= self._tune.min_speedup:
+                fastest.decide("not faster", f"{fastest.effect()}, which is within noise")
+                return self._fastest()
+        return fastest
 
     def _choose_if_clear(self, fastest: Trial | None, reason: str | None = None) -> None:
         """Choose a candidate if it is faster than eager by ``min_speedup`` and by more than noise. Else, choose eager.
@@ -186,7 +204,7 @@ class Tuner:
         self.winner = winner.candidate
         for trial in (self._eager, *self._undecided()):
             trial.decide(*(("beaten",) if trial.blocks else ("not tried", f"{winner.candidate} was chosen before")))
-        winner.decide("chosen", reason)
+        winner.decide("chosen", reason or winner.effect())
 
     def _is_faster(self, trial: Trial) -> bool:
         """Return whether the median is below eager's median by ``min_speedup``. This ignores noise."""

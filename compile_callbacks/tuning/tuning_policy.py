@@ -13,6 +13,7 @@ import torch
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.cache.folder import ModelRecord
+from compile_callbacks.config.dynamo_settings import SET_UNASKED, healing_settings
 from compile_callbacks.config.variant import WAITING_VARIANT, Variant
 from compile_callbacks.profiling.events import CompileEvent
 from compile_callbacks.profiling.recorder import CompileRecorder
@@ -23,7 +24,7 @@ from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.tuning.candidates import candidates_of
 from compile_callbacks.tuning.ranks import Ranks
 from compile_callbacks.tuning.trial import Block, Trial, Verdict, compared_workload
-from compile_callbacks.tuning.tune import Tune
+from compile_callbacks.tuning.tune import AUTO, Tune
 from compile_callbacks.tuning.tuner import Tuner
 
 _T = TypeVar("_T")
@@ -92,7 +93,9 @@ class TuningPolicy:
         winner = self._tuner.winner
         if winner is None or not (self._tuner.worth_keeping and self._made_for):
             return {}
-        return {"candidate": winner, "config_key": _key(self._tuner.trials[winner]), "made_for": self._made_for}
+        trial = self._tuner.trials[winner]
+        entry = {"candidate": winner, "config_key": _key(trial), "made_for": self._made_for}
+        return {**entry, "healing": list(trial.healing)} if trial.healing else entry
 
     def resume(self, state: object) -> None:
         """Use the winner in the `state_dict` of an earlier run without measuring, if the conditions are the same.
@@ -102,7 +105,8 @@ class TuningPolicy:
         data = state if isinstance(state, Mapping) else {}
         made_for = data.get("made_for")
         work = made_for.get("work") if isinstance(made_for, dict) else None
-        trials = list(self._candidates(shapes_vary=True))  # each candidate that the earlier run may have had
+        # Each candidate that the earlier run may have had.
+        trials = list(self._candidates(shapes_vary=True, healing=_healing_of(data)))
         possible = (self._tuner.trials[EAGER], *(trial for trial in trials if trial.verdict == "undecided"))
         names = {_key(trial): trial.candidate for trial in possible}
         name = names.get(str(data.get("config_key")))
@@ -142,13 +146,16 @@ class TuningPolicy:
         """End a stage on all ranks. In the infer phase, all ranks use the winner of rank zero, if it has one."""
         if self._phase == "train" or self._ranks.size == 1:
             return
-        mine = None if self._tuner.winner is None else _key(self._tuner.trials[self._tuner.winner])
-        chosen, complete = self._ranks.gather((mine, self._tuner.complete))[0]
+        winner = None if self._tuner.winner is None else self._tuner.trials[self._tuner.winner]
+        mine = None if winner is None else _key(winner)
+        healing = () if winner is None else winner.healing
+        chosen, complete, healing = self._ranks.gather((mine, self._tuner.complete, healing))[0]
         if chosen is None:
             return
         if chosen != mine:
             if chosen not in self._names:
-                self._tuner.start(list(self._candidates(shapes_vary=True)))  # each candidate that rank zero may have
+                # Each candidate that rank zero may have.
+                self._tuner.start(list(self._candidates(shapes_vary=True, healing=healing)))
             self._tuner.adopt(self._names.get(chosen, EAGER), "rank 0 chose it")
             self._announce()
         self._tuner.complete = complete
@@ -195,9 +202,9 @@ class TuningPolicy:
         vary = compared not in self._workloads and len({w.shapes for w in self._workloads}) > 1
         self._made_for = self._all_conditions(repr(compared))
         winners = {} if self._record is None else self._record.load()["winners"]
-        earlier = winners.get(digest(self._made_for), {}).get("config_key")
-        shapes_vary, earlier = self._of_rank_zero((vary, earlier))
-        trials = list(self._candidates(shapes_vary=shapes_vary))
+        entry = winners.get(digest(self._made_for), {})
+        shapes_vary, earlier, healing = self._of_rank_zero((vary, entry.get("config_key"), _healing_of(entry)))
+        trials = list(self._candidates(shapes_vary=shapes_vary, healing=healing))
         self._tuner.start(trials)
         name = self._names.get(earlier)
         without_effect = any(trial.candidate == name and trial.verdict == "not tried" for trial in trials)
@@ -222,7 +229,18 @@ class TuningPolicy:
         compiles = [event for event in self._events() if event.kind in ("compile", "background")]
         compile_seconds = sum(event.seconds or 0 for event in compiles)
         seconds = self._block_seconds + time.perf_counter() - began
-        return Block(milliseconds, seconds, compile_seconds, self._problem(), self._block_steps)
+        breaks = [event.reason or "" for event in self._events() if event.kind == "graph_break"]
+        settings = healing_settings(breaks)[0] if self._tune.candidates == AUTO else {}
+        return Block(
+            milliseconds,
+            seconds,
+            compile_seconds,
+            self._problem(),
+            self._block_steps,
+            graphs=sum(event.graphs for event in self._events()),
+            breaks=len(breaks),
+            healing=tuple(name for name in SET_UNASKED if name in settings),
+        )
 
     def _events(self, since: int = 0) -> list[CompileEvent]:
         """Return the compile events of the candidate."""
@@ -262,6 +280,12 @@ class TuningPolicy:
             return
         if problem := self._record.update("winners", digest(self._made_for), entry):
             self._print_line(f"{self._phase} phase: the winner could not be written for later runs: {problem}")
+
+
+def _healing_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the settings of Dynamo that a file names for a winner."""
+    named = entry.get("healing")
+    return tuple(name for name in SET_UNASKED if name in named) if isinstance(named, list) else ()
 
 
 def _key(trial: Trial) -> str:

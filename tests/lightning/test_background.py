@@ -26,6 +26,7 @@ from compile_callbacks.passes import GraphPass, RecordGraphs
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.report.summary import verdict_lines
 from compile_callbacks.session import background_policy
+from compile_callbacks.tuning.tuner import Tuner
 from tests.support.models import Classifier, Wrapper, batches_of, loader, seeded, trainer
 from tests.support.step_times import Times
 
@@ -428,6 +429,23 @@ def test_candidates_of_a_tune_are_compiled_while_the_best_so_far_trains(ms):
     assert {("waiting", "eager"), ("default", "compiled"), (fast, "compiled")} <= variants
     eager = eager_losses(len(module.losses))
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses), rtol=1e-3, atol=1e-3)
+
+
+def test_auto_tries_the_setting_that_removes_a_graph_break(ms, monkeypatch):
+    healed = "dynamo={'capture_scalar_outputs': True}"
+    ms.update({"default": 1.5, healed: 1.0})
+    monkeypatch.setattr(Tuner, "_why_not_compiled", lambda tuner, trial: None)
+    callback = InductorCompile("auto", None, background=True)
+    module = seeded(lambda: Classifier(Scaling()))
+    trainer(callback, UntilChosen(callback), max_epochs=-1).fit(module, loader())
+    assert callback.report.train.mode == healed
+    eager = eager_losses(len(module.losses), seeded(lambda: Classifier(Scaling())))
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses), rtol=1e-3, atol=1e-3)
+
+
+class Scaling(Wrapper):
+    def forward(self, x):
+        return self.net(x * (1 + x.abs().max().item()))
 
 
 def test_slower_steps_go_back_to_eager(ms):

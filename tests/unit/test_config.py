@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 import sys
 
 import pytest
@@ -51,6 +54,17 @@ REFERENCE = f"{__name__}:changes_nothing"
         ({"dynamic": "yes"}, TypeError, ["dynamic='yes'"]),
         ({"activation_memory_budget": 1.5}, ValueError, ["activation_memory_budget=1.5"]),
         ({"activation_memory_budget": "half"}, TypeError, ["activation_memory_budget='half'"]),
+        (
+            {"dynamo": {"capture_scalar_output": True}},
+            ValueError,
+            ["did you mean 'capture_scalar_outputs'"],
+        ),
+        ({"dynamo": {"allow_rnn": 1}}, TypeError, ["dynamo['allow_rnn']=1", "True or False"]),
+        (
+            {"dynamo": {"ignore_logging_functions": ["logging.inf"]}},
+            ValueError,
+            ["dynamo['ignore_logging_functions']='logging.inf'", "did you mean 'logging.info'"],
+        ),
         ({"passes": [3]}, TypeError, ["passes", "3"]),
         ({"passes": [Scale]}, TypeError, ["passes", "Scale(...)"]),
         ({"passes": [lambda graph, is_inference: None]}, TypeError, ["passes", "graph_pass"]),
@@ -89,6 +103,8 @@ def test_keys_of_different_settings_differ():
         {"fullgraph": True},
         {"activation_memory_budget": 0.5},
         {"options": {"max_autotune": True}},
+        {"dynamo": {"capture_scalar_outputs": True}},
+        {"dynamo": {"reorderable_logging_functions": ["print"]}},
         {"passes": [Scale(2)]},
         {"passes": [Scale(3)]},
     ]
@@ -179,3 +195,13 @@ def test_settings_of_the_program_may_name_commands_and_passes():
     assert InductorConfig(**given) == config
     candidates = {"candidates": [given, {"class_path": "compile_callbacks.InductorConfig", "init_args": given}]}
     assert InductorCompile(given, candidates).arguments.configs == {"train": config, "infer": Tune([config])}
+
+
+def test_dynamo_settings_round_trip_as_plain_data():
+    given = {"capture_scalar_outputs": True, "ignore_logging_functions": {"print", "logging.info"}}
+    config = InductorConfig(dynamo=given)
+    assert config.describe() == (
+        "dynamo={'capture_scalar_outputs': True, 'ignore_logging_functions': ('logging.info', 'print')}"
+    )
+    assert InductorConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config != InductorConfig()

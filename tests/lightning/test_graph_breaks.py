@@ -1,0 +1,201 @@
+"""Graph breaks that a setting of Dynamo removes, and modules that would break graphs or recompile without one."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import logging
+import re
+import warnings
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+from compile_callbacks import InductorCompile
+from compile_callbacks.graphs.backend import GraphBackend
+from compile_callbacks.report.summary import next_step
+from compile_callbacks.tuning.tuner import Tuner
+from tests.support.against_eager import assert_fits_as_eager
+from tests.support.models import FEATURES, Classifier, fit, mlp
+from tests.support.step_times import Times
+
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
+
+LOGGER = logging.getLogger("test")
+
+
+class Item(nn.Module):
+    """Multiplies by a number of a tensor, which breaks the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x):
+        return self.net(x * (1 + x.sign().max().item()))  # which is 2, so that torch does not recompile
+
+
+def make():
+    return Classifier(Item())
+
+
+def test_a_setting_of_dynamo_is_in_effect_for_our_compiles_only():
+    callback = InductorCompile({"dynamo": {"capture_scalar_outputs": True}}, None, baseline_steps=0)
+    assert_fits_as_eager(callback, make=make)
+    train = callback.report.train
+    assert (train.graphs, train.graph_breaks) == (1, 0)
+    assert train.verified == "equal 1"
+    assert not torch._dynamo.config.capture_scalar_outputs
+    of_user = torch._dynamo.explain(Item())(torch.ones(2, FEATURES))
+    assert of_user.graph_break_count == 1
+
+
+class Counting(nn.Module):
+    """Counts its calls, scales by the count, and branches on it."""
+
+    def __init__(self, counts=True):
+        super().__init__()
+        self.net, self.width, self.calls, self.counts = mlp(), FEATURES, 0, counts
+
+    def forward(self, x):
+        x = self.net(x.view(-1, self.width))
+        if self.counts:
+            self.calls += 1
+        return x * (1 + 1 / (2 + self.calls)) if self.calls < 12 else x * 2
+
+
+def symbolic_inputs(make_net, monkeypatch):
+    """Train with the callback, compare with eager, and return the symbolic inputs of each graph."""
+    symbols, compile_graph = [], GraphBackend.compile
+
+    def look(backend, graph, inputs):
+        values = [node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")]
+        symbols.append([str(value) for value in values if isinstance(value, torch.SymInt)])
+        return compile_graph(backend, graph, inputs)
+
+    monkeypatch.setattr(GraphBackend, "compile", look)
+    callback = InductorCompile("default", None, baseline_steps=3)
+    ours = assert_fits_as_eager(callback, make=lambda: Classifier(make_net()), train=20, validation=None)
+    return symbols, callback.report.train, ours
+
+
+def test_an_integer_that_changes_in_each_eager_step_becomes_an_input_and_nothing_else_does(monkeypatch):
+    symbols, train, ours = symbolic_inputs(Counting, monkeypatch)
+    assert [len(each) for each in symbols] == [0, 1, 1]
+    assert (train.graphs, train.fallbacks, ours.net.calls) == (3, 0, 20)  # two of them for the branch
+    (event,) = [event for event in train.diagnostics.events if event["kind"] == "dynamo_setting"]
+    assert event["reason"] == "allow_unspec_int_on_nn_module is set, because calls changed in its eager calls"
+    symbols, train, _ = symbolic_inputs(lambda: Counting(counts=False), monkeypatch)
+    assert symbols == [[]]
+    assert not [event for event in train.diagnostics.events if event["kind"] == "dynamo_setting"]
+
+
+class Several(Item):
+    """Breaks the graph three times. A setting is known for two of them."""
+
+    def forward(self, x):
+        x = x * (1 + x.abs().max().item())
+        torch._dynamo.graph_break()
+        x = x - x[x > 0].mean()
+        return self.net(x)
+
+
+def test_the_report_names_the_settings_that_remove_graph_breaks_and_how_many():
+    callback = InductorCompile("default", None, baseline_steps=0)
+    fit(callback, make=lambda: Classifier(Several()), validation=None)
+    settings = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    assert callback.report.train.graph_breaks == 3
+    (mode, count), *_ = re.findall(r"train_mode=(\{.*\}\}) may remove (.*)", next_step(callback.report))
+    assert (ast.literal_eval(mode), count) == ({"dynamo": settings}, "2 of 3 graph breaks")
+    healed = InductorCompile(ast.literal_eval(mode), None, baseline_steps=0)
+    fit(healed, make=lambda: Classifier(Several()), validation=None)
+    assert healed.report.train.graph_breaks == 1
+    assert "may remove" not in next_step(healed.report)
+
+
+def warn():
+    warnings.warn("a line")  # noqa: B028  (with a keyword, torch does not move the call)
+
+
+@pytest.mark.parametrize(
+    ("call", "setting"),
+    [
+        (functools.partial(print, "a line"), "{'reorderable_logging_functions': ['print']}"),
+        (warn, "{'reorderable_logging_functions': ['warnings.warn']}"),
+        (functools.partial(logging.info, "a line"), "{'ignore_logging_functions': ['logging']}"),
+        (functools.partial(LOGGER.info, "a line"), "{'ignore_logging_functions': ['logging']}"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:a line")
+def test_settings_for_printed_lines_are_named_and_remove_the_break(call, setting):
+    class Prints(Item):
+        def __init__(self):
+            super().__init__()
+            self.call = call
+
+        def forward(self, x):
+            x = self.net(x)
+            self.call()
+            return x.sin()
+
+    def run(mode):
+        callback = InductorCompile(mode, None, baseline_steps=0)
+        fit(callback, make=lambda: Classifier(Prints()), train=4, validation=None)
+        return callback.report
+
+    advice = next_step(run("default"))
+    assert f"'dynamo': {setting}" in advice
+    assert ("and drops the log lines" in advice) == ("ignore" in setting)
+    assert run({"dynamo": ast.literal_eval(setting)}).train.graph_breaks == 0
+
+
+HEALED = "dynamo={'capture_scalar_outputs': True}"
+
+
+@pytest.mark.parametrize(("healed_ms", "verdict"), [(5, "chosen"), (8.99, "not faster"), (20, "not faster")])
+def test_auto_keeps_a_setting_only_if_steps_are_faster_than_with_the_break(monkeypatch, healed_ms, verdict):
+    ms = {"eager": 10, "default": 9, HEALED: healed_ms}
+    Times(monkeypatch, train=ms)
+    monkeypatch.setattr(Tuner, "_why_not_compiled", lambda tuner, trial: None)
+    callback = InductorCompile("auto", None)
+    assert_fits_as_eager(callback, make=make, train=150, validation=None)
+    trials = {trial["candidate"]: trial for trial in callback.report.train.diagnostics.trials}
+    assert trials[HEALED]["verdict"] == verdict
+    if verdict == "chosen":
+        assert trials[HEALED]["reason"] == "capture_scalar_outputs removed 1 of 1 graph breaks: 1.8x"
+    assert callback.report.train.mode == (HEALED if verdict == "chosen" else "default")
+
+
+def test_auto_sets_nothing_that_moves_or_drops_lines(monkeypatch, capsys):
+    class Prints(Item):
+        def forward(self, x):
+            print("a line")
+            return self.net(x)
+
+    Times(monkeypatch, train={"eager": 10, "default": 5})
+    callback = InductorCompile("auto", None)
+    fit(callback, make=lambda: Classifier(Prints()), train=60, validation=None)
+    assert [trial["candidate"] for trial in callback.report.train.diagnostics.trials] == ["eager", "default"]
+    assert capsys.readouterr().out.count("a line") == 60
+
+
+class CallsLSTM(Classifier):
+    """Calls an LSTM outside of every target."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(FEATURES, FEATURES, batch_first=True)
+
+    def logits(self, x):
+        return self.net(self.lstm(x)[0])
+
+
+def test_the_report_names_an_lstm_that_is_left_eager():
+    callback = InductorCompile("default", None, baseline_steps=0)
+    assert_fits_as_eager(callback, make=CallsLSTM, validation=None)
+    (event,) = [event for event in callback.report.train.diagnostics.events if event["kind"] == "left_eager"]
+    assert event["target"] == "lstm"
+    assert callback.report.train.targets == ("net",)
+    assert event["reason"] == "torch does not compile nn.LSTM well; targets='lstm' compiles it anyway"
